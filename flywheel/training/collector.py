@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -34,23 +34,21 @@ MAX_OPEN: Final = 256
 for the engine that is done first."""
 
 
-def batch_seconds(settings: Config) -> float:
-    """The timeout of a batch. The user's agent, of which only so many run at a time, may need more than
-    `rollout.timeout_seconds`: each of its runs has a time limit."""
-    rollout, training = settings.rollout, settings.training
-    if not isinstance(rollout.agent, AgentProgramSettings):
-        return rollout.timeout_seconds
-    rollouts = rollout.prompts_asked(training.prompts_per_step) * training.group_size
-    runs_in_turn = math.ceil(rollouts / (rollout.workers * rollout.engines))
-    return max(rollout.timeout_seconds, (runs_in_turn + 1) * rollout.agent_timeout_seconds)
-
-
-def reward_weights(settings: Config) -> RewardWeights:
-    return RewardWeights(settings.rollout.reward.rubric, settings.rollout.reward.workflow)
-
-
 class Collector:
     """A context manager: its threads end with it."""
+
+    @classmethod
+    def of(cls, settings: Config, engines: Sequence[Any], grade: Grade, meter: Meter | None = None) -> Self:
+        """A collector by the settings of a round."""
+        reward = settings.rollout.reward
+        return cls(
+            engines,
+            grade,
+            max_thread=settings.judge.max_thread,
+            timeout_seconds=_batch_seconds(settings),
+            meter=meter,
+            weights=RewardWeights(reward.rubric, reward.workflow),
+        )
 
     def __init__(
         self,
@@ -214,3 +212,14 @@ def _dead(error: BaseException) -> TrainError:
 
 def _undecided(error: str) -> Verdict:
     return Verdict(Outcome.UNDECIDED, None, error=error)
+
+
+def _batch_seconds(settings: Config) -> float:
+    """The timeout of a batch. The user's agent, of which only so many run at a time, may need more than
+    `rollout.timeout_seconds`: each of its runs has a time limit."""
+    rollout, training = settings.rollout, settings.training
+    if not isinstance(rollout.agent, AgentProgramSettings):
+        return rollout.timeout_seconds
+    rollouts = rollout.prompts_asked(training.prompts_per_step) * training.group_size
+    runs_in_turn = math.ceil(rollouts / (rollout.workers * rollout.engines))
+    return max(rollout.timeout_seconds, (runs_in_turn + 1) * rollout.agent_timeout_seconds)

@@ -296,7 +296,7 @@ class Engine(RoundActor):
         )
         url = self._endpoint.open(session)
         try:
-            completion = await program_rollout.roll_out(request, session, url, self._pool, setup)
+            completion = await program_rollout.roll_out(request, session, url, self._pool.run, setup)
         finally:
             self._endpoint.close(url)
         if self._llm.errored:

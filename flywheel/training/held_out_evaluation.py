@@ -109,7 +109,7 @@ def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False
     for side, places in zip(get_args(Side), _places(len(rollouts), samples), strict=True):
         own = [rollouts[place] for place in places]
         rewards = [each.reward for each in own]
-        missed = [each.completion.missed or bool(each.completion.cause) for each in own]
+        missed = [not each.completion.needs_reward for each in own]
         # Those of a rubric are within 0 and 1, those of the user's agent need not be.
         worst, best = min((0.0, *known)), max((1.0, *known))
         scores = gate_rewards(rewards, missed, side, at_bound=at_bound, worst=worst, best=best)

@@ -87,6 +87,11 @@ class Completion:
     system_prompts: tuple[str, ...] = ()
 
     @property
+    def needs_reward(self) -> bool:
+        """False if it ended by a miss, or because the user's agent failed."""
+        return not self.missed and not self.cause
+
+    @property
     def has_called(self) -> bool:
         """Whether it called a tool other than those that end it."""
         return any(call.outcome is not Outcome.FINISH for call in self.calls)
@@ -258,7 +263,11 @@ class Batch:
     @property
     def undecided(self) -> int:
         """Number of rollouts that should have a reward and have none."""
-        return len(self.rollouts) - len(self.rewards) - self.missed - self.failed.total()
+        return len(self._undecided)
+
+    @property
+    def _undecided(self) -> list[Rollout]:
+        return [each for each in self.rollouts if each.reward is None and each.completion.needs_reward]
 
     @property
     def groups(self) -> int:
@@ -300,36 +309,27 @@ class Batch:
         Rollouts that ended by a miss need no reward, and a few others prove no failure of the judge. The same for
         those in which the user's agent failed, see `refuse_failed`.
         """
-        without = self.missed + self.failed.total()
-        graded = len(self.rollouts) - without
-        if self.undecided <= max_share * graded or (without and graded < MIN_REWARDS):
+        undecided = self._undecided
+        graded = sum(rollout.completion.needs_reward for rollout in self.rollouts)
+        if len(undecided) <= max_share * graded or (graded < len(self.rollouts) and graded < MIN_REWARDS):
             return
-        lacking = (
-            each
-            for each in self.rollouts
-            if each.reward is None and not each.completion.missed and not each.completion.cause
-        )
-        reasons = Counter(rollout.failure for rollout in lacking)
-        reason, times = reasons.most_common(1)[0]
         raise TrainError(
             "reward the rollouts of a step",
-            f"{self.undecided} of {graded} are undecided, more than the share {max_share:g} allowed by"
-            f" training.max_undecided_share; {times} times: {reason}",
+            f"{len(undecided)} of {graded} are undecided, more than the share {max_share:g} allowed by"
+            f" training.max_undecided_share; {_most_frequent_failure(undecided)}",
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
         )
 
     def refuse_failed(self, max_share: float) -> None:
         """Raise TrainError when the user's agent failed in a larger share of the rollouts."""
-        failed = self.failed.total()
-        if failed <= max_share * len(self.rollouts):
+        failed = [rollout for rollout in self.rollouts if rollout.completion.cause]
+        if len(failed) <= max_share * len(self.rollouts):
             return
-        reasons = Counter(rollout.failure for rollout in self.rollouts if rollout.completion.cause)
-        reason, times = reasons.most_common(1)[0]
         raise TrainError(
             "run the agent (rollout.agent)",
-            f"it failed in {failed} of {len(self.rollouts)} rollouts, more than the share {max_share:g} allowed by"
-            f" training.max_undecided_share; {times} times: {reason}",
+            f"it failed in {len(failed)} of {len(self.rollouts)} rollouts, more than the share {max_share:g} allowed"
+            f" by training.max_undecided_share; {_most_frequent_failure(failed)}",
             "`flywheel workflow check` runs it once. Its output is in the worker's log.",
             retryable=True,
         )
@@ -390,6 +390,11 @@ class Batch:
             "judge_prompt_tokens": sum(verdict.prompt_tokens for verdict in verdicts),
             "judge_completion_tokens": sum(verdict.completion_tokens for verdict in verdicts),
         }
+
+
+def _most_frequent_failure(rollouts: Iterable[Rollout]) -> str:
+    reason, times = Counter(rollout.failure for rollout in rollouts).most_common(1)[0]
+    return f"{times} times: {reason}"
 
 
 def add_usage(total: dict[str, int], more: dict[str, int]) -> dict[str, int]:

@@ -20,7 +20,7 @@ import ray
 from flywheel.config import Config
 from flywheel.round import ADAPTER_DIR, RoundSpec
 from flywheel.training.actor import RoundActor
-from flywheel.training.collector import Collector, Grade, batch_seconds, reward_weights
+from flywheel.training.collector import Collector, Grade
 from flywheel.training.metrics import UPDATE_FIGURES, Metrics
 from flywheel.training.policy import load_policy, save_adapter
 from flywheel.training.progress_meter import Meter
@@ -91,14 +91,7 @@ class Trainer(RoundActor):
         meter = Meter(self._directory, steps=training.steps, gate_rollouts=gate_rollouts)
         asked = self._settings.rollout.prompts_asked(training.prompts_per_step)
         meter.enter("training", asked * training.group_size)
-        with Collector(
-            engines,
-            make_grade(meter.pause),
-            max_thread=self._settings.judge.max_thread,
-            timeout_seconds=batch_seconds(self._settings),
-            meter=meter,
-            weights=reward_weights(self._settings),
-        ) as collector:
+        with Collector.of(self._settings, engines, make_grade(meter.pause), meter) as collector:
             run = Run(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
             trainer = RoundTrainer(
                 roll_out=run.roll_out,

@@ -38,7 +38,7 @@ from flywheel.training import ray_cluster
 from flywheel.training.agent.program_rollout import ProgramSetup
 from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.chat_rendering import ChatFormat, served_format
-from flywheel.training.collector import Collector, Grade, batch_seconds, reward_weights
+from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug_round import roll_out_only
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out_evaluation import Pairs, answer, check_enough
@@ -382,14 +382,7 @@ class Round:
         )
 
     def _collector(self) -> Collector:
-        return Collector(
-            self.engines,
-            self.grade,
-            max_thread=self.settings.judge.max_thread,
-            timeout_seconds=batch_seconds(self.settings),
-            meter=self.meter,
-            weights=reward_weights(self.settings),
-        )
+        return Collector.of(self.settings, self.engines, self.grade, self.meter)
 
     def _sampling(self, steps: int, system_prompts: Mapping[str, int]) -> Sampling:
         rollout, training = self.settings.rollout, self.settings.training

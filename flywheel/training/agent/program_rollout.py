@@ -5,7 +5,7 @@ are what is trained on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -47,21 +47,12 @@ class RecordingSession(Protocol):
     def calls(self) -> Sequence[CallTokens]: ...
 
 
-class Pool(Protocol):
-    """What runs the program (`ProgramPool`)."""
-
-    async def run(
-        self,
-        task: Mapping[str, Any],
-        models: Mapping[str, ModelEndpoint],
-        trained: str,
-        *,
-        seconds: float | None = None,
-    ) -> RunResult: ...
+RunProgram = Callable[[Mapping[str, Any], Mapping[str, ModelEndpoint], str], Awaitable[RunResult]]
+"""Runs the program once on a task, with its models by target and the target that is trained (`ProgramPool.run`)."""
 
 
 async def roll_out(
-    request: RolloutRequest, session: RecordingSession, url: str, pool: Pool, setup: ProgramSetup
+    request: RolloutRequest, session: RecordingSession, url: str, run_program: RunProgram, setup: ProgramSetup
 ) -> Completion:
     """The completion of a request whose task is done by the user's agent, which reaches the `session` at `url`.
 
@@ -69,7 +60,7 @@ async def roll_out(
     program could say what that is worth.
     """
     endpoints = {target: ModelEndpoint(url, name, API_KEY) for target, name in setup.models.items()}
-    run = await pool.run(request.prompt.task.line, endpoints, setup.trained)
+    run = await run_program(request.prompt.task.line, endpoints, setup.trained)
     calls = session.calls
     made = timelines(calls)
     is_cut = session.is_truncated or (bool(calls) and calls[-1].finish_reason == "length")

@@ -207,21 +207,20 @@ class Session:
         }
         if not body.get("logprobs"):
             request.pop("top_logprobs", None)
+        limits = Limits(self._app.context) if is_frozen else self._limits(max_tokens)
+        status, answer = await self._app.chat(request, limits)
+        if status == 200 and not is_frozen:
+            self._record(body, answer)
+        reply = ModelReply(status, self._stripped(body, answer) if status == 200 else answer)
+        if not is_frozen:
+            self.is_full = reply.is_too_long
+        return reply
+
+    def _limits(self, max_tokens: int | None) -> Limits:
         bounds = [max_tokens] if max_tokens is not None else []
         if self._tokens is not None:
             bounds.append(self._tokens - self.generated)
-        limits = Limits(self._context, min(bounds, default=None), server_default=self._as_served)
-        if is_frozen:
-            limits = Limits(self._app.context)
-        status, answer = await self._app.chat(request, limits)
-        if is_frozen:
-            return ModelReply(status, self._stripped(body, answer) if status == 200 else answer)
-        if status == 200:
-            self._record(body, answer)
-            answer = self._stripped(body, answer)
-        reply = ModelReply(status, answer)
-        self.is_full = reply.is_too_long
-        return reply
+        return Limits(self._context, min(bounds, default=None), server_default=self._as_served)
 
     def _record(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         [choice] = answer["choices"]

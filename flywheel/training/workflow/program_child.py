@@ -145,8 +145,7 @@ def _stand_in(watcher: int) -> NoReturn:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watcher, END_SIGNAL)
         _reap(ended)
-    code = ended[watcher]
-    os._exit(128 - code if code < 0 else code)
+    _exit_with(ended[watcher])
 
 
 def _watch(runner: int, requests: int, woken: int, parent: int) -> NoReturn:
@@ -160,7 +159,11 @@ def _watch(runner: int, requests: int, woken: int, parent: int) -> NoReturn:
             break
         _reap(ended)
     _end_all(runner, ended)
-    code = ended.get(runner, 0)
+    _exit_with(ended.get(runner, 0))
+
+
+def _exit_with(code: int) -> NoReturn:
+    """As a shell does: 128 plus the number of a signal, which is a negative code."""
     os._exit(128 - code if code < 0 else code)
 
 
@@ -191,7 +194,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
         answers.flush()
 
-    runner = _Runner(program_of(json.loads(requests.readline())))
+    runner = _Runner(_program_of(json.loads(requests.readline())))
     try:
         send({"found": runner.load()})
     except ContractError as error:
@@ -204,7 +207,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         send({"result": asdict(result), "spent": runner.spent})
 
 
-def program_of(fields: Mapping[str, Any]) -> AgentProgram:
+def _program_of(fields: Mapping[str, Any]) -> AgentProgram:
     """From `dataclasses.asdict`, as JSON."""
     models = {name: ModelEndpoint(**endpoint) for name, endpoint in fields["auxiliary_models"].items()}
     return AgentProgram(**{**fields, "command": tuple(fields["command"]), "auxiliary_models": models})

@@ -49,25 +49,18 @@ class Pool:
         self.result = result
         self.asked: list[Any] = []
 
-    async def run(
-        self,
-        task: Mapping[str, Any],
-        models: Mapping[str, ModelEndpoint],
-        trained: str,
-        *,
-        seconds: float | None = None,
-    ) -> RunResult:
+    async def run(self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str) -> RunResult:
         self.asked.append((task, models, trained))
         return self.result
 
 
 async def made(result: RunResult, *calls: CallTokens, setup: ProgramSetup = SETUP, **session: Any) -> Completion:
-    return await roll_out(request(), Session(*calls, **session), "http://here/v1", Pool(result), setup)
+    return await roll_out(request(), Session(*calls, **session), "http://here/v1", Pool(result).run, setup)
 
 
 async def test_the_program_gets_the_whole_task_and_the_models_of_all_targets() -> None:
     pool = Pool(RunResult(reward=0.5, response="It is 7.", metrics={"turns": 1}))
-    found = await roll_out(request(), Session(call(QUESTION)), "http://here/v1", pool, SETUP)
+    found = await roll_out(request(), Session(call(QUESTION)), "http://here/v1", pool.run, SETUP)
     [(task, models, trained)] = pool.asked
     assert (task, trained) == (LINE, "planner")
     assert {name: (model.base_url, model.model) for name, model in models.items()} == {
