@@ -16,7 +16,6 @@ import ray
 from safetensors.numpy import load_file
 
 from flywheel.config import Config
-from flywheel.demo import judge
 from flywheel.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.errors import ConfigError, TrainError
 from flywheel.rollout_file import read_rollouts
@@ -28,11 +27,8 @@ from flywheel.training.engine import Engine
 from flywheel.training.held_out_evaluation import answer
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RewardWeights, RolloutRequest
-from flywheel.training.round_directory import settings_of
-from flywheel.training.trainer import Trainer
 from flywheel.verdict import Exchange, Verdict
-from flywheel.worker.rollout_grading import build_grade
-from flywheel.worker.training_round import Round
+from tests.training.ray_session.round_on_engine import run_round
 from tests.training.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
 from tests.training.rollouts import verdict
 from tests.training.test_round import lines
@@ -323,32 +319,13 @@ def test_a_file_that_does_not_load_is_refused(engine: Any, folder: Path) -> None
         use(engine, rollout_settings(folder, agent={"workflow": f"{folder}/gone.py:run"}))
 
 
-def run_round(
+def run_program_round(
     engine: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], **metadata: Any
 ) -> RoundResult:
-    """A whole round with a trainer of its own, on the engine that is there."""
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    with judge.running() as url:
-        given = round_spec(url).settings
-        given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6}
-        given["rollout"] |= {"max_model_len": 128, "max_completion_tokens": 64, **rollout}
-        given["gate"] |= {"max_tasks": 10, "samples": 1}
-        some = questions()[::40]
-        train = [task(f"t-{at}", some[at], **metadata) for at in range(12)]
-        held_out = [task(f"h-{at}", some[12 + at], **metadata) for at in range(10)]
-        spec = round_spec(url, train=train, held_out=held_out, settings=given)
-        whole = Round(spec, directory, settings_of(spec), build_grade)
-
-        def start() -> None:
-            whole.engines, whole.about = [engine], {"context": 192, "versions": {}, "device": "cpu"}
-            whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
-            ray_cluster.wait([whole.trainer.start.remote()])
-
-        monkeypatch.setattr(whole, "start", start)
-        try:
-            return whole.run()
-        finally:
-            ray.kill(whole.trainer)
+    some = questions()[::40]
+    train = [task(f"t-{at}", some[at], **metadata) for at in range(12)]
+    held_out = [task(f"h-{at}", some[12 + at], **metadata) for at in range(10)]
+    return run_round(engine, directory, monkeypatch, train, held_out, **{"max_completion_tokens": 64, **rollout})
 
 
 @pytest.mark.parametrize("kind", ["workflow", "command"])
@@ -359,7 +336,9 @@ def test_a_round_trains_on_the_agents_own_calls(
         "workflow": {"workflow": f"{folder}/agent.py:run", "folder": str(folder)},
         "command": {"command": [sys.executable, "command.py"], "folder": str(folder)},
     }
-    result = run_round(engine, tmp_path, monkeypatch, rollout_settings(folder, agent=agents[kind]), does="one turn")
+    result = run_program_round(
+        engine, tmp_path, monkeypatch, rollout_settings(folder, agent=agents[kind]), does="one turn"
+    )
     assert (result.outcome, result.steps) == ("trained", 2), result.reason
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
@@ -387,7 +366,7 @@ def test_an_agent_that_always_fails_is_refused_before_training(
     engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TrainError, match=r"it failed on 3 tasks before training.*the shop is closed") as refused:
-        run_round(engine, tmp_path, monkeypatch, rollout_settings(folder), does="raise")
+        run_program_round(engine, tmp_path, monkeypatch, rollout_settings(folder), does="raise")
     assert not refused.value.retryable
     assert not (tmp_path / "rollouts.jsonl").exists()
 

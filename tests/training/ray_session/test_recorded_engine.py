@@ -14,10 +14,8 @@ from safetensors.numpy import load_file
 
 from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
-from flywheel.demo import judge
 from flywheel.demo.questions import questions
 from flywheel.rollout_file import read_rollouts
-from flywheel.round import RoundResult, RoundTask
 from flywheel.training import ray_cluster
 from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.agent.recorded_tools import Outcome
@@ -27,12 +25,10 @@ from flywheel.training.held_out_evaluation import answer
 from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.round_directory import settings_of
-from flywheel.training.trainer import Run, Trainer
+from flywheel.training.trainer import Run
 from flywheel.verdict import Exchange, Verdict
-from flywheel.worker.rollout_grading import build_grade
-from flywheel.worker.training_round import Round
 from tests.training import calling_policy
+from tests.training.ray_session.round_on_engine import run_round
 from tests.training.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
 from tests.training.rollouts import verdict
 from tests.training.test_round import lines
@@ -252,35 +248,13 @@ def test_the_gate_scores_misses_of_both_sides(engine: Any, prompts: list[Prompt]
     assert found.at_bound == [((0.0, 0.0), (1.0, 1.0)), *found.rewards[1:]]
 
 
-def run_round(
-    engine: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, train: list[RoundTask], held_out: list[RoundTask]
-) -> RoundResult:
-    """A whole round with a trainer of its own, on the engine that is there."""
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    with judge.running() as url:
-        given = round_spec(url).settings
-        given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6}
-        given["rollout"] |= {"max_completion_tokens": TOKENS, "max_model_len": CONTEXT}
-        given["gate"] |= {"max_tasks": 10, "samples": 1}
-        spec = round_spec(url, train=train, held_out=held_out, settings=given)
-        whole = Round(spec, directory, settings_of(spec), build_grade)
-
-        def start() -> None:
-            whole.engines, whole.about = [engine], {"context": 192, "versions": {}, "device": "cpu"}
-            whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
-            ray_cluster.wait([whole.trainer.start.remote()])
-
-        monkeypatch.setattr(whole, "start", start)
-        return whole.run()
-
-
 def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the tasks has no result for messages without a box."""
     some = questions()[::40]
     every, boxed = (True, False), (True,)
     train = [calling_policy.task(f"t-{at}", some[at], every if at % 4 else boxed) for at in range(12)]
     held_out = [calling_policy.task(f"h-{at}", some[12 + at], every if at % 5 else boxed) for at in range(10)]
-    result = run_round(engine, tmp_path, monkeypatch, train, held_out)
+    result = run_round(engine, tmp_path, monkeypatch, train, held_out, max_completion_tokens=TOKENS)
     assert (result.outcome, result.steps) == ("trained", 2), result.reason
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
@@ -325,7 +299,7 @@ def test_a_round_of_misses_is_refused_and_leaves_no_adapter(
     some = questions()[::40]
     train = [calling_policy.task(f"t-{at}", some[at], ()) for at in range(12)]
     held_out = [calling_policy.task(f"h-{at}", some[12 + at]) for at in range(10)]
-    result = run_round(engine, tmp_path, monkeypatch, train, held_out)
+    result = run_round(engine, tmp_path, monkeypatch, train, held_out, max_completion_tokens=TOKENS)
     assert (result.outcome, result.adapter, result.comparison) == ("refused", None, None)
     assert "96 of 96 rollouts ended at a call without a recorded result" in result.reason
     assert result.without_gradient == [task.task_id for task in train]
