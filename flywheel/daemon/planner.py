@@ -72,7 +72,7 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
 
 
 def in_turn(conn: Connection, config: Config) -> list[Config]:
-    """The settings of each target, that whose last round is the longest ago first: rounds alternate."""
+    """The settings of each target, the one whose last round was longest ago first: rounds alternate."""
     last = rounds.last_by_target(conn)
     return sorted(config.by_target().values(), key=lambda own: last.get(own.target, 0))
 
