@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from flywheel.config import load
 from flywheel.files import append_lines
+from flywheel.sources import studio_connector
 from flywheel.sources.calls import conversations
 from flywheel.sources.calls.conversations import Conversations
 from flywheel.sources.ingestion import Ingestion
@@ -117,7 +118,8 @@ def set_up(trap: Trap) -> None:
     Conversations.hand_on = trapped_hand_on  # type: ignore[method-assign]
     Inbox.store = trapped_store  # type: ignore[method-assign]
     conversations.CALLS_AT_ONCE = 5  # type: ignore[misc]  # many transactions in a pass
-    database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
+    database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many batches in a pass
+    studio_connector.JOINED_BATCHES = 1  # type: ignore[misc]  # each with a commit, however fast they are read
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     JsonlReader.read = trapped_lines  # type: ignore[method-assign]
     Store.write = trapped_write  # type: ignore[method-assign]
