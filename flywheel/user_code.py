@@ -134,6 +134,8 @@ class PythonProcess:
                 child.end()
                 raise
             self._idle.append(child)
+        if not self.close.alive:  # closed in the meantime, which could not end this one
+            _end_all(self._idle)
         if "error" in answer:
             raise FunctionError(answer["error"])
         return Returned(**answer)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from flywheel.errors import ConfigError
 from flywheel.user_code import FunctionError, PythonProcess, Returned, function_of
+from tests.waiting import wait_for
 
 FILE = """
 import os, signal, subprocess, sys, time
@@ -47,6 +49,8 @@ def keep(task):
         Path(task["mine"]).touch()
         while not Path(task["other"]).exists():
             time.sleep(0.01)
+    if do == "pid":
+        return os.getpid()
     if do == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -168,6 +172,19 @@ def test_the_same_function_has_one_process_while_somebody_has_it() -> None:
     assert first({"do": ""}).value == 1.0
     del first
     assert function()({"do": ""}).value == 1.0
+
+
+def test_a_close_during_a_call_ends_its_process_after_the_call(tmp_path: Path) -> None:
+    keep = made()
+    pid = int(keep({"do": "pid"}).value or 0)
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(keep, {"do": "meet", "mine": str(mine), "other": str(other), "say": 7})
+        wait_for(mine.exists, "the call", seconds=60)
+        keep.close()
+        other.touch()
+        assert call.result().value == 7.0
+    assert not _runs(pid)
 
 
 PARENT = """
