@@ -83,10 +83,11 @@ def config_of(folder: Path, *servers: LogServer, **more: Any) -> Config:
 
 
 def exported(config: Config) -> dict[str, Any]:
-    """The lines of the task file by span."""
+    """The lines of the task file by span. The last line may just be being written."""
     if not config.task_file.exists():
         return {}
-    lines = [json.loads(line) for line in config.task_file.read_bytes().splitlines()]
+    whole, _, _ = config.task_file.read_bytes().rpartition(b"\n")
+    lines = [json.loads(line) for line in whole.splitlines()]
     found = {line["metadata"]["span_id"]: line for line in lines}
     assert len(found) == len(lines)
     return found

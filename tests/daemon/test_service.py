@@ -66,8 +66,10 @@ class Daemon:
         return answer
 
     def lines(self) -> list[dict[str, Any]]:
+        """The last line may just be being written."""
         path = self.state / "tasks.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        whole, _, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        return [json.loads(line) for line in whole.splitlines()]
 
     def judged(self) -> int:
         conn = sqlite3.connect(f"file:{self.state / 'state.db'}?mode=ro", uri=True)
