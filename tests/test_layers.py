@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "user_code": 1,
     "web_server": 1,
     "process_tuning": 1,
+    "system": 1,
     "config": 2,
     "sources.studio": 3,
     "sources.jsonl": 3,
