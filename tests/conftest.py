@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -26,6 +27,7 @@ from flywheel.serving import inference_server
 from flywheel.serving.server_keys import admin_key
 from flywheel.serving.startup_adapters import alias_file, base_name
 from tests import warm
+from tests.waiting import StartError
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
@@ -43,16 +45,22 @@ GROUPS = {
               "training/test_grpo.py", "training/test_trajectory_gradient.py", "training/test_recorded_tokens.py"),
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
-REAL_PARTS = tuple(f"tests/{folder}/" for folder in ("agents", "cli", "daemon", "demo", "serving", "web"))
-"""Folders whose tests start commands, servers, agents and browsers, and wait for them."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
 
-# Readline puts the size of a terminal into the environment that a worker of a divided run inherits.
-for name in ("COLUMNS", "LINES"):
-    os.environ.pop(name, None)
+OF_THE_MACHINE = re.compile(
+    "(?!FLYWHEEL_SOAK_SECONDS$)(FLYWHEEL|HF|TRANSFORMERS|OPENAI|OTEL|RAY|VLLM|TRL|OMP|TORCH|XDG|WATCHDOG|LC)_"
+    "|(NO_COLOR|FORCE_COLOR|PAGER|LESS|TZ|JOURNAL_STREAM|NOTIFY_SOCKET|COLUMNS|LINES)$|.*_proxy$",
+    re.IGNORECASE,
+)
+"""Variables that the program, or a library that it uses, reads. No test may depend on what the machine says there.
+
+Readline puts COLUMNS and LINES into the environment that a worker of a divided run inherits.
+"""
+for name in filter(OF_THE_MACHINE.match, list(os.environ)):
+    del os.environ[name]
 
 # Torch's threads wait asleep, as in a round. Spinning, they take the cores from the other worker's tests.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 # How long an example takes says how busy the machine is, and nothing else.
 hypothesis.settings.register_profile("flywheel", deadline=None)
@@ -145,7 +153,7 @@ def start_server(config: Config, log: Path) -> subprocess.Popen[bytes]:
             pass
         time.sleep(0.3)
     stop_server(process)
-    pytest.fail(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}")
+    raise StartError(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}")
 
 
 def stop_server(process: subprocess.Popen[bytes]) -> None:
@@ -220,13 +228,12 @@ def module_of(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is slow begins first, so that no worker is left with a long module at the end.
 
-    Tests of real processes are run again if they fail, because a busy machine can make one wait too long. The summary
-    names those that then passed.
+    A test whose server or browser did not start is run again once, and the summary of the run names it (`RERUN`).
+    No other test is run again.
     """
     slow = {module_of(item) for item in items if item.get_closest_marker("slow")}
     for item in items:
-        if item.get_closest_marker("slow") or module_of(item).startswith(REAL_PARTS):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[StartError.__name__]))
     groups = list(GROUPS)
 
     def place(item: pytest.Item) -> tuple[bool, int]:

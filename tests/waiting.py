@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class StartError(AssertionError):
+    """A real server or browser did not start, for instance because another program took its port."""
+
+
 def wait_for(condition: Callable[[], Any], what: str, *, seconds: float) -> Any:
     """The first true value of `condition`."""
     end = time.monotonic() + seconds

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Error as PlaywrightError
 
 from flywheel.config import Config
 from flywheel.web.server import application
 from flywheel.web_server import bound_socket, web_server
+from tests.waiting import StartError
 from tests.web.recorded_state import unpack
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -68,7 +70,10 @@ def browser() -> Iterator[Browser]:
     # The sandbox needs another user than root. Containers often have little shared memory.
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=arguments)
+        try:
+            browser = playwright.chromium.launch(executable_path=program, args=arguments)
+        except PlaywrightError as error:
+            raise StartError(f"{program} did not start: {error}") from error
         yield browser
         browser.close()
 
