@@ -36,7 +36,7 @@ class MetricsServer:
     """The server. `snapshot` is the state as `status --json` shows it.
 
     `unhealthy` says why the daemon does not work any more, `unready` why it does not work yet, or no longer; both are
-    empty while it does.
+    empty while it does. `concern` is what a restart would not cure.
     """
 
     def __init__(
@@ -45,9 +45,11 @@ class MetricsServer:
         snapshot: Callable[[], Awaitable[dict[str, Any]]],
         unhealthy: Callable[[], str],
         unready: Callable[[], str],
+        concern: Callable[[], str] = str,
     ) -> None:
         self._settings = settings
         self._snapshot, self._unhealthy, self._unready = snapshot, unhealthy, unready
+        self._concern = concern
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._token: str | None = None
@@ -123,13 +125,13 @@ class MetricsServer:
         return None if is_loopback(host) else PlainTextResponse("this host name is not served here\n", 403)
 
     async def _healthz(self, _: Request) -> Response:
-        return _answer(self._unhealthy())
+        return _answer(self._unhealthy(), self._concern())
 
     async def _readyz(self, _: Request) -> Response:
         return _answer(self._unhealthy() or self._unready())
 
 
-def _answer(why_not: str) -> Response:
+def _answer(why_not: str, concern: str = "") -> Response:
     from starlette.responses import PlainTextResponse
 
-    return PlainTextResponse(f"{why_not or 'ok'}\n", 503 if why_not else 200)
+    return PlainTextResponse(f"{why_not or concern or 'ok'}\n", 503 if why_not else 200)

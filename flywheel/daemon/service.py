@@ -85,7 +85,11 @@ class Service:
         self._memory_release = MemoryRelease(store)
         self._memory = Stage("memory", self._memory_release.check)
         self.metrics = MetricsServer(
-            config.daemon, lambda: store.read(snapshot, config), self._ended_stages, self._unready
+            config.daemon,
+            lambda: store.read(snapshot, config),
+            self._ended_stages,
+            self._unready,
+            self._sources.concern,
         )
         self._metrics = Stage("metrics", self.metrics.listen)
         self._stages = (

@@ -87,6 +87,11 @@ class SourceSupervisor:
         self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))
         stage.wake.set()
 
+    def concern(self) -> str:
+        """Which sources a defect keeps from being read, without their names; empty for none."""
+        number = sum(source.has_defect for source in self._ingestion.sources())
+        return f"a defect stops the reading of {number} of the sources: see `flywheel status`" if number else ""
+
     def poll(self) -> None:
         """Read every source and retry the export, whether or not a change was noticed."""
         for stage in (*self._stages.values(), self._export, self._pull):

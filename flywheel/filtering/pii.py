@@ -314,12 +314,17 @@ class Pii(Section):
         if self._analyzer is None:
             from presidio_analyzer import AnalyzerEngine
 
-            self._analyzer = AnalyzerEngine()
+            try:
+                self._analyzer = AnalyzerEngine()
+            except (Exception, SystemExit) as error:  # spaCy ends the process if it cannot load its model's package.
+                hint = "Run: python -m spacy download en_core_web_lg"
+                raise ConfigError("use pii with engine: presidio", f"it does not start: {error}", hint) from error
         results = self._analyzer.analyze(text=text, language=self.language, entities=list(self.entities))
         return [Piece(each.entity_type, each.start, each.end) for each in results]
 
 
-_PLACEHOLDER: Final = re.compile(r"\[([A-Z_]+)_\d+\]")
+_PLACEHOLDER: Final = re.compile(r"\[([A-Z_]+)_[0-9]{1,9}\]")
+"""What a text says is no placeholder if its number is longer: int() refuses 5,000 digits."""
 
 
 def _label(kind: str) -> str:

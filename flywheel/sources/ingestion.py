@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator
@@ -39,12 +40,16 @@ from flywheel.store.task_file import TaskFile
 from flywheel.store.transitions import utcnow
 from flywheel.trace import Cursor
 
+log = logging.getLogger(__name__)
+
 SOURCES_AT_ONCE: Final = 8
 """Sources that `Ingestion.run` reads concurrently, and threads that read JSONL files."""
 EXPORT_SECONDS: Final = 1.0
 """How often new tasks are appended to the task file during `Ingestion.run`."""
 FULL_SCAN_SHARE: Final = 0.2
 """Share of the time that a throttled full scan spends reading."""
+DEFECT: Final = "defect"
+"""Condition of a source that a defect of Flywheel keeps from being read."""
 NO_COUNTS: Final = SourceCounts(0, 0, {}, 0)
 
 
@@ -143,9 +148,9 @@ class SourceIngestion:
                         cursor = batch.cursor or cursor
                 if self._missing_calls:
                     await self._look_for_missing_calls()
-            except (SourceError, StoreError, CallLogError) as failure:
+            except Exception as failure:
                 self.connector.forget()
-                error, cursor = failure, None
+                error, cursor = failure if isinstance(failure, FlywheelError) else self._defect(failure), None
             if (moved or not self._was_read) and not (is_first and final):
                 # New rows may come together with in-place updates. Rows may also have changed before this process
                 # started, but not where a source is read at once for the first time.
@@ -153,6 +158,15 @@ class SourceIngestion:
                 self._was_read = True
             self.has_passed = True
             return await self._report(done, cursor, error)
+
+    def _defect(self, failure: Exception) -> SourceError:
+        """What is no error of ours as an error of the source. The traceback is logged once, not at every attempt."""
+        why = f"a defect of Flywheel stopped it ({type(failure).__name__})"
+        error = SourceError(f"read {self.path}", why, "Please report it, with the traceback from the log.")
+        error.condition = DEFECT
+        if str(error) != self._noted.get("error"):
+            log.error("%s", error, exc_info=failure)
+        return error
 
     async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
         """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before.
@@ -197,6 +211,11 @@ class SourceIngestion:
         missing, self._missing_calls = self._missing_calls, set()
         if await self._calls.reopen(await asyncio.to_thread(self._calls.mirror.sizes, missing)):
             self.is_reopened = True
+
+    @property
+    def has_defect(self) -> bool:
+        """Whether the last pass was stopped by a defect."""
+        return self._noted.get("condition") == DEFECT
 
     @property
     def number(self) -> int:

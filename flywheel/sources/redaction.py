@@ -6,12 +6,17 @@ import orjson
 from msgspec.structs import replace
 
 from flywheel.batch import Batch, Entry, line_bytes
+from flywheel.errors import FlywheelError
 from flywheel.filtering.pii import Redactor
 from flywheel.similarity import beginning_of, prompt_signatures
+from flywheel.trace import DeadRow
 
 
 def redacted(batch: Batch, redact: Redactor) -> Batch:
-    """The batch without personal data. Content hashes stay those of the original: they only detect changes."""
+    """The batch without personal data. Content hashes stay those of the original: they only detect changes.
+
+    An entry that cannot be redacted becomes a dead row, without its texts. Raises ConfigError.
+    """
 
     def text(text: str) -> str:
         line = {"main_query": text, "answer": "", "init_messages": [], "metadata": {}}
@@ -26,8 +31,20 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
         beginning = beginning_of(line)
         return replace(entry, line=line_bytes(line), detail=detail, beginning=beginning, words=words, bands=bands)
 
-    return replace(
-        batch,
-        entries=tuple(entry(one) for one in batch.entries),
-        dead=tuple(replace(row, error=text(row.error), excerpt=text(row.excerpt)) for row in batch.dead),
-    )
+    entries: list[Entry] = []
+    dead: list[DeadRow] = []
+    given: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
+    for each in given:
+        try:
+            if isinstance(each, Entry):
+                entries.append(entry(each))
+            else:
+                dead.append(replace(each, error=text(each.error), excerpt=text(each.excerpt)))
+        except FlywheelError:
+            raise
+        except Exception as error:
+            # The error's message may quote the text.
+            why = f"the filter pii cannot redact it ({type(error).__name__}): nothing of its text is stored"
+            rowid = 0 if isinstance(each, Entry) else each.rowid
+            dead.append(DeadRow(rowid, each.span_id, each.trace_id, why))
+    return replace(batch, entries=tuple(entries), dead=tuple(dead))
