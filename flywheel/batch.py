@@ -17,6 +17,7 @@ from flywheel.model_call import ModelCall
 from flywheel.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.states import SkipReason
 from flywheel.task import conversation_key, task_line
+from flywheel.tool_exclusion import exclusion_of_tools
 from flywheel.trace import Checkpoint, Cursor, DeadRow, Reply
 
 
@@ -146,11 +147,8 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
     # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
     model = "" if reply.adapter_source == "id" else storable(reply.model)
     excluded = {exclusion.OF_REASON.get(one, Exclusion.INEXACT) for one in reason.split("; ") if one}
-    if reply.tools or reply.trajectory:
-        from flywheel.tool_exclusion import exclusion_of_tools
-
-        if (of_tools := exclusion_of_tools(reply.tools, reply.trajectory)) is not None:
-            excluded.add(of_tools)
+    if (of_tools := exclusion_of_tools(reply.tools, reply.trajectory)) is not None:
+        excluded.add(of_tools)
     if not models.trains(model, reply.adapter):
         excluded.add(Exclusion.MODEL)
     target = models.target_of(reply.agent, storable(reply.model), reply.adapter)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flywheel.exclusion import Exclusion
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.rubric.checks.tool_calls import Call, calls_in
+from flywheel.tool_calls import Call, calls_in
 from flywheel.tool_results import functions_by_name
 from flywheel.trace import ChatMessage
 

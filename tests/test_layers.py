@@ -17,6 +17,7 @@ LAYERS: dict[str, int] = {
     "known_secrets": 0,
     "trace": 1,
     "exclusion": 1,
+    "tool_calls": 1,
     "tool_exclusion": 1,
     "finish_functions": 1,
     "model_call": 1,

@@ -14,9 +14,10 @@ from referencing.exceptions import Unresolvable
 from flywheel.rubric.checks.degenerate import written_call
 from flywheel.rubric.checks.json_schema import validator_of
 from flywheel.rubric.checks.markdown import split
-from flywheel.rubric.checks.tool_calls import Call, calls_of, definitions_of
+from flywheel.rubric.checks.tool_calls import calls_of, definitions_of
 from flywheel.rubric.criterion import INVALID, Criterion
 from flywheel.rubric.rubric import Rubric
+from flywheel.tool_calls import Call
 from flywheel.trace import get_path
 from flywheel.verdict import Exchange
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import regex
 from jsonschema import Draft202012Validator, ValidationError
@@ -17,6 +17,7 @@ from flywheel.errors import CheckError
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.pattern import search
 from flywheel.rubric.rubric import Rubric
+from flywheel.tool_calls import parse_json
 from flywheel.verdict import Exchange
 
 MAX_JSON_CHARACTERS: Final = 200_000
@@ -44,15 +45,6 @@ def check_json_schema(criterion: Criterion, exchange: Exchange, rubric: Rubric |
     if problem is None:
         return True, "the answer is JSON that the schema allows"
     return False, f"at {problem.json_path}: {problem.message}"[:300]
-
-
-def parse_json(text: str) -> Any:
-    """JSON without NaN and Infinity. Raises ValueError, and RecursionError if it is nested too deeply."""
-    return json.loads(text, parse_constant=_reject_constant)
-
-
-def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not valid in JSON")
 
 
 def _validator(criterion: Criterion, rubric: Rubric | None) -> Validator:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 import orjson
 
-from flywheel.rubric.checks.json_schema import parse_json
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.rubric import Rubric
-from flywheel.trace import TOOL_ERROR, ChatMessage, get_path
+from flywheel.tool_calls import Call, calls_in
+from flywheel.trace import get_path
 from flywheel.verdict import Exchange
 
 UNKNOWN_EFFICIENCY: Final = 0.5
@@ -34,62 +33,9 @@ _PROGRAM_TIMEOUT: Final = re.compile(
 """What AgentScope 1.x returns of a program that it has stopped."""
 
 
-@dataclass(slots=True)
-class Call:
-    """A tool call of the steps.
-
-    Attributes:
-        arguments: As the step has them: a JSON text, or what was parsed of it.
-        result: None if the steps have none.
-        failed: Whether the steps or the task's errors say that it failed.
-    """
-
-    id: str
-    name: str
-    arguments: Any
-    result: str | None = None
-    failed: bool = False
-
-    @property
-    def parsed(self) -> dict[str, Any]:
-        """The arguments. Raises ValueError if they are not a JSON object; no text at all is an empty one."""
-        try:
-            value = parse_json(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
-        except RecursionError:
-            raise ValueError("they are nested too deeply") from None
-        if not isinstance(value, dict | None):
-            raise ValueError("they are not an object")
-        return value or {}
-
-
 def calls_of(exchange: Exchange) -> list[Call]:
     """The tool calls of an exchange with their results, in order."""
     return calls_in(exchange.trajectory, _errors(exchange.line.get("metadata")))
-
-
-def calls_in(steps: Iterable[ChatMessage], failures: Iterable[object] = ()) -> list[Call]:
-    """The tool calls of steps with their results, in order. `failures` are the
-    errors that their task lists."""
-    calls: list[Call] = []
-    latest: list[Call] = []
-    errors = {str(failure) for failure in failures}
-    for turn in steps:
-        if isinstance(made := turn.get("tool_calls"), list) and made:
-            latest = [_call(each) for each in made]
-            calls += latest
-        if turn.get("role") != "tool":
-            continue
-        # The latest calls first: some models number their calls from 0 in every answer.
-        waiting = (each for each in (*latest, *reversed(calls)) if each.result is None)
-        call = next((each for each in waiting if each.id == str(turn.get("tool_call_id"))), None)
-        if call is not None:
-            call.result = str(turn.get("content"))
-            told = f"tool {call.name}: {' '.join(call.result.split())}"[:500]
-            call.failed = turn.get("status") == "error" or bool(TOOL_ERROR.match(call.result)) or told in errors
-    for call in calls:
-        if call.result is None:
-            call.failed = any(error.startswith(f"tool {call.name}: ") for error in errors)
-    return calls
 
 
 def called_tools(exchange: Exchange) -> list[str]:
@@ -134,12 +80,6 @@ def _errors(metadata: Any) -> list[Any]:
     except (KeyError, TypeError, orjson.JSONDecodeError):
         return []
     return errors if isinstance(errors, list) else []
-
-
-def _call(step: Any) -> Call:
-    name = get_path(step, "function", "name")
-    arguments = get_path(step, "function", "arguments")
-    return Call(str(get_path(step, "id")), name if isinstance(name, str) else "", arguments)
 
 
 def definitions_of(exchange: Exchange) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.rubric.checks.tool_calls import Call, calls_in
+from flywheel.tool_calls import Call, calls_in
 from flywheel.tool_results import Tool
 from flywheel.trace import ChatMessage, get_path
 from flywheel.training.agent.call_key import tools_by_name, with_defaults

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal
 
 from flywheel.finish_functions import FINISH_FUNCTIONS, finish_answer
-from flywheel.rubric.checks.tool_calls import Call
+from flywheel.tool_calls import Call
 from flywheel.tool_results import Example, Result, SharedRecordings, Tool
 from flywheel.trace import ChatMessage, get_path
 from flywheel.training.agent.call_key import call_key, tools_by_name

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.rubric.checks.tool_calls import calls_in
 from flywheel.states import Split
 from flywheel.task import conversation_key
+from flywheel.tool_calls import calls_in
 from flywheel.tool_results import Example, Result
 from flywheel.trace import ChatMessage
 from flywheel.training.agent.call_key import call_key, tools_by_name

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -114,3 +115,14 @@ def test_calls_reach_the_child_and_those_that_cannot_be_sent_are_joined_here(
     assert found == extract(batch, "generation 2", Selection(), "a.sqlite")
     assert b'"prompt_source":"calls"' in found.entries[0].line
     assert process.extract(batches_of("old")[1][0], "generation 1", Selection(), "b").result(60).entries
+
+
+def test_the_child_loads_neither_settings_nor_checks(process: ExtractionProcess) -> None:
+    """Loading them takes as long as the extraction of thousands of spans, and 30 MB."""
+    schema, batch = long_batch()
+    entries = process.extract(batch, schema, Selection(), "a.sqlite").result(60).entries
+    assert any("tools" in entry.excluded for entry in entries)
+    loaded = " ".join(each.path for each in psutil.Process(process.pid).memory_maps())
+    assert "msgspec" in loaded
+    assert "pydantic" not in loaded
+    assert "rpds" not in loaded  # of jsonschema
