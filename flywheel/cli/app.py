@@ -166,11 +166,16 @@ def find_config(path: Path | None) -> Path | None:
     return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
 
-def load_config(path: Path | None) -> Config:
+def load_config(path: Path | None, attempted: str = "") -> Config:
+    """The configuration. Without a file, the defaults; raises ConfigError instead if something is `attempted`."""
     from flywheel.config import defaults, load
 
-    found = find_config(path)
-    return defaults() if found is None else load(found)
+    if (found := find_config(path)) is not None:
+        return load(found)
+    if attempted:
+        hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
+        raise ConfigError(attempted, "there is no configuration", hint)
+    return defaults()
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

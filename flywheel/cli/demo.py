@@ -10,7 +10,7 @@ import tempfile
 import threading
 import webbrowser
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -178,4 +178,6 @@ def _show(config: Config, port: int) -> None:
         if any(os.environ.get(name) for name in DESKTOP):
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
-    run_async(server.serve(server.application(config), listening, announce))
+    # Ctrl-C is how it is meant to end.
+    with suppress(KeyboardInterrupt):
+        run_async(server.serve(server.application(config), listening, announce))

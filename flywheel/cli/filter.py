@@ -16,7 +16,6 @@ from flywheel.cli.app import (
     JsonOption,
     app,
     complain,
-    find_config,
     load_config,
     open_state,
     print_json,
@@ -46,12 +45,13 @@ class _Options:
     """The options of the command line."""
 
     config: Config
-    has_sources: bool
     dry_run: bool
     rubric: Path | None
     limit: int | None
     rejudge: bool
+    as_json: bool
     quiet: bool
+    """Show no progress, no estimate and no result."""
     failures: list[FlywheelError] = field(default_factory=list)
     """Errors of sources that could not be read; tasks of the others are judged."""
 
@@ -76,20 +76,16 @@ def filter_tasks(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Make no call: estimate calls, tokens and cost.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies of the configured sources, then judge pending tasks with the rubric."""
     if against is not None and (estimate or rejudge):
         typer.echo("flywheel: --against compares all tasks: use it without --estimate and --rejudge", err=True)
         raise typer.Exit(EXIT_USAGE)
-    settings = load_config(config)
-    if find_config(config) is None:
-        complain(
-            "no source is read without a configuration (-c FILE, $FLYWHEEL_CONFIG or ./flywheel.yaml);"
-            " `flywheel init` writes one"
-        )
+    settings = load_config(config, "judge replies of the configured sources")
     dry = dry_run or estimate or against is not None
-    wanted = _Options(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
+    wanted = _Options(settings, dry, rubric, limit, rejudge, as_json, quiet or as_json)
     tune_process()
     if estimate:
         shown, error = run_async(_estimate(wanted)), None
@@ -101,7 +97,7 @@ def filter_tasks(
         if error is None and wanted.failures:
             shown["error"] = str(wanted.failures[0])
         print_json(shown)
-    else:
+    elif not quiet:
         _print(shown, has_prices=settings.judge.prices is not None)
     if error is not None:
         complain(error)
@@ -124,15 +120,14 @@ async def _state(wanted: _Options) -> AsyncIterator[Store]:
             await store.write(claims.release_all, "not judged")
         else:
             await recover(store, wanted.config.state_dir, wanted.config.judge.prices)
-        if wanted.has_sources:
-            ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
-            try:
-                for source in await ingestion.run(final=True):
-                    if source.error is not None:
-                        complain(source.error)
-                        wanted.failures.append(source.error)
-            finally:
-                await ingestion.close()
+        ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
+        try:
+            for source in await ingestion.run(final=True):
+                if source.error is not None:
+                    complain(source.error)
+                    wanted.failures.append(source.error)
+        finally:
+            await ingestion.close()
         yield store
 
 
@@ -176,7 +171,7 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
             def on_judged(judged: TaskResult) -> None:
                 # Only --json reports the estimated tokens of each task, which take time to compute.
                 grader = filtering.grader_of(judged)
-                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
+                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.as_json else 0
                 found[judged.task.id] = verdict_json(judged, filtering, tokens)
                 step()
 
@@ -301,12 +296,19 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
     elif not shown["verdicts"]:
         console.print(f"{shown['due']:,} due, none judged" if shown["due"] else "no task is due")
     else:
-        tables.verdict_table(console, shown["verdicts"])
-        console.print()
+        if console.is_terminal and not shown["dry_run"]:
+            tables.reasons_without_verdict(console, shown["verdicts"])
+        else:
+            tables.verdict_table(console, shown["verdicts"])
+            console.print()
         console.print(tables.totals(shown))
         console.print(tables.spent(shown["usage"], shown["reused"], shown["cost"]))
         if shown["dry_run"]:
             console.print("dry run: nothing was written")
+        elif console.is_terminal:
+            console.print(
+                "`flywheel tasks` lists the verdicts, and `flywheel show TASK` has the reasons", style="dim"
+            )
     if not has_prices and shown["dry_run"]:
         console.print("`judge.prices` in the configuration adds what it costs", style="dim")
 

@@ -42,7 +42,7 @@ def ingest(
     """Read new replies from the sources and turn them into tasks."""
     from flywheel.config import StudioSource, source_at
 
-    settings = load_config(config)
+    settings = load_config(config, "" if source else "read the configured sources")
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     # The configured combination was checked when the configuration was loaded.

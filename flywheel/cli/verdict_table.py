@@ -22,6 +22,7 @@ COLOURS: Final = {
 WIDE: Final = 110
 """Terminals of this width have room for the reasons beside the verdict."""
 FLIPS_SHOWN: Final = 10
+REASONS_SHOWN: Final = 5
 NO_VERDICT: Final = ("undecided", "dead")
 
 
@@ -45,6 +46,13 @@ def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> No
     # In a pipe reasons stand below their verdict too.
     wide = WIDE if console.width < UNBROKEN else UNBROKEN + 1
     print_rows(console, columns, rows, wide=wide, fold=("failed", "reason"))
+
+
+def reasons_without_verdict(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
+    """Print why tasks got no verdict, the most frequent reasons first."""
+    found = Counter((each["outcome"], each["reason"]) for each in verdicts if each["outcome"] in NO_VERDICT)
+    for (outcome, reason), number in found.most_common(REASONS_SHOWN):
+        console.print(Text.assemble(f"{number:,} ", (outcome, COLOURS[outcome]), f": {escape_terminal(reason)}"))
 
 
 def _reasons(verdict: Mapping[str, Any]) -> list[Text]:

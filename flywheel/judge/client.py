@@ -360,7 +360,7 @@ class Endpoint:
             return self._connection
 
     def _unreachable(self, why: str) -> JudgeError:
-        hint = "Check {section}.base_url and that the endpoint runs; the tasks are retried automatically."
+        hint = "Check {section}.base_url and that the endpoint runs."
         return self._error(why, hint, retryable=True)
 
     def _error(self, why: str, hint: str, *, retryable: bool = False) -> JudgeError:

@@ -225,7 +225,7 @@ class _Pool(Generic[K]):
             self.error = JudgeError(
                 "continue judging",
                 f"the judge failed {streak} times in a row; the last error: {last_error}",
-                "Tasks that were not judged stay pending and are retried automatically.",
+                "Tasks that were not judged stay due.",
                 retryable=True,
             )
 

@@ -41,6 +41,8 @@ def test_a_file_that_may_not_be_read_is_a_wrong_file(
     flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setenv("FLYWHEEL_HOME", "home")  # the folders above may not be entered by everybody
+    (tmp_path / "flywheel.yaml").write_text("sources: []\n")
+    (tmp_path / "flywheel.yaml").chmod(0o644)
     flywheel(*command.split())  # what has to be imported is, while everything may be read
     file = tmp_path / "mine.yaml"
     file.write_text("{}")
@@ -56,7 +58,8 @@ def test_a_file_that_may_not_be_read_is_a_wrong_file(
 @pytest.mark.parametrize(
     "command", ["rubric calibrate no.yaml --labels l.jsonl", "filter --dry-run --rubric no.yaml"]
 )
-def test_a_named_rubric_that_is_missing_is_not_a_setting(flywheel: Run, command: str) -> None:
+def test_a_named_rubric_that_is_missing_is_not_a_setting(flywheel: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "flywheel.yaml").write_text("sources: []\n")
     ran = flywheel(*command.split())
     assert ran.code == 78
     assert "no.yaml: there is no such file. Name a rubric in YAML." in ran.err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.errors import EXIT_CONFIG
 from tests.cli.conftest import Run
 from tests.judge_server import JudgeServer
 
@@ -79,12 +80,21 @@ def test_the_page_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkey
     assert told == shown.splitlines()
 
 
-def test_a_filter_without_a_configuration_says_what_it_lacks(flywheel: Run, home: Path) -> None:
-    ran = flywheel("filter", "--dry-run")
-    assert "no source is read without a configuration" in ran.err
-    assert "`flywheel init` writes one" in ran.err
+@pytest.mark.parametrize("command", [["filter"], ["filter", "--dry-run"], ["filter", "--estimate"], ["ingest"]])
+def test_without_a_configuration_it_says_what_it_lacks_and_makes_nothing(
+    flywheel: Run, home: Path, command: list[str]
+) -> None:
+    before = set(home.rglob("*"))
+    ran = flywheel(*command)
+    assert (ran.code, ran.out) == (EXIT_CONFIG, "")
+    assert "there is no configuration" in ran.err and "`flywheel init` writes one" in ran.err
+    assert set(home.rglob("*")) == before
     assert "FLYWHEEL_CONFIG" not in flywheel("init", ".").out, "commands find it in the current directory"
-    assert "without a configuration" not in flywheel("filter", "--dry-run", "--limit", "1").err
+    assert "there is no configuration" not in flywheel(*command).err
+
+
+def test_a_named_database_is_read_without_a_configuration(flywheel: Run, home: Path) -> None:
+    assert flywheel("ingest", "--source", home / "AgentScope-Studio" / "database.sqlite").code == 0
 
 
 @pytest.mark.slow

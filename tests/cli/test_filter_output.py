@@ -1,0 +1,66 @@
+"""What `flywheel filter` prints beside its verdicts: one line of progress on a terminal, nothing if it is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flywheel.errors import EXIT_FAILED
+from tests.cli.conftest import Run
+from tests.cli.filter_bench import Bench, says
+from tests.cli.terminal import in_terminal
+from tests.judge_server import JudgeServer
+
+GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
+
+
+@pytest.fixture
+def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
+    with JudgeServer(verdict=says) as judge:
+        yield Bench(flywheel, tmp_path, judge)
+
+
+def test_a_terminal_gets_one_line_of_progress_and_the_totals(bench: Bench) -> None:
+    bench.lines(*[GOOD, BAD] * 20)
+    bench("ingest")
+    dry = in_terminal(bench.folder, ["filter", "--dry-run", "--limit", "3"], columns=100, home=bench.folder)
+    assert sum("a-task-with-a-long-name" in line for line in dry.lines) == 3
+    seen = in_terminal(bench.folder, ["filter"], columns=100, home=bench.folder)
+    assert seen.code == 0
+    progress = [line for line in seen.lines if line.startswith("judging ")]
+    assert progress and all(line.endswith("left") for line in progress)
+    others = [line for line in seen.lines if line not in progress]
+    assert len(others) == 3 and others[0] == "40 judged: 20 accepted, 20 rejected", seen.screen
+
+
+def test_a_terminal_gets_each_reason_for_no_verdict_once(bench: Bench) -> None:
+    bench.lines(*[GOOD] * 7)
+    bench.settings["max_thread"] = 1
+    bench.judge.behave(*["ignoring, nonsense"] * 8, *["good"] * 20)
+    bench("ingest")
+    seen = in_terminal(bench.folder, ["filter"], columns=100, home=bench.folder)
+    reasons = [line for line in seen.lines if "undecided: the judge's reply cannot be used" in line]
+    assert len(reasons) == 1 and reasons[0][0] in "34", seen.screen
+
+
+def test_quiet_prints_nothing_but_errors(bench: Bench) -> None:
+    bench.lines(GOOD, BAD)
+    for arguments in (["--dry-run"], ["--estimate"], []):
+        ran = bench("filter", "--quiet", *arguments)
+        assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert bench.judge.calls == 4
+    bench.lines(GOOD)
+    (bench.folder / "source.jsonl").rename(bench.folder / "elsewhere.jsonl")
+    ran = bench("filter", "--quiet")
+    assert ran.code == EXIT_FAILED and not ran.out and "source.jsonl" in ran.err
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], []])
+def test_an_unreachable_judge_promises_no_retry_that_nobody_makes(bench: Bench, arguments: list[str]) -> None:
+    bench.lines(GOOD, BAD)
+    bench.judge.behave("500")
+    ran = bench("filter", *arguments)
+    assert ran.code != 0
+    assert "retried automatically" not in ran.out + ran.err
