@@ -29,8 +29,6 @@ FORMAT: Final = 1
 BUSY_SECONDS: Final = 5.0
 CALLS_PER_STEP: Final = 100
 """Calls that one transaction of `prune` removes. A write that waits for it is delayed by a few milliseconds."""
-CALLS_BY_SIZE: Final = 10
-"""Calls that one transaction removes because the file is too large: its size is then looked at again."""
 HASHES_PER_QUERY: Final = 500
 EXPANSION: Final = 16
 """A page may be this much longer when the repeated parts of its requests are joined."""
@@ -235,13 +233,15 @@ class CallLog:
         removed = 0
         while max_calls is None or removed < max_calls:
             with self.transaction("prune") as connection:
-                too_large = _live_bytes(connection) > max_bytes
-                query = "SELECT number, ended_ns, request FROM calls ORDER BY number LIMIT ?"
+                excess = _live_bytes(connection) - max_bytes
+                query = "SELECT number, ended_ns, size, request FROM calls ORDER BY number LIMIT ?"
                 rows = connection.execute(query, (CALLS_PER_STEP,)).fetchall()
                 going = list(itertools.takewhile(lambda row: row[1] < before_ns, rows))
-                if too_large and not going:
-                    going = rows[:CALLS_BY_SIZE]
-                _remove(connection, [(number, request) for number, _, request in going])
+                if not going:
+                    # A call takes its size or less of the file: the size of the file is then looked at again.
+                    before = itertools.accumulate((row[2] for row in rows), initial=0)
+                    going = [row for row, removed_bytes in zip(rows, before, strict=False) if removed_bytes < excess]
+                _remove(connection, [(number, request) for number, _, _, request in going])
             if not going:
                 break
             removed += len(going)

@@ -114,6 +114,7 @@ class CallRecorder:
         self._log = CallLog(path)
         self._keep_ns = int(keep_days * _DAY_NS)
         self._max_bytes = max_bytes
+        self._batch_bytes = min(BATCH_BYTES, max_bytes // 4)
         self._queue: deque[CallInProgress] = deque()
         self._awake = threading.Event()
         self._is_closing = False
@@ -163,7 +164,8 @@ class CallRecorder:
 
     def _put(self, call: CallInProgress) -> None:
         queued = self._queued_bytes - self._taken_bytes
-        if len(self._queue) >= MAX_QUEUED_CALLS or queued + call.size > MAX_QUEUED_BYTES:
+        too_large = queued + call.size > MAX_QUEUED_BYTES or call.size > self._max_bytes
+        if too_large or len(self._queue) >= MAX_QUEUED_CALLS:
             self._refused += 1
         else:
             self._queued_bytes += call.size
@@ -194,20 +196,24 @@ class CallRecorder:
 
     def _batch(self) -> Iterator[CallInProgress]:
         size = 0
-        while self._queue and size < BATCH_BYTES:
+        while self._queue and size < self._batch_bytes:
             call = self._queue.popleft()
             size += call.size
             yield call
 
     def _write(self, batch: list[CallInProgress]) -> None:
+        size = sum(call.size for call in batch)
         dropped = self.uncounted
         try:
-            self._log.append((call.as_recorded() for call in batch), dropped)
+            with self._log.transaction():
+                # Before it is exceeded: clients can fill the log faster than a timer would empty it.
+                self._log.prune(0, self._max_bytes - size)
+                self._log.append((call.as_recorded() for call in batch), dropped)
             self._counted += dropped
         except Exception as error:
             self._lost += len(batch)
             self._warn("requests are served, but not recorded", error)
-        self._taken_bytes += sum(call.size for call in batch)
+        self._taken_bytes += size
 
     def _prune(self) -> None:
         if time.monotonic() - self._pruned < PRUNE_SECONDS:

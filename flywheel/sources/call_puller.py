@@ -28,7 +28,6 @@ PAUSE_SECONDS: Final = 0.5
 """The least time between two pulls that wait for a call."""
 RECORDING_NS: Final = 1_000_000_000
 """A call is in a server's log so long after its end at the latest, usually at once. Clocks may differ as much."""
-PRUNE_SECONDS: Final = 300.0
 LONGEST_BACKOFF_SECONDS: Final = 15.0
 """A server that is away is asked again after this time at most."""
 
@@ -45,7 +44,6 @@ class CallPuller:
         self._lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pulled_at = 0.0
-        self._pruned_at = 0.0
         self._failures: dict[str, tuple[int, float]] = {}
         self._replicas: dict[str, tuple[str | None, Replica]] = {}
         self._warned: set[str] = set()
@@ -105,9 +103,7 @@ class CallPuller:
             if all(done):
                 self._complete_ns = began_ns - RECORDING_NS
             self._pulled_at = time.monotonic()
-            if self._pulled_at - self._pruned_at > PRUNE_SECONDS:
-                await asyncio.to_thread(self.prune)
-                self._pruned_at = self._pulled_at
+            await asyncio.to_thread(self.prune)
 
     async def pull_soon(self) -> None:
         """Pull again for a trace that waits, unless another one has just done so."""
@@ -156,6 +152,7 @@ class CallPuller:
                 # Another log, or an older copy of it: it was asked for numbers that it does not have yet.
                 page = await replica.calls(0, PAGE_CALLS) or page
             more = await asyncio.to_thread(self.mirror.store_page, url, page)
+            await asyncio.to_thread(self.prune)
             self._servers = await asyncio.to_thread(self.mirror.servers)
             if server.condition not in ("", OK):
                 self._warned.discard(url)

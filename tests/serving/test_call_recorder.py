@@ -513,6 +513,32 @@ async def test_old_calls_are_pruned_by_the_server(tmp_path: Path, monkeypatch: p
     middleware._recorder.close()
 
 
+def test_the_log_keeps_its_limit_however_fast_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 3_000_000
+    sizes: list[int] = []
+    append = CallLog.append
+
+    def measured(log: CallLog, *arguments: Any) -> int:
+        stored = append(log, *arguments)
+        sizes.append(log.live_bytes())
+        return stored
+
+    monkeypatch.setattr(CallLog, "append", measured)
+    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: settings(tmp_path / "calls.db", max_bytes=limit)})
+    with running(middleware) as url, httpx2.Client(base_url=url) as client:
+        # Small calls first: the large ones after them need the room of many.
+        bodies = ["y"] * 200 + [os.urandom(150_000).hex() for _ in range(40)] + [os.urandom(2_000_000).hex()]
+        for body in [*bodies, "the last"]:
+            client.post("/v1/chat/completions", json={**CHAT, "user": body})
+        with CallLog(tmp_path / "calls.db") as log:
+            wait_for(lambda: log.state().newest == len(bodies), "all but the one that is larger", seconds=60)
+            assert httpx2.get(f"{url}/flywheel/calls?after=9999").json()["dropped"] == 1
+            assert log.page(len(bodies) - 1, 9, 9)[0][1].request.endswith(b'"the last"}')
+            assert log.state().oldest > 200
+    middleware._recorder.close()
+    assert max(sizes) <= limit
+
+
 def test_the_doctor_does_not_ask_the_alias(tmp_path: Path) -> None:
     app = FakeVllm()
     with running(with_middleware(app, **{CALL_LOG_VARIABLE: settings(tmp_path / "calls.db")})) as url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from flywheel.call_log import RecordedCall
 from flywheel.config import Config, parse
 from flywheel.sources.call_puller import RECORDING_NS, CallPuller
-from flywheel.sources.calls.mirror import OFF, OK, PulledServer, mirror_path
+from flywheel.sources.calls.mirror import OFF, OK, Mirror, PulledServer, mirror_path
 from flywheel.store.database import Store
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
@@ -27,8 +28,8 @@ def calls(first: int, count: int) -> list[RecordedCall]:
     ]
 
 
-def config_of(folder: Path, *servers: LogServer, keep_days: float = 10_000) -> Config:
-    serving = {"urls": [server.url for server in servers], "call_log": {"keep_days": keep_days}}
+def config_of(folder: Path, *servers: LogServer, keep_days: float = 10_000, max_gb: float = 5) -> Config:
+    serving = {"urls": [server.url for server in servers], "call_log": {"keep_days": keep_days, "max_gb": max_gb}}
     raw = {"state": {"dir": "state"}, "sources": [{"path": "a.sqlite"}], "serving": serving}
     return parse(raw, "test", folder)
 
@@ -203,6 +204,26 @@ async def test_two_processes_that_pull_at_once_store_every_call_once(tmp_path: P
             await one.pull()
             assert counts(one, a) == (15, 0, 0, OK)
             assert one.mirror.state().newest == 15
+
+
+async def test_the_copy_keeps_its_limit_while_it_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    servers = Mirror.servers
+
+    def measured(mirror: Mirror) -> dict[str, PulledServer]:
+        sizes.append(mirror.live_bytes())
+        return servers(mirror)
+
+    monkeypatch.setattr(Mirror, "servers", measured)
+    with LogServer(tmp_path / "a.db", page_calls=3) as a:
+        told = [recorded(chat([user(os.urandom(150_000).hex())]), b"", began=n) for n in range(30)]
+        a.log.append(told)
+        async with puller_of(config_of(tmp_path, a, max_gb=0.001)) as puller:
+            await puller.pull()
+            assert counts(puller, a) == (30, 0, 0, OK)
+            assert pulled(puller, told)[-1] == told[-1]
+    assert len(sizes) > 10
+    assert max(sizes) <= 1_000_000
 
 
 async def test_old_calls_are_pruned(tmp_path: Path) -> None:
