@@ -112,6 +112,9 @@ class ServingSettings(Section):
     """Name of the environment variable with the admin key, which gives access to everything: the alias, adapters and
     all other paths. Default: `flywheel serve` creates `serving/admin.key` in the state directory, which commands and
     the daemon on the same state read. Servers on other machines need the variable on both sides."""
+    expose_versions: bool = False
+    """Whether the agents' key may ask for loaded versions by name (`my-agent@r0007`) and sees them in `/v1/models`.
+    Otherwise it may ask for the aliases and the base model. The admin key may ask for all of them."""
     open_metrics: bool = False
     """Whether `/metrics` answers without a key."""
     allowed_hosts: list[Annotated[str, AfterValidator(_host_name)]] = []

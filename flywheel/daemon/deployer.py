@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
+
+log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
@@ -223,8 +226,14 @@ class Deployer:
                 self._check_base(await self._checked(adapter, attempted), attempted, hint)
 
             serving = self._config.serving
+            before = await self._store.read(deployments.replica_states, self._alias)
             report = await reconcile(servers, self._alias, _ref(row), probe, serving, check, self._proven)
             await self._store.write(_noted, report)
+            for each in report.changed:
+                served = (each.previous, before.get(each.url, {}).get("serves"))
+                is_lost = report.target and report.target in served
+                how = "had lost the deployed adapter" if is_lost else f"answered with {each.previous}"
+                log.info("%s %s: %s is %s there now", each.url, how, self._alias, each.serves)
             if not report.errors:
                 drain = self._config.serving.drain_seconds
                 keep = await self._store.read(deployments.in_use, self._alias, drain)

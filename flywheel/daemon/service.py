@@ -339,9 +339,6 @@ class Service:
         if self._replica_errors and not errors:
             log.info("all inference servers have recovered")
         self._replica_errors = frozenset(errors)
-        for report in reports:
-            if report.changed:
-                log.info("a server had lost the deployed adapter: %s", report.as_json())
 
 
 def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:

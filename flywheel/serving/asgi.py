@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -109,11 +109,33 @@ async def within(limit: int, app: App, scope: Scope, receive: Receive, send: Sen
         await refuse(send, too_long(limit))
 
 
+def changed(send: Send, when: Collection[int], change: Callable[[int, bytes], tuple[int, bytes]]) -> Send:
+    """A `send` that holds back answers with a status of `when`, and sends what `change` makes of status and body."""
+    parts: list[bytes] = []
+    status = 0
+
+    async def held(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start" and message["status"] in when:
+            status = message["status"]
+        elif not status or message["type"] != "http.response.body":
+            await send(message)
+        else:
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                await answer_json(send, *change(status, b"".join(parts)))
+
+    return held
+
+
 async def refuse(send: Send, refusal: RefusedError) -> None:
+    await answer_json(send, refusal.status, error_json(refusal.status, str(refusal)))
+
+
+def error_json(status: int, why: str) -> bytes:
     """An error in OpenAI's format, so that every client shows the message."""
-    kind = "authentication_error" if refusal.status in (401, 403) else "invalid_request_error"
-    error = {"message": str(refusal), "type": kind, "param": None, "code": refusal.status}
-    await answer(send, refusal.status, {"error": error})
+    kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
+    return json.dumps({"error": {"message": why, "type": kind, "param": None, "code": status}}).encode()
 
 
 async def answer(send: Send, status: int, content: dict[str, Any]) -> None:

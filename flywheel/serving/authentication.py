@@ -1,7 +1,8 @@
 """Authentication of requests: the agents' key, the admin key, and the host names of a server on loopback.
 
-vLLM's own check leaves many paths open (/invocations, /tokenize, …); here every path not listed in `routes` needs the
-admin key. Runs inside vLLM's process; only the standard library is imported.
+Keys are taken from where OpenAI's, Anthropic's and Azure's clients send them. vLLM's own check leaves many paths open
+(/invocations, /tokenize, …); here every path not listed in `routes` needs the admin key. Runs inside vLLM's process;
+only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from flywheel.serving.environment_variables import (
 )
 
 log = logging.getLogger(__name__)
+
+KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Where Anthropic's and Azure's clients send the key."""
+ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
+"""For /invocations, vLLM takes the model from this header instead of the body, which would pass by the alias."""
 
 
 class Access(enum.IntEnum):
@@ -68,32 +74,35 @@ class Gate:
             open_metrics=bool(os.environ.get(OPEN_METRICS_VARIABLE)),
         )
 
-    def admit(self, scope: Scope) -> Scope:
-        """The request for vLLM, with vLLM's own key. Raises RefusedError."""
+    def admit(self, scope: Scope) -> tuple[Scope, Access]:
+        """The request for vLLM, with vLLM's own key, and what its sender may do. Raises RefusedError."""
         self._check_host(scope)
         path = route_path(scope)
+        access = self._access(scope)
         if path.removesuffix("/") not in self._open:
-            needed = Access.AGENT if routes.is_agents(path) else Access.ADMIN
-            access = self._access(scope)
-            if access < needed:
-                raise self._refusal(access, needed)
-        return with_header(scope, b"authorization", b"Bearer " + self._vllm.encode()) if self._vllm else scope
+            if access is Access.NONE:
+                raise RefusedError(401, "wrong or missing key")
+            if access is Access.AGENT and not routes.is_agents(path):
+                raise self._refusal(path)
+        if access is not Access.ADMIN:
+            scope = with_header(scope, ADAPTER_HEADER, None)
+        if self._vllm:
+            scope = with_header(scope, b"authorization", b"Bearer " + self._vllm.encode())
+        return scope, access
 
     def _access(self, scope: Scope) -> Access:
-        scheme, _, key = header(scope, b"authorization").partition(b" ")
-        given = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
-        if self._admin and hmac.compare_digest(given, self._admin):
+        given = [_digest(key) for key in _keys(scope)]
+        if self._admin and any(hmac.compare_digest(key, self._admin) for key in given):
             return Access.ADMIN
         if self._agents is None:
             return Access.AGENT if self._admin else Access.ADMIN
-        return Access.AGENT if hmac.compare_digest(given, self._agents) else Access.NONE
+        return Access.AGENT if any(hmac.compare_digest(key, self._agents) for key in given) else Access.NONE
 
-    def _refusal(self, access: Access, needed: Access) -> RefusedError:
-        if needed is Access.AGENT:
-            return RefusedError(401, "wrong or missing key")
+    def _refusal(self, path: str) -> RefusedError:
+        if not routes.is_admins(path):
+            return RefusedError(404, "this server has no such path")
         # If agents need no key, no valid key was presented.
-        status = 403 if access is Access.AGENT and self._agents else 401
-        return RefusedError(status, "this takes the server's admin key (serving.admin_key_env)")
+        return RefusedError(403 if self._agents else 401, "this takes the server's admin key (serving.admin_key_env)")
 
     def _check_host(self, scope: Scope) -> None:
         # A web page can point its own host name to this machine (DNS rebinding): the browser then sends requests here
@@ -104,6 +113,17 @@ class Gate:
             if name.lower() == b"host" and (host := _host(value)) not in self._hosts:
                 why = f"requests for the host {host[:100]!r} are refused: name it in serving.allowed_hosts"
                 raise RefusedError(421, why)
+
+
+def credential(scope: Scope) -> bytes:
+    """The header with the client's key, by which its requests are recognised; empty without one."""
+    return next(filter(None, (header(scope, name) for name in (b"authorization", *KEY_HEADERS))), b"")
+
+
+def _keys(scope: Scope) -> list[bytes]:
+    scheme, _, key = header(scope, b"authorization").partition(b" ")
+    bearer = [key.strip()] if scheme.lower() == b"bearer" else []
+    return bearer + [header(scope, name).strip() for name in KEY_HEADERS]
 
 
 def _host(value: bytes) -> str:

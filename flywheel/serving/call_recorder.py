@@ -48,12 +48,12 @@ RETRY_HEADER: Final = b"x-stainless-retry-count"
 
 @dataclasses.dataclass(slots=True)
 class CallInProgress:
-    """A request while it is answered. `authorization` and `retry` are the client's headers."""
+    """A request while it is answered. `key` and `retry` are the client's headers."""
 
     request_id: str
     path: str
     version: str
-    authorization: bytes
+    key: bytes
     retry: bytes
     request: bytes
     started_ns: int
@@ -89,12 +89,12 @@ class CallInProgress:
                 self.ended_ns = time.time_ns()
 
     def as_recorded(self) -> RecordedCall:
-        credential = hashlib.blake2b(self.authorization, digest_size=8, person=b"flywheel").hexdigest()
+        credential = hashlib.blake2b(self.key, digest_size=8, person=b"flywheel").hexdigest()
         return RecordedCall(
             request_id=self.request_id,
             path=self.path,
             version=self.version,
-            credential=credential if self.authorization else "",
+            credential=credential if self.key else "",
             retry=int(self.retry) if self.retry.isdigit() and len(self.retry) < 9 else 0,
             started_ns=self.started_ns,
             ended_ns=self.ended_ns,

@@ -28,6 +28,7 @@ from flywheel.serving.environment_variables import (
     API_KEY_VARIABLE,
     BASE_VARIABLE,
     CALL_LOG_VARIABLE,
+    EXPOSE_VERSIONS_VARIABLE,
     FILE_VARIABLE,
     HOSTS_VARIABLE,
     LOADED_VARIABLE,
@@ -108,6 +109,8 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         environment[HOSTS_VARIABLE] = json.dumps(sorted(hosts))
     if serving.open_metrics:
         environment[OPEN_METRICS_VARIABLE] = "1"
+    if serving.expose_versions:
+        environment[EXPOSE_VERSIONS_VARIABLE] = "1"
     return arguments, environment
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from flywheel.request_id import BASE_VERSION, mark_of, new_request_id
@@ -27,6 +28,7 @@ from flywheel.serving.asgi import (
     RefusedError,
     Scope,
     Send,
+    changed,
     header,
     is_json,
     read_body,
@@ -37,18 +39,19 @@ from flywheel.serving.asgi import (
     with_header,
     within,
 )
-from flywheel.serving.authentication import Gate
+from flywheel.serving.authentication import Access, Gate, credential
 from flywheel.serving.call_recorder import RETRY_HEADER, CallInProgress, CallRecorder
 from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
     ALIAS_VARIABLE,
     BASE_VARIABLE,
+    EXPOSE_VERSIONS_VARIABLE,
     FILE_VARIABLE,
     LOADED_VARIABLE,
     MAX_BODY_VARIABLE,
 )
 from flywheel.serving.management_endpoints import Management, load_adapter
-from flywheel.serving.model_listing import listing
+from flywheel.serving.model_listing import listed, not_found, unknown_model
 from flywheel.serving.model_rewriting import rewrite_model
 from flywheel.serving.ready_line import announcing
 
@@ -70,6 +73,7 @@ class AliasMiddleware:
             json.loads(os.environ.get(LOADED_VARIABLE) or "[]"),
         )
         self._gate = Gate.of_environment()
+        self._exposes_versions = bool(os.environ.get(EXPOSE_VERSIONS_VARIABLE))
         self._limit = int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES)
         self._address = os.environ.get(ADDRESS_VARIABLE)
         self._started = int(time.time())
@@ -90,27 +94,50 @@ class AliasMiddleware:
             await refuse(send, refusal)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        authorization = header(scope, b"authorization")
-        scope = self._gate.admit(scope)
+        key = credential(scope)
+        scope, access = self._gate.admit(scope)
         if scope["type"] == "websocket":
             return await self._app(scope, receive, send)
         length = header(scope, b"content-length")
         if length.isdigit() and (len(length) > 18 or int(length) > self._limit):
             raise too_long(self._limit)
         path, method = route_path(scope), scope["method"]
+        may_ask = self._may_ask(access)
+        send = changed(send, (404, 405), lambda status, body: not_found(status, body, self._aliases.targets))
         if path.startswith(routes.MANAGEMENT):
             await self._management(scope, receive, send)
         elif method == "POST" and path == routes.LOAD_ADAPTER:
             await load_adapter(self._app, scope, receive, send)
         elif method == "POST" and path in routes.INFERENCE and is_json(scope):
-            await self._infer(scope, receive, send, authorization)
+            await self._infer(scope, receive, send, key, may_ask)
         else:
-            if method == "GET" and path == routes.MODELS:
-                send = listing(send, self._aliases.targets, self._started)
+            if method == "GET" and (path == routes.MODELS or path.startswith(routes.MODEL)):
+                wanted = path.removeprefix(routes.MODELS).removeprefix("/")
+                scope = {**scope, "path": str(scope["path"]).removesuffix(path) + routes.MODELS}
+
+                def models(status: int, body: bytes) -> tuple[int, bytes]:
+                    return listed(status, body, self._aliases.targets, self._started, may_ask, wanted)
+
+                send = changed(send, (200,), models)
             await within(self._limit, self._app, scope, receive, send)
 
-    async def _infer(self, scope: Scope, receive: Receive, send: Send, authorization: bytes) -> None:
-        """`authorization` is the client's, which the request to vLLM does not have."""
+    def _may_ask(self, access: Access) -> Callable[[str], bool]:
+        """Whether a client may ask for the model of a name, besides the aliases."""
+        base = self._aliases.base_model
+        shows_all = access is Access.ADMIN or self._exposes_versions or not base
+        return lambda model: shows_all or model in ("", base)
+
+    async def _infer(
+        self, scope: Scope, receive: Receive, send: Send, key: bytes, may_ask: Callable[[str], bool]
+    ) -> None:
+        """`key` is the client's, which the request to vLLM does not have."""
+
+        def resolve(model: str) -> str | None:
+            target = self._aliases.resolve(model)
+            if target is None and not may_ask(model):
+                raise RefusedError(404, unknown_model(model, self._aliases.targets))
+            return target
+
         started_ns = time.time_ns()
         request = await read_body(receive, self._limit)
         if request is None:
@@ -120,13 +147,13 @@ class AliasMiddleware:
         # vLLM takes the id of a response from the header, but this path's from the body.
         in_body = (lambda target: f"resp_{marked(target)}") if path == routes.RESPONSES else None
         # The version is fixed here: nothing is awaited between the lookup and the app.
-        body, target = rewrite_model(request, self._aliases.resolve, in_body)
+        body, target = rewrite_model(request, resolve, in_body)
         if target is not None:
             request_id = marked(target)
             scope = with_header(scope, b"x-request-id", request_id.encode())
             if self._recorder is not None and path in routes.RECORDED:
                 version, retry = self._version(target), header(scope, RETRY_HEADER)
-                call = CallInProgress(request_id, path, version, authorization, retry, request, started_ns)
+                call = CallInProgress(request_id, path, version, key, retry, request, started_ns)
                 return await self._recorder.recorded(call, self._app, scope, body, receive, send)
         elif mark_of(header(scope, b"x-request-id").decode("latin-1")):
             # Only the middleware sets this header, and only for requests to an alias.

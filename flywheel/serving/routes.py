@@ -1,4 +1,5 @@
-"""The paths of vLLM's server (0.32) by the key that they need. Paths that are not listed need the admin key."""
+"""The paths of vLLM's server (0.32) by the key that they need. Paths that are not listed need the admin key; for the
+agents' key they do not exist."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Final
 OPEN: Final = frozenset({"/health", "/ping"})
 METRICS: Final = "/metrics"
 MODELS: Final = "/v1/models"
+MODEL: Final = "/v1/models/"
+"""Prefix of single models, which the middleware answers from the list."""
 LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
 MANAGEMENT: Final = "/flywheel/"
 """Prefix of the middleware's own endpoints."""
@@ -61,10 +64,28 @@ OTHERS_OF_AGENTS: Final = frozenset(
         "/v1/realtime",
     }
 )
-_RESPONSE: Final = re.compile(r"/v1/responses/[^/]+(/cancel)?")
+ADMINS: Final = frozenset(
+    {
+        LOAD_ADAPTER, "/v1/unload_lora_adapter", "/start_profile", "/stop_profile", "/server_info",
+        "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/sleep", "/wake_up",
+        "/release_kv_cache_memory", "/is_sleeping", "/load", "/kv_event_sources", "/scale_elastic_ep",
+        "/is_scaling_elastic_ep", "/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests",
+        "/is_paused", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
+        "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
+        "/weight_info", "/weight_checker", "/get_world_size", "/fault_tolerance/apply", "/fault_tolerance/status",
+        "/docs", "/redoc", "/openapi.json",
+    }
+)  # fmt: skip
+"""Paths for which a request with the agents' key is told that the admin key is needed."""
+_OF_AGENTS: Final = re.compile(rf"/v1/responses/[^/]+(/cancel)?|{MODEL}.+")
 
 
 def is_agents(path: str) -> bool:
     """Whether the agents' key permits the path. The server redirects a trailing slash, so it is ignored."""
     path = path.removesuffix("/")
-    return path in INFERENCE or path in OTHERS_OF_AGENTS or _RESPONSE.fullmatch(path) is not None
+    return path in INFERENCE or path in OTHERS_OF_AGENTS or _OF_AGENTS.fullmatch(path) is not None
+
+
+def is_admins(path: str) -> bool:
+    """Whether the path is known to need the admin key."""
+    return path.startswith(MANAGEMENT) or path.removesuffix("/") in ADMINS

@@ -45,8 +45,8 @@ class SwapReport:
     replicas: tuple[ReplicaReport, ...]
 
     @property
-    def changed(self) -> bool:
-        return any(replica.loaded or replica.flipped for replica in self.replicas)
+    def changed(self) -> tuple[ReplicaReport, ...]:
+        return tuple(replica for replica in self.replicas if replica.loaded or replica.flipped)
 
     @property
     def errors(self) -> tuple[str, ...]:

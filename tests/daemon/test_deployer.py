@@ -685,3 +685,31 @@ async def test_each_server_in_trouble_is_logged(fleet: Fleet, caplog: pytest.Log
     serving = fleet.config.serving.model_copy(update={"urls": urls})
     await Service(fleet.config.model_copy(update={"serving": serving}), fleet.store)._do_reconcile()
     assert all(any(url in line for line in caplog.messages) for url in urls)
+
+
+async def test_only_a_server_that_had_the_adapter_has_lost_it(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flywheel")
+    url, other = fleet.config.serving.urls
+    one = fleet.config.model_copy(update={"serving": fleet.config.serving.model_copy(update={"urls": [other]})})
+    await Deployer(fleet.store, one).deploy("r0001", "test")
+    await fleet.deployer.reconcile()
+    assert f"{url} answered with {BASE}: agent is {R1} there now" in caplog.messages, "it is new"
+    await fleet.deployer.deploy("r0002", "test")
+    fleet.apps[1].faults["/v1/models"] = (500, "broken")
+    with pytest.raises(ServeError, match="broken"):
+        await fleet.deployer.rollback()
+    fleet.apps[1].faults.clear()
+    await fleet.deployer.reconcile()
+    assert f"{other} answered with {R2}: agent is {R1} there now" in caplog.messages, "it could not go back"
+    assert "had lost" not in caplog.text
+    await forget(fleet, 0, R1)
+    await fleet.deployer.reconcile()
+    assert f"{url} had lost the deployed adapter: agent is {R1} there now" in caplog.messages
+    assert caplog.text.count("had lost") == 1
+    await fleet.deployer.deploy(None, "test")
+    async with Replica(url) as each:
+        await each.load(R1, str(fleet.path("r0001")))
+        await each.flip("agent", R1, BASE)
+    await fleet.deployer.reconcile()
+    assert f"{url} answered with {R1}: agent is {BASE} there now" in caplog.messages
+    assert caplog.text.count("had lost") == 1

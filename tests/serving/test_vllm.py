@@ -8,8 +8,10 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from flywheel.call_log import RecordedCall
@@ -297,6 +299,51 @@ async def test_a_client_that_leaves_a_stream_is_recorded_as_one(vllm_server: Vll
             break
     assert (call.status, call.is_complete) == (200, False)
     assert parse(call).is_interrupted
+
+
+def test_anthropics_client_is_answered_and_reads_what_is_refused(
+    vllm_server: VllmServer, adapters: dict[str, MadeAdapter]
+) -> None:
+    import anthropic
+
+    ask: Any = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 4}
+    with anthropic.Anthropic(base_url=vllm_server.url, api_key=vllm_server.key, max_retries=0) as client:
+        assert client.messages.create(model=vllm_server.alias, **ask).usage.output_tokens > 0
+        with pytest.raises(anthropic.NotFoundError, match=r"This server answers as .*test-agent"):
+            client.messages.create(model="restored-agent@r0001", **ask)
+    with (
+        anthropic.Anthropic(base_url=vllm_server.url, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
+        stranger.messages.create(model=vllm_server.alias, **ask)
+
+
+def test_openais_client_reads_what_vllm_does_not_have(vllm_server: VllmServer) -> None:
+    """Also with the admin key, with which vLLM itself answers."""
+    for key in (vllm_server.key, str(vllm_server.admin_key)):
+        with openai.OpenAI(base_url=f"{vllm_server.url}/v1", api_key=key, max_retries=0) as client:
+            assert client.models.retrieve(vllm_server.alias).owned_by == "flywheel"
+            for call, given in (
+                (client.files.list, {}),
+                (client.embeddings.create, {"model": vllm_server.alias, "input": "7"}),
+            ):
+                with pytest.raises(openai.NotFoundError, match="this server has no such path"):
+                    call(**given)
+            with pytest.raises(
+                openai.NotFoundError, match=r"`gpt-5` does not exist\. This server answers as .*test-agent"
+            ):
+                client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "7"}])
+            with pytest.raises(openai.NotFoundError, match="`gpt-5` does not exist"):
+                client.responses.create(model="gpt-5", input="7")
+
+
+def test_no_header_makes_an_agent_reach_a_version(vllm_server: VllmServer) -> None:
+    ask = {"model": vllm_server.alias, "messages": [{"role": "user", "content": "7"}], "max_tokens": 2}
+    chosen = {"x-amzn-sagemaker-adapter-identifier": "restored-agent@r0001"}
+    for key, model in ((vllm_server.admin_key, "restored-agent@r0001"), (vllm_server.key, vllm_server.base_model)):
+        headers = {"authorization": f"Bearer {key}", **chosen}
+        answer = httpx2.post(f"{vllm_server.url}/invocations", json=ask, headers=headers, timeout=120)
+        assert answer.json().get("model") == model, answer.text
 
 
 async def test_an_agent_with_tools_is_answered(vllm_server: VllmServer) -> None:
