@@ -98,7 +98,7 @@ def test_what_a_function_has_started_ends_when_nobody_asks_it_any_more(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("do", "complaint"), [("crash", "signal 11"), ("leave", "exit code 3"), ("exit", "SystemExit: enough")]
+    ("do", "complaint"), [("crash", "SIGSEGV"), ("leave", "exit code 3"), ("exit", "SystemExit: enough")]
 )
 def test_one_that_ends_its_process_costs_one_call(do: str, complaint: str) -> None:
     keep = made()

@@ -6,28 +6,27 @@ cannot be ended: 9^{9^{9^9}} would compute forever.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import re
 import resource
-import sys
-import threading
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Final
 
 from flywheel.errors import CheckError
+from flywheel.known_secrets import environment_without_secrets
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.pattern import visible
 from flywheel.rubric.rubric import Rubric
+from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess, python_command, serve
 from flywheel.trace import get_path
-from flywheel.user_code import ChildProcess
 from flywheel.verdict import Exchange
 
 TIMEOUT_SECONDS: Final = 10.0
 """Longest comparison of two results."""
 START_SECONDS: Final = 120.0
 """Longest start of the child process, which imports sympy."""
+MAX_PROCESSES: Final = 2
 MEMORY_BYTES: Final = 4 << 30
 """Address space of the child process."""
 MAX_CHARACTERS: Final = 2000
@@ -65,7 +64,7 @@ def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric |
         return False, "the answer's \\boxed{…} holds no result"
     is_equal: bool | None = "".join(given.split()) == "".join(wanted.split())
     if not is_equal:
-        is_equal = _process.compare(*(_THOUSANDS_SEPARATOR.sub("", text) for text in (given, wanted)))
+        is_equal = _compare(*(_THOUSANDS_SEPARATOR.sub("", text) for text in (given, wanted)))
     if is_equal is None:
         raise CheckError(
             f"decide criterion {criterion.id}",
@@ -93,55 +92,40 @@ def _reference(criterion: Criterion, exchange: Exchange) -> str:
     )
 
 
-@dataclass(slots=True)
-class MathProcess:
-    """A child process that compares results, one at a time. The first comparison starts it. Thread-safe."""
-
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _child: ChildProcess | None = None
-
-    def compare(self, given: str, wanted: str) -> bool | None:
-        """Whether two results are equal; None if the child process took too long or ended."""
-        with self._lock:
-            try:
-                if self._child is None:
-                    self._child = ChildProcess(__name__)
-                    self._child.ask(json.dumps(["1", "1"]), START_SECONDS)
-                return bool(self._child.ask(json.dumps([given, wanted]), TIMEOUT_SECONDS))
-            except (OSError, EOFError, ValueError):
-                self._end()
-                return None
-
-    def close(self) -> None:
-        """End the child process; the next comparison starts another one."""
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+_children: Final[ChildPool[ChildProcess]] = ChildPool(MAX_PROCESSES)
 
 
-_process = MathProcess()
-atexit.register(_process.close)
+def _compare(*texts: str) -> bool | None:
+    """Whether two results are equal; None if the child process took too long or ended."""
+    with suppress(OSError, ChildEndedError), _children.child(_start) as child:
+        return bool(json.loads(child.ask(json.dumps(texts).encode(), TIMEOUT_SECONDS)))
+    return None
+
+
+def _start() -> ChildProcess:
+    child = ChildProcess(python_command(__name__), environment_without_secrets())
+    child.ask(b'["1", "1"]', START_SECONDS)
+    return child
 
 
 def main() -> None:
-    """The child process: answers each line of its input with one line, until the input ends."""
+    """The child process."""
     import sympy  # noqa: F401 - before the limit, which is meant for answers and not for the libraries
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    for line in sys.stdin:
+
+    def answer(request: bytes) -> bytes:
         try:
             given, wanted = (
                 parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None)
-                for text in json.loads(line)
+                for text in json.loads(request)
             )
             is_equal = bool(given and wanted and verify(wanted, given, timeout_seconds=None))
         except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
             is_equal = False
-        print(json.dumps(is_equal), flush=True)
+        return json.dumps(is_equal).encode()
+
+    serve(answer)

@@ -6,12 +6,8 @@ connection closes, so a parent that was killed leaves no process behind.
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import subprocess
-import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Final
 
 import msgspec
@@ -19,9 +15,14 @@ from msgspec import Struct
 
 from flywheel.batch import Batch
 from flywheel.errors import StudioError
+from flywheel.known_secrets import environment_without_secrets
 from flywheel.process_tuning import tune_process
 from flywheel.sources.studio.replies import extract
+from flywheel.system.child_process import ChildProcess, python_command, serve
 from flywheel.trace import Selection
+
+SECONDS: Final = 600.0
+"""Longest extraction of one batch."""
 
 
 class Question(Struct, array_like=True, frozen=True):
@@ -49,15 +50,7 @@ class ExtractionProcess:
     """A child process that extracts one batch after the other."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C in a terminal is for the parent, which ends the child.
-                process_group=0,
-            )
-        self._connection = Connection(ours.detach())
+        self._child = ChildProcess(python_command(__name__), environment_without_secrets())
         # Sending and receiving both block, and each must go on while the other does.
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extraction")
         self._receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extraction")
@@ -79,13 +72,14 @@ class ExtractionProcess:
             done.set_result(extract(batch, schema, selection, source))
             return done
         # If it cannot be sent, the receiver finds the connection closed.
-        self._sender.submit(self._connection.send_bytes, question)
+        self._sender.submit(self._child.send, question)
         return self._receiver.submit(self._receive, source)
 
     def _receive(self, source: str) -> Batch:
         try:
-            answer = _decode_answer(self._connection.recv_bytes())
-        except (OSError, EOFError):
+            answer = _decode_answer(self._child.receive(time.monotonic() + SECONDS))
+        except (EOFError, TimeoutError):
+            self.kill()
             answer = Answer(None, "the process that parses them has died")
         if answer.batch is None:
             raise StudioError(
@@ -103,25 +97,22 @@ class ExtractionProcess:
     def close(self) -> None:
         """End the child. Batches that it has not extracted are lost."""
         self.kill()
-        self._child.wait()
         for thread in (self._sender, self._receiver):
             thread.shutdown(cancel_futures=True)
-        self._connection.close()
+        self._child.end()
 
 
 def main() -> None:
-    """The child: answer until the connection closes."""
+    """The child process."""
     tune_process()
-    with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            question = _decode_question(connection.recv_bytes())
-            try:
-                answer = Answer(extract(question.batch, question.schema, question.selection, question.source))
-            except Exception as error:
-                # A defect costs its own batch; the parent reports it.
-                answer = Answer(None, f"{type(error).__name__}: {error}")
-            connection.send_bytes(_encode(answer))
+    serve(_answer)
 
 
-if __name__ == "__main__":
-    main()
+def _answer(request: bytes) -> bytes:
+    try:
+        question = _decode_question(request)
+        answer = Answer(extract(question.batch, question.schema, question.selection, question.source))
+    except Exception as error:
+        # A defect costs its own batch; the parent reports it.
+        answer = Answer(None, f"{type(error).__name__}: {error}")
+    return _encode(answer)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NoReturn
 from urllib.parse import urlsplit
 
+from flywheel.system.child_process import IGNORED, Channel
 from flywheel.training.workflow import process_tree
 from flywheel.training.workflow.agent_program import AgentProgram, FailureCause, ModelEndpoint, RunResult
 from flywheel.training.workflow.agentscope_model import chat_model
@@ -47,7 +48,6 @@ from flywheel.training.workflow.contract import (
 )
 from flywheel.training.workflow.process_tree import Process
 
-IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MARK: Final = "FLYWHEEL_AGENT_PROGRAM"
 """An environment variable of the processes that run the user's agent."""
 END_SIGNAL: Final = signal.SIGUSR1
@@ -66,12 +66,7 @@ MAX_ERROR: Final = 600
 def main() -> None:
     """The child process, until its input ends."""
     os.environ[MARK] = "1"
-    requests, answers = os.dup(0), os.dup(1)
-    # The user's code gets other standard streams: what it reads and prints is no part of the protocol.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
+    channel = Channel.to_parent()
     first = os.getpid()
     if watcher := os.fork():
         _stand_in(watcher)
@@ -80,7 +75,7 @@ def main() -> None:
     _prctl(PR_SET_PDEATHSIG, END_SIGNAL)
     watcher = os.getpid()
     if runner := os.fork():
-        _watch(runner, requests, woken, first)
+        _watch(runner, channel.fileno(), woken, first)
     signal.set_wakeup_fd(-1)
     for number in (*IGNORED, signal.SIGCHLD, END_SIGNAL):
         signal.signal(number, signal.SIG_DFL)
@@ -90,7 +85,8 @@ def main() -> None:
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == watcher:
-            _serve(os.fdopen(requests, "rb"), os.fdopen(answers, "wb"))
+            _serve(channel)
+    except EOFError:
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -189,19 +185,17 @@ def _end_all(runner: int, ended: dict[int, int]) -> None:
 # The process that runs the user's code.
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def _serve(channel: Channel) -> NoReturn:
     def send(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
-        answers.flush()
+        channel.send(json.dumps(answer, allow_nan=False).encode())
 
-    runner = _Runner(_program_of(json.loads(requests.readline())))
+    runner = _Runner(_program_of(json.loads(channel.receive())))
     try:
         send({"found": runner.load()})
     except ContractError as error:
         send({"error": _shortened(str(error))})
-        return
-    while line := requests.readline():
-        request = json.loads(line)
+    while True:
+        request = json.loads(channel.receive())
         models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
         result = runner.run(request["task"], models, request["trained"])
         send({"result": asdict(result), "spent": runner.spent})

@@ -485,7 +485,7 @@ async def test_runs_of_a_pool_that_is_closed_end(new_pool: NewPool, tmp_path: Pa
         await asyncio.sleep(0.02)
     await asyncio.to_thread(pool.close)
     assert [(await run).cause for run in runs] == ["ended"] * 3
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="shutdown"):
         await pool.run({}, MODELS, "policy")
 
 
