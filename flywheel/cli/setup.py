@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,9 +44,18 @@ def docs(
     if not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
+    _page(re.sub(r"(?m)^!\[.*\]\(.*\)\n", "", text))
+
+
+def _page(markdown: str) -> None:
+    """Show a text in the user's pager, in colour where the pager is `less`, which is told to pass colours on."""
     from rich.console import Console
     from rich.markdown import Markdown
 
+    pager = os.environ.get("MANPAGER") or os.environ.get("PAGER") or "less"
+    in_colour = Path(pager.split()[0]).name == "less" and shutil.which(pager.split()[0]) is not None
+    if in_colour:
+        os.environ["LESS"] = f"{os.environ.get('LESS', '')} -R".strip()
     console = Console()
-    with console.pager(styles=True):
-        console.print(Markdown(text))
+    with console.pager(styles=in_colour):
+        console.print(Markdown(markdown, hyperlinks=False))

@@ -12,6 +12,7 @@ import pytest
 
 from flywheel.errors import EXIT_CONFIG
 from tests.cli.conftest import Run
+from tests.cli.terminal import in_terminal
 from tests.judge_server import JudgeServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -155,6 +156,28 @@ def test_docs_lists_the_pages_and_shows_one(flywheel: Run) -> None:
     ran = flywheel("docs", "nothing")
     assert ran.code == 2
     assert "filters" in ran.err
+
+
+def test_a_page_in_a_terminal_has_colours_only_where_the_pager_shows_them(tmp_path: Path) -> None:
+    less = tmp_path / "less"
+    less.write_text('#!/bin/sh\necho "LESS=$LESS"\ncat\n')
+    less.chmod(0o755)
+
+    def shown(pager: str, **more: str) -> str:
+        return in_terminal(
+            tmp_path, ["docs", "index"], columns=100, home=tmp_path, variables={"PAGER": pager, **more}
+        ).coloured
+
+    plain = shown("cat")
+    assert "Flywheel" in plain
+    assert "\x1b[" not in plain
+    coloured = shown(str(less), LESS="-X")
+    assert "LESS=-X -R" in coloured
+    assert "\x1b[1" in coloured
+    for text in (plain, coloured):
+        assert "\x1b]8" not in text
+        assert "images/" not in text
+        assert "🌆" not in text
 
 
 def test_init_lays_every_chain_out(flywheel: Run, tmp_path: Path) -> None:
