@@ -146,8 +146,13 @@ def _yaml_problem(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def explain(error: ValidationError, model: type[BaseModel], document: YamlDocument | None = None) -> str:
-    """All problems of a ValidationError, each with the path of its key and, with a document, its line."""
+def explain(
+    error: ValidationError, model: type[BaseModel], document: YamlDocument | None = None, *, below: KeyPath = ()
+) -> str:
+    """All problems of a ValidationError, each with the path of its key and, with a document, its line.
+
+    What was validated stands in the document at `below`.
+    """
     problems = []
     for item in error.errors():
         # A default that depends on other keys fails when those do, and is no problem of its own.
@@ -155,9 +160,14 @@ def explain(error: ValidationError, model: type[BaseModel], document: YamlDocume
             continue
         path = [int(part) if part.isdecimal() else part for part in _locate(model, item["loc"])[0]]
         is_unknown = item["type"] == "extra_forbidden"
-        line = f"line {document.position(path, key=is_unknown).line}: " if document is not None and path else ""
+        place = (*below, *path)
+        line = f"line {document.position(place, key=is_unknown).line}: " if document is not None and place else ""
         problems.append(line + explain_one(dict(item), model))
     return "; ".join(problems)
+
+
+_SYNONYMS: Final = {"rank": "r"}
+"""Names under which users look for a key that is spelt quite differently."""
 
 
 def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
@@ -165,7 +175,8 @@ def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
     location, known = _locate(model, item["loc"])
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], known, n=1)
+        given = _SYNONYMS.get(location[-1], location[-1])
+        close = [given] if given in known else difflib.get_close_matches(location[-1], known, n=1)
         meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
         return f"unknown key `{key}` ({meant})"
     if item["type"] == "union_tag_invalid":

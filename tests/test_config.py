@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from flywheel import files
 from flywheel.config import Config, default_state_dir, defaults, load, parse
+from flywheel.daemon.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 
 
@@ -293,3 +294,42 @@ def test_paths_beside_the_file_s_folder_have_no_detour(tmp_path: Path) -> None:
 def test_settings_of_the_users_agent_have_an_effect_or_are_refused(sections: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(why)):
         Config.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("gate: {min_gain: 5}", "`gate.min_gain`: scores of a rubric lie between 0 and 1, and no gain is above 5"),
+        ("judge:\n  base_url: localhost:8000/v1", "line 2: `judge.base_url`: it must begin with http:// or https://"),
+        ("judge:\n  backup:\n    base_url: x", "line 3: `judge.backup.base_url`: it must begin with http://"),
+        (
+            "model: {base: Qwen/Qwen3-4B, alias: Qwen/Qwen3-4B}",
+            "the alias Qwen/Qwen3-4B is the name of the base model",
+        ),
+        ("model: {base: /models/tiny, alias: tiny}", "the alias tiny is the name of the base model"),
+        ("model: {base: /models/tiny}\ntargets: {tiny: {}}", "the alias tiny is the name of the base model"),
+        ("training:\n  lora:\n    rank: 8", "line 3: unknown key `training.lora.rank` (did you mean `r`?)"),
+    ],
+)
+def test_what_could_never_work_is_refused_when_the_file_is_read(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        load(path)
+
+
+def test_a_gain_above_one_is_possible_where_the_workflow_gives_the_reward(tmp_path: Path) -> None:
+    raw = {
+        "gate": {"min_gain": 5},
+        "rollout": {"agent": {"command": ["agent"]}, "reward": {"rubric": 0, "workflow": 1}},
+    }
+    assert parse(raw, "c", tmp_path).gate.min_gain == 5
+
+
+@pytest.mark.parametrize("key", ["rubric", "chain"])
+def test_a_file_that_is_missing_is_named_with_the_line_of_the_configuration(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"judge: {{model: j}}\nfilter:\n  # ours\n  {key}: none.yaml\n")
+    with pytest.raises(ConfigError, match="there is no such file") as caught:
+        rubric_of(load(path))
+    assert caught.value.hint == f"Correct filter.{key} on line 4 of {path}."

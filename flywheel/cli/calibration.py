@@ -34,8 +34,9 @@ EXCERPT = 300
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
     from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.judge_setup import chain_of, check_independence, judge_settings
+    from flywheel.daemon.judge_setup import check_independence, judge_settings
     from flywheel.daemon.judging_report import CostEstimator, cost_of
+    from flywheel.filtering.chain import chain_of
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.grader import Grader

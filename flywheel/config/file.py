@@ -75,6 +75,7 @@ class Config(Section):
     """Webhooks and commands that the daemon tells of events."""
     _target: str = PrivateAttr(default="")
     _whole: Config | None = PrivateAttr(default=None)
+    _read_from: tuple[str, YamlDocument] | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -128,6 +129,10 @@ class Config(Section):
                 f"trigger.min_held_out {waited_for} is below gate.min_tasks {gate.min_tasks}: a round could start"
                 " that can only be rejected",
             ),
+            (
+                gate.min_gain >= 1 and not rollout.reward.workflow,
+                f"`gate.min_gain`: scores of a rubric lie between 0 and 1, and no gain is above {gate.min_gain:g}",
+            ),
             *self._wrong_targets(),
         ):
             if is_wrong:
@@ -149,6 +154,10 @@ class Config(Section):
             pair = f"`targets`: {one.target} and {other.target}"
             yield one.alias == other.alias, f"{pair} have the same alias, {one.alias}"
             yield bool(both), f"{pair} both have the agent {', '.join(sorted(both))}; a reply is a task of one target"
+        base = Path(self.model.base)
+        for alias in self.aliases:
+            is_base = alias == (base.name if base.is_absolute() else self.model.base)
+            yield is_base, f"the alias {alias} is the name of the base model, `model.base`: name it otherwise"
         for each in names:
             where = f"targets.{each.target}"
             is_name = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", each.target) is not None
@@ -161,6 +170,14 @@ class Config(Section):
             TargetNames(name, each.alias or name, tuple([name] if each.agents is None else each.agents))
             for name, each in self.targets.items()
         )
+
+    def correction(self, *path: str) -> str:
+        """What to do about a value that cannot be used: its key, and where the file has it."""
+        key = f"Correct {'.'.join(path)}"
+        if self._read_from is None:
+            return f"{key}."
+        name, document = self._read_from
+        return f"{key} on line {document.position(path).line} of {name}."
 
     @property
     def target(self) -> str:
@@ -271,21 +288,29 @@ def defaults() -> Config:
 
 def load(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
-    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True).value
-    return parse({} if raw is None else raw, str(path), path.parent, file=path.absolute())
+    document = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True)
+    raw = {} if document.value is None else document.value
+    return parse(raw, str(path), path.parent, file=path.absolute(), document=document)
 
 
-def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Config:
-    """Check a parsed configuration. Relative paths are relative to `folder`. Raises ConfigError."""
+def parse(
+    raw: Any, name: str, folder: Path, *, file: Path | None = None, document: YamlDocument | None = None
+) -> Config:
+    """Check a parsed configuration. Relative paths are relative to `folder`. Raises ConfigError.
+
+    With the `document` that `raw` is from, what is wrong is named with its line.
+    """
     attempted = f"use configuration {name}"
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
     own = translated(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
+    # Translated keys have other names and positions in the file.
+    document = document if own is raw else None
     try:
-        return Config.model_validate(own, context=folder.absolute())
+        config = Config.model_validate(own, context=folder.absolute())
     except ValidationError as error:
-        # Translated keys have other names and positions in the file.
-        document = YamlDocument(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
         why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
+    config._read_from = (name, document) if document is not None else None
+    return config

@@ -7,14 +7,14 @@ from typing import Final
 from pydantic import Field
 
 from flywheel import files
-from flywheel.config.section import Section, UserPath
+from flywheel.config.section import Section, UserPath, WebUrl
 
 MAX_THREADS: Final = 1024
 """Maximum of `max_thread`; each call in flight has its own thread."""
 
 
 class BackupJudge(Section):
-    base_url: str | None = None
+    base_url: WebUrl | None = None
     """Endpoint of the backup. Default: the judge's, for use with another key or model."""
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable with its key."""
@@ -43,7 +43,7 @@ class JudgePrices(Section):
 class JudgeSettings(Section):
     model: str = "gpt-4o-mini"
     """Name of the judge's model. It must not be the trained model."""
-    base_url: str | None = None
+    base_url: WebUrl | None = None
     """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`, else OpenAI."""
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable with the key, or several as `k1|k2`, which are used in turn; a refused or

@@ -7,11 +7,10 @@ import os
 import shlex
 from enum import StrEnum
 from typing import Annotated, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from flywheel.config.section import Section
+from flywheel.config.section import Section, WebUrl
 
 
 class NoticeType(StrEnum):
@@ -26,24 +25,12 @@ class NoticeType(StrEnum):
     SOURCE_ERROR = "source_error"
 
 
-def check_url(url: str) -> str:
-    """Raises ValueError for what is no address of a web server. The address itself is not in the message."""
-    try:
-        parts = urlsplit(url)
-        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise ValueError("it must begin with http:// or https:// and name a host")
-    return url
-
-
 def _words(command: object) -> object:
     return shlex.split(command) if isinstance(command, str) else command
 
 
 class NotifySettings(Section):
-    url: Annotated[str, AfterValidator(check_url)] | None = None
+    url: WebUrl | None = None
     """A webhook: notices are sent to it by POST."""
     url_env: str | None = None
     """Name of the environment variable with the webhook's URL, if the URL is a secret."""

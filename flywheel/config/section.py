@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -16,6 +17,19 @@ def _user_path(path: Path, info: ValidationInfo) -> Path:
     return tidied(path) if ".." in path.parts else path
 
 
+def check_url(url: str) -> str:
+    """Raises ValueError for what is no address of a web server. The address itself is not in the message."""
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError("it must begin with http:// or https:// and name a host")
+    return url
+
+
+WebUrl = Annotated[str, AfterValidator(check_url)]
 UserPath = Annotated[Path, AfterValidator(_user_path)]
 """A path with `~` expanded. The context of the validation is the folder that it is relative to."""
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from flywheel.config.section import Section, Share, UserPath
+from flywheel.config.section import Section, Share, UserPath, WebUrl
 from flywheel.files import expanded, tidied
 
 
@@ -188,7 +188,7 @@ class SimulatorSettings(Section):
 
     model: str
     """Name of the model."""
-    base_url: str | None = None
+    base_url: WebUrl | None = None
     """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`, else OpenAI."""
     api_key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable with its key."""
@@ -283,7 +283,7 @@ def _kind_of_agent(given: object) -> str:
 class AuxiliaryModelSettings(Section):
     """A model that the user's agent may ask besides the policy. It is never trained."""
 
-    base_url: str
+    base_url: WebUrl
     """An OpenAI-compatible endpoint."""
     model: str
     """Name of the model."""

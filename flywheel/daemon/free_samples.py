@@ -98,7 +98,7 @@ def _caps(config: Config) -> Influence | None:
     # Imported here: without a chain, nobody pays for the filters.
     from flywheel.filtering.chain import influence_of
 
-    return influence_of(config.filter.chain)
+    return influence_of(config)
 
 
 def most_samples(config: Config) -> int:

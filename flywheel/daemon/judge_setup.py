@@ -15,7 +15,7 @@ import orjson
 
 from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
-from flywheel.filtering.chain import Chain, load_chain
+from flywheel.filtering.chain import Chain, chain_of
 from flywheel.filtering.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE
 from flywheel.rubric import Rubric
 from flywheel.rubric.file import load_rubric, parse_rubric
@@ -39,17 +39,12 @@ def exchange_of(line: dict[str, Any]) -> Exchange:
     )
 
 
-def chain_of(config: Config) -> Chain | None:
-    """The configured chain, if there is one. Raises ConfigError."""
-    return load_chain(config.filter.chain) if config.filter.chain is not None else None
-
-
 def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
     """The rubric of the chain (AgentJet's `custom_rubrics`), else the configured file. Raises ConfigError."""
     chain = chain or chain_of(config)
     step = chain.judge if chain else None
     if chain is None or step is None or step.custom_rubrics is None:
-        rubric = load_rubric(config.filter.rubric)
+        rubric = load_rubric(config.filter.rubric, config.correction("filter", "rubric"))
     else:
         if "rubric" in config.filter.model_fields_set:
             log.info("filter.rubric is not used: the chain %s has its own custom_rubrics", config.filter.chain)
@@ -78,7 +73,7 @@ def rubric_of_target(config: Config, rubric: Rubric) -> Rubric:
     given = config.targets[config.target].rubric if config.target else None
     if given is None:
         return rubric
-    own = load_rubric(given, f"Set targets.{config.target}.rubric to a rubric in YAML.")
+    own = load_rubric(given, config.correction("targets", config.target, "rubric"))
     _check_margins(config, own)
     return own
 

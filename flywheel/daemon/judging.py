@@ -18,7 +18,6 @@ from sqlalchemy import Connection
 from flywheel.config import Config, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.judge_setup import (
-    chain_of,
     check_independence,
     exchange_of,
     judge_settings,
@@ -29,6 +28,7 @@ from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskR
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.daemon.signals import in_daemon_thread
 from flywheel.errors import FilterError, FlywheelError, JudgeError
+from flywheel.filtering.chain import chain_of
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.thread_pool import grade_batches

@@ -26,7 +26,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from flywheel.config import Config, NotifySettings
-from flywheel.config.notify import check_url
+from flywheel.config.section import check_url
 from flywheel.errors import NotifyError
 from flywheel.known_secrets import environment_without_secrets, redact_secrets, register_secret
 from flywheel.store import database, notices

@@ -15,10 +15,11 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon.free_samples import Supplies, most_samples, patience
-from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.judge_setup import judge_settings
 from flywheel.daemon.next_gate_test import next_test
 from flywheel.daemon.round_tasks import RoundTasks, round_tasks
 from flywheel.errors import TrainError
+from flywheel.filtering.chain import chain_of
 from flywheel.model_parsers import folder_of
 from flywheel.round import FrozenTarget, RoundSpec
 from flywheel.rubric import Rubric

@@ -45,7 +45,7 @@ class RoundTasks:
 def round_tasks(conn: Connection, train: Sequence[int], held_out: Sequence[int], config: Config) -> RoundTasks:
     """The tasks with these numbers, and what their rollouts may use of other traces."""
     # Tasks may have been stored before the chain had the filter.
-    redact = redactor_of(config.filter.chain)
+    redact = redactor_of(config)
     left_out: dict[str, str] = {}
     not_asked: dict[str, str] = {}
     found = RoundTasks(

@@ -23,12 +23,13 @@ from flywheel.daemon import planner
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.free_samples import Supplies
-from flywheel.daemon.judge_setup import chain_of, judge_settings, rubric_of_target
+from flywheel.daemon.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.round_usage import RoundUsage, left
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide
 from flywheel.files import tree_sha256
+from flywheel.filtering.chain import chain_of
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.round import RoundResult

@@ -133,7 +133,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
     """Compare every configured source with the ledger. A source that cannot be read is reported as a problem."""
     audits = []
     ingestion = Ingestion(store, config)
-    redact = redactor_of(config.filter.chain)
+    redact = redactor_of(config)
     try:
         for source in ingestion.sources():
             audit = SourceAudit(source.path, source.connector.type)

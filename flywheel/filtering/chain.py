@@ -15,6 +15,7 @@ runs `deduplication`, which needs the store; rounds apply `influence`.
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from flywheel.config import Config
 from flywheel.config.agentjet import filters_in
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError, FlywheelError
@@ -35,7 +37,7 @@ from flywheel.filtering.pii import Pii, Redactor
 from flywheel.filtering.python_function import PythonFile, load_filter
 from flywheel.filtering.rules import Rules
 from flywheel.user_code import FunctionError
-from flywheel.yaml_file import explain, read_yaml
+from flywheel.yaml_file import YamlDocument, explain, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs filters`."
 Line = Mapping[str, Any]
@@ -141,17 +143,18 @@ class Chain:
         return FilterDecision(True)
 
 
-def load_chain(path: Path) -> Chain:
-    """Read a chain and the Python files that it names. Raises ConfigError."""
-    file = _read(path)
+def load_chain(path: Path, if_missing: str = "Set filter.chain to a chain in YAML.") -> Chain:
+    """Read a chain and the Python files that it names. Raises ConfigError; `if_missing` is its remedy if there is no
+    such file."""
+    file, document = _read(path, if_missing)
     digest = hashlib.sha256(file.model_dump_json(exclude={"filters"}).encode())
     filters: list[tuple[str, LineFilter | Parameters]] = []
     redactors: list[Redactor] = []
     for index, entry in enumerate(file.filters):
-        if (params := _parameters(path, index, entry)) is None:
+        if (params := _parameters(path, document, index, entry)) is None:
             continue
         if entry.type in ONCE and any(name == entry.type for name, _ in filters):
-            raise _error(path, f"`filters.{index}.type`: {entry.type} is there already")
+            raise _error(path, f"{_place(document, index, 'type')}{entry.type} is there already")
         # Not the API key: it decides nothing, and must not be stored.
         decisive = {name: value for name, value in entry.params.items() if name != "api_key"}
         digest.update(f"{entry.type}\0{decisive!r}\0".encode("utf-8", "replace"))
@@ -166,7 +169,7 @@ def load_chain(path: Path) -> Chain:
             try:
                 python = path.parent / expanded(Path(params.path))
             except ValueError as error:
-                raise _error(path, f"`filters.{index}.params.path`: {error}") from None
+                raise _error(path, f"{_place(document, index, 'params', 'path')}{error}") from None
             step = LineFilter("python", load_filter(python, params.function, params.timeout_seconds))
             digest.update(python.read_bytes())
         filters.append((entry.type, step))
@@ -196,37 +199,59 @@ def load_chain(path: Path) -> Chain:
     )
 
 
-def redactor_of(path: Path | None) -> Redactor | None:
+def chain_of(config: Config) -> Chain | None:
+    """The configured chain, if there is one. Raises ConfigError."""
+    path = config.filter.chain
+    return load_chain(path, config.correction("filter", "chain")) if path is not None else None
+
+
+def redactor_of(config: Config) -> Redactor | None:
     """What removes personal data from task lines before they are stored; None without `pii`. Raises ConfigError."""
-    return load_chain(path).redact if path is not None else None
+    chain = chain_of(config)
+    return chain.redact if chain is not None else None
 
 
-def influence_of(path: Path | None) -> Influence | None:
-    """The `influence` of a chain, None without one. Loads no Python file. Raises ConfigError."""
+def influence_of(config: Config) -> Influence | None:
+    """The `influence` of the configured chain, None without one. Loads no Python file. Raises ConfigError."""
+    path = config.filter.chain
     if path is None:
         return None
-    entries = [(index, entry) for index, entry in enumerate(_read(path).filters) if entry.type == "influence"]
-    found = (_parameters(path, index, entry) for index, entry in entries)
+    file, document = _read(path, config.correction("filter", "chain"))
+    entries = [(index, entry) for index, entry in enumerate(file.filters) if entry.type == "influence"]
+    found = (_parameters(path, document, index, entry) for index, entry in entries)
     return next((params for params in found if isinstance(params, Influence)), None)
 
 
-def _read(path: Path) -> ChainFile:
-    document = read_yaml(path, f"read filter chain {path}", "Set filter.chain to a chain in YAML.", keys_once=True)
+def _read(path: Path, if_missing: str) -> tuple[ChainFile, YamlDocument | None]:
+    """A chain, and the file that has it; None where it is a translated configuration, with other keys and lines."""
+    document = read_yaml(path, f"read filter chain {path}", if_missing, keys_once=True)
+    raw = filters_in(document.value)
+    own = document if raw is document.value else None
     try:
-        return ChainFile.model_validate(filters_in(document.value))
+        return ChainFile.model_validate(raw), own
     except ValidationError as error:
-        raise _error(path, explain(error, ChainFile)) from None
+        raise _error(path, explain(error, ChainFile, own)) from None
 
 
-def _parameters(path: Path, index: int, entry: FilterEntry) -> Parameters | None:
+def _parameters(path: Path, document: YamlDocument | None, index: int, entry: FilterEntry) -> Parameters | None:
     """The parameters of a filter, None if it is disabled."""
     if entry.type not in FILTERS:
-        raise _error(path, f"`filters.{index}.type`: {entry.type!r} is none of {', '.join(FILTERS)}")
+        close = difflib.get_close_matches(entry.type, FILTERS, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"it is none of {', '.join(FILTERS)}"
+        raise _error(path, f"{_place(document, index, 'type')}there is no filter {entry.type!r}: {meant}")
     model = FILTERS[entry.type][1]
+    below = ("filters", index, "params")
     try:
         return model.model_validate(entry.params) if entry.enabled else None
     except ValidationError as error:
-        raise _error(path, f"`filters.{index}.params`: {explain(error, model)}") from None
+        raise _error(path, f"filter {entry.type}: {explain(error, model, document, below=below)}") from None
+
+
+def _place(document: YamlDocument | None, index: int, *below: str) -> str:
+    """Where a problem of a filter is, before its message."""
+    path: list[int | str] = ["filters", index, *below]
+    line = f"line {document.position(path).line}: " if document is not None else ""
+    return f"{line}`{'.'.join(map(str, path))}`: "
 
 
 def _error(path: Path, why: str) -> ConfigError:

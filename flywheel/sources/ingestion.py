@@ -343,7 +343,7 @@ class Ingestion:
         # With ingest.output, another user's program may read the file.
         self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
-        self._redact = redactor_of(config.filter.chain) if config.filter.chain else None
+        self._redact = redactor_of(config)
         self._shares = SharedLimits()
         self._jsonl_threads = ThreadPoolExecutor(SOURCES_AT_ONCE, thread_name_prefix="jsonl")
         self.calls = CallPuller(store, config) if config.serving.call_log is not None else None

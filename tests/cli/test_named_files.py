@@ -68,7 +68,7 @@ def test_a_named_rubric_that_is_missing_is_not_a_setting(flywheel: Run, tmp_path
 
 def test_a_configured_rubric_that_is_missing_is_a_setting(flywheel: Run, tmp_path: Path) -> None:
     (tmp_path / "flywheel.yaml").write_text("sources: []\nfilter: {rubric: no.yaml}\n")
-    assert "Set filter.rubric" in flywheel("filter", "--dry-run").err
+    assert "Correct filter.rubric on line 2 of flywheel.yaml." in flywheel("filter", "--dry-run").err
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(1, "flywheel ingest"), (99, "A newer Flywheel made it")])

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
-from flywheel.filtering.chain import redactor_of
+from flywheel.filtering.chain import load_chain, redactor_of
 from flywheel.filtering.pii import Pii, find
 from flywheel.filtering.query_template import particulars, template
 from flywheel.task import qa_hash, task_line
@@ -185,14 +186,15 @@ def test_a_chain_gives_its_redactors_to_whoever_stores_tasks(tmp_path: Path) -> 
         "id: c\nfilters:\n  - {type: pii, params: {kinds: [email]}}\n"
         "  - {type: pii, params: {kinds: [card], action: reject}}\n"
     )
-    redact = redactor_of(chain)
+    config = parse({"filter": {"chain": "c.yaml"}}, "test", tmp_path)
+    redact = redactor_of(config)
     assert redact is not None
     assert redact(line(query="a@example.com 4111 1111 1111 1111 +44 20 7946 0958"))["main_query"] == (
         "[EMAIL_1] [CARD_1] +44 20 7946 0958"
     )
     chain.write_text("id: c\nfilters: [{type: pii, enabled: false}]")
-    assert redactor_of(chain) is None
-    assert redactor_of(None) is None
+    assert redactor_of(config) is None
+    assert redactor_of(Config()) is None
 
 
 def test_presidio_that_is_not_installed_is_said_with_the_command(
@@ -202,7 +204,7 @@ def test_presidio_that_is_not_installed_is_said_with_the_command(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "c.yaml").write_text("id: c\nfilters: [{type: pii, params: {engine: presidio}}]")
     with pytest.raises(ConfigError, match=r"pip install 'agentscope-flywheel\[pii\]'"):
-        redactor_of(tmp_path / "c.yaml")
+        load_chain(tmp_path / "c.yaml")
 
 
 def test_without_presidio_nothing_of_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

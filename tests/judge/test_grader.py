@@ -258,9 +258,12 @@ def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "http://", "http://[::1", "http://x:99999/v1", "ftp://x/v1"])
-def test_an_endpoint_that_is_no_url_is_named_at_once(make: MakeGrader, url: str) -> None:
+def test_an_endpoint_that_is_no_url_is_named_at_once(
+    make: MakeGrader, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", url)
     with JudgeServer() as judge, pytest.raises(JudgeError, match=r"judge\.base_url") as caught:
-        make(judge, base_url=url).grade(GOOD)
+        make(judge, base_url=None).grade(GOOD)
     assert not caught.value.retryable
 
 

@@ -19,7 +19,7 @@ from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.judge_setup import check_independence, judge_settings, rubric_of, rubric_of_target
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
-from flywheel.filtering.chain import Chain, load_chain
+from flywheel.filtering.chain import Chain, chain_of
 from flywheel.judge.client import KEY_REJECTED, Endpoint, EndpointConfig, JudgeClient, endpoints_of, settings_for
 from flywheel.model_http_client import HttpAnswer
 from flywheel.rubric import Rubric
@@ -51,15 +51,14 @@ class JudgeChecks:
 
     def findings(self) -> Iterator[Finding]:
         """Filter chain, rubric, independence, and each endpoint."""
-        chain: Chain | None = None
-        if (path := self.config.filter.chain) is not None:
-            try:
-                chain = load_chain(path)
-            except ConfigError as error:
-                yield Finding.of("filters", error)
-                why = "the filter chain may name another rubric, or settings of the judge"
-                yield from (Finding(name, Result.SKIPPED, why) for name in ("rubric", "judge"))
-                return
+        try:
+            chain = chain_of(self.config)
+        except ConfigError as error:
+            yield Finding.of("filters", error)
+            why = "the filter chain may name another rubric, or settings of the judge"
+            yield from (Finding(name, Result.SKIPPED, why) for name in ("rubric", "judge"))
+            return
+        if chain is not None:
             text = f"chain {chain.id}: {len(chain.before)} before the judge, {len(chain.after)} after it"
             yield Finding("filters", Result.OK, "; ".join((text, *chain.notices)))
         settings = judge_settings(self.config, chain)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 from flywheel.config import Config, NotifySettings
-from flywheel.config.notify import check_url
+from flywheel.config.section import check_url
 from flywheel.diagnostics.doctor.finding import Finding, Result
 
 

@@ -104,7 +104,7 @@ def _is_parsed(config: Config) -> bool:
 
 def _sample(conn: Connection, config: Config) -> Iterator[Recording]:
     """The newest recordings, in the form that rounds use."""
-    redact = redactor_of(config.filter.chain)
+    redact = redactor_of(config)
     room = SAMPLED_CHARACTERS
     for split, line in recorded_lines(conn, _COUNTED, newest=SAMPLED):
         room -= len(line["metadata"]["trajectory_json"])

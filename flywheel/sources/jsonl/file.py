@@ -105,6 +105,8 @@ class JsonlFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.longest_read_ms = 0.0
+        self._counted = (0, 1)
+        """A byte at which a line begins, and that line's number."""
         self.unfinished: Line | None = None
         """The line without a line end that the last pass over `lines` found at the end of the file."""
         try:
@@ -196,6 +198,14 @@ class JsonlFile:
             if stop:
                 break
         return Line(start, at, held[:FINGERPRINTED], tail, whole=False)
+
+    def line_number(self, at: int) -> int:
+        """The number of the line that begins at byte `at`, counted from 1. Raises SourceError."""
+        known, number = self._counted if self._counted[0] <= at else (0, 1)
+        while known < at and (block := self._take(known, min(_BLOCK, at - known))):
+            known, number = known + len(block), number + block.count(b"\n")
+        self._counted = known, number
+        return number
 
     def _take(self, at: int, length: int) -> bytes:
         began = time.perf_counter()

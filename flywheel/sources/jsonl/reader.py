@@ -129,9 +129,9 @@ class JsonlReader:
 
     def _warnings(self, file: JsonlFile) -> tuple[str, ...]:
         assert file.unfinished is not None
+        where = f"{self.path}: line {file.line_number(file.unfinished.start)}"
         return (
-            f"{self.path} ends at byte {file.unfinished.start} in a line without a line end: it is read when that is "
-            "written, or by `flywheel ingest` if it is whole",
+            f"{where} is without a line end: it is read when that is written, or by `flywheel ingest` if it is whole",
         )
 
     def _batch(self, page: list[Line], cursor: Cursor) -> Batch:
@@ -145,13 +145,25 @@ class JsonlReader:
                 if line.text.strip():
                     entries.append(entry_of_line(line.text, self.path, now, self._models))
             except LineError as error:
-                dead.append(_dead(line, str(error)))
+                dead.append(self._dead(line, str(error)))
             except Exception as error:
                 log.exception("%s: a line could not be read", self.path)
-                dead.append(_dead(line, f"{type(error).__name__}: {error}. This is a defect; please report it."))
+                dead.append(self._dead(line, f"{type(error).__name__}: {error}. This is a defect; please report it."))
         first = cursor.anchor.partition(" ")[0] if page[0].start else fingerprint(page[0].text[:FINGERPRINTED])
         moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {fingerprint(page[-1].tail)}")
         return Batch(moved, tuple(entries), tuple(dead))
+
+    def _dead(self, line: Line, error: str) -> DeadRow:
+        assert self._file is not None
+        # The hash tells it from a line at the same place of another file with this name.
+        digest = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
+        return DeadRow(
+            rowid=line.start,
+            span_id=f"line {self._file.line_number(line.start)} ({digest})",
+            trace_id="",
+            error=error,
+            excerpt=line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
+        )
 
 
 def _resume(file: JsonlFile, cursor: Cursor) -> Cursor:
@@ -180,15 +192,3 @@ def _is_complete(line: Line) -> bool:
     except LineError:
         return False
     return line.whole
-
-
-def _dead(line: Line, error: str) -> DeadRow:
-    # The hash tells it from a line at the same place of another file with this name.
-    digest = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
-    return DeadRow(
-        rowid=line.start,
-        span_id=f"line at byte {line.start} ({digest})",
-        trace_id="",
-        error=f"line at byte {line.start}: {error}",
-        excerpt=line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
-    )

@@ -243,7 +243,10 @@ def test_a_bad_line_costs_itself(path: Path) -> None:
     assert stored.read() == asked(*range(1, len(POISON) + 2))
     assert len(stored.dead) == len(POISON)
     assert len({row.span_id for row in stored.dead}) == len(POISON)
-    assert all(row.span_id.startswith(f"line at byte {row.rowid} ") and row.error for row in stored.dead)
+    assert [row.span_id.partition(" (")[0] for row in stored.dead] == [
+        f"line {2 * n}" for n in range(1, len(POISON) + 1)
+    ]
+    assert all(row.error for row in stored.dead)
     assert all(len(row.excerpt) <= 2000 for row in stored.dead)
     again = Stored(path)
     again.read()
@@ -255,9 +258,7 @@ def test_a_line_that_is_nested_very_deeply_holds_up_no_other(path: Path) -> None
     path.write_bytes(line(1) + deep + line(2))
     stored = Stored(path)
     assert stored.read() == asked(1, 2)
-    assert [row.error for row in stored.dead] == [
-        f"line at byte {len(line(1))}: it is nested more than 254 levels deep"
-    ]
+    assert [row.error for row in stored.dead] == ["it is nested more than 254 levels deep"]
 
 
 def test_a_line_that_breaks_the_reading_holds_up_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +271,7 @@ def test_a_line_that_breaks_the_reading_holds_up_no_other(path: Path, monkeypatc
     path.write_bytes(line(1) + b'"poison"\n' + line(2))
     stored = Stored(path)
     assert stored.read() == asked(1, 2)
-    assert [row.error for row in stored.dead] == [
-        f"line at byte {len(line(1))}: KeyError: 'x'. This is a defect; please report it."
-    ]
+    assert [row.error for row in stored.dead] == ["KeyError: 'x'. This is a defect; please report it."]
 
 
 def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path) -> None:
@@ -300,7 +299,7 @@ def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlRe
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert [row.error for row in stored.dead] == [f"line at byte {len(line(1))}: it is longer than 16 MiB"]
+    assert [row.error for row in stored.dead] == ["it is longer than 16 MiB"]
     assert peak < 6 * MAX_LINE
     assert stored.read() == []
     assert stored.cursor.generation == 0
