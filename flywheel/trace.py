@@ -20,6 +20,10 @@ ChatMessage = dict[str, Any]
 """One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
 `tool_call_id`, `reasoning_content`."""
 
+LATEST_NS: Final = 10**19
+"""Times from here on (in nanoseconds since 1970: the year 2286), and before 1970, are refused where they are read: at
+the ends of the calendar, arithmetic with times overflows."""
+
 TOOL_ERROR: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 """How agents begin the result of a tool that raised or does not exist."""
 

@@ -60,8 +60,9 @@ class Period:
 
 
 def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Period]:
-    """The acceptance of each adapter of the alias in about so many periods of equal length, in order of time."""
-    judged = tasks.c.state.in_([*_ACCEPTED, TaskState.REJECTED.value])
+    """The acceptance of each adapter of the alias in about so many periods of equal length, in order of time. Times
+    that sources refuse today are left out."""
+    judged = tasks.c.state.in_([*_ACCEPTED, TaskState.REJECTED.value]) & tasks.c.started_at.between("1970", "2286")
     first, last = conn.execute(select(func.min(tasks.c.started_at), func.max(tasks.c.started_at)).where(judged)).one()
     if first is None:
         return []

@@ -36,7 +36,7 @@ from flywheel.sources.jsonl.messages import (
 )
 from flywheel.states import SkipReason
 from flywheel.task import METADATA, task_line
-from flywheel.trace import ChatMessage, Reply, get_path
+from flywheel.trace import LATEST_NS, ChatMessage, Reply, get_path
 
 QUERY: Final = ("main_query", "question", "prompt", "messages", "init_messages")
 """Keys of the question. In a list of messages it is the last user message."""
@@ -357,11 +357,13 @@ def _tools(offered: list[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _time(metadata: Mapping[str, Any], key: str) -> datetime | None:
+    """None for what is no time, or one that no reply can have."""
     try:
         found = datetime.fromisoformat(_text(metadata, key))
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+        found = found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError):
         return None
+    return found if 0 <= found.timestamp() < LATEST_NS / 1e9 else None
 
 
 def _adapter_source(metadata: Mapping[str, Any]) -> str:

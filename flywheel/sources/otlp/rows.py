@@ -19,12 +19,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from flywheel.sources.otlp import conventions
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
-from flywheel.trace import get_path
+from flywheel.trace import LATEST_NS, get_path
 
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
-_LATEST_NS: Final = 10**19
-"""The reader rejects times from here on (year 2286) as invalid."""
 _LARGEST: Final = 2**63
 """SQLite integers are smaller than this."""
 _DEEP: Final = 100
@@ -164,7 +162,7 @@ def _identifier(raw: bytes, length: int, name: str) -> str:
 
 
 def _time(ns: int, name: str) -> int:
-    if not 0 < ns < _LATEST_NS:
+    if not 0 < ns < LATEST_NS:
         raise SpanError(f"it has no {name} time" if ns == 0 else f"its {name} time is out of range")
     return ns
 

@@ -19,11 +19,9 @@ import orjson
 from flywheel.sources.studio.attributes import attributes_of, with_first_argument
 from flywheel.sources.studio.database import MAX_CELL, TABLE, Database, Row, fault, shown
 from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind
-from flywheel.trace import DeadRow, SpanStatus, get_path
+from flywheel.trace import LATEST_NS, DeadRow, SpanStatus, get_path
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_LATEST_NS: Final = 10**19
-"""The year 2286, within the range of a datetime."""
 
 
 class RowError(ValueError):
@@ -253,7 +251,7 @@ def iso_ns(value: Any, column: str) -> int:
         since = moment - _EPOCH
     except (ValueError, OverflowError) as error:
         raise RowError(f"{column} is no time: {text[:40]!r}") from error
-    return ((since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds) * 1000
+    return _in_range(((since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds) * 1000, column)
 
 
 def decimal_ns(value: Any, column: str) -> int:
@@ -262,7 +260,11 @@ def decimal_ns(value: Any, column: str) -> int:
         ns = int(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise RowError(f"{column} is no number of nanoseconds: {shown(value)[:40]!r}") from error
-    if not 0 <= ns < _LATEST_NS:
+    return _in_range(ns, column)
+
+
+def _in_range(ns: int, column: str) -> int:
+    if not 0 <= ns < LATEST_NS:
         raise RowError(f"{column} is out of range: {ns}")
     return ns
 
