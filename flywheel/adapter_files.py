@@ -8,6 +8,8 @@ from typing import Final
 
 PICKLED: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 """Suffixes of weights in the pickle format, which can run code when they are loaded."""
+CPU_LORA_VARIABLE: Final = "FLYWHEEL_CPU_LORA"
+"""An environment variable of Flywheel's own vLLM processes: on a CPU, its plugin computes the LoRA part of layers."""
 
 
 def unsafe_weights(folder: Path) -> str:

@@ -35,7 +35,8 @@ START_SECONDS = 300
 SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
 GROUPS = {
     "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
-    "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat_rendering.py"),
+    "vllm": ("serving/test_vllm.py", "serving/test_full_table.py", "judge/test_vllm.py",
+             "training/test_chat_rendering.py", "training/test_cpu_lora.py"),
     "ray": ("training/ray_session/test_collector.py", "training/ray_session/test_engine.py",
             "training/ray_session/test_endpoint.py", "training/ray_session/test_program_engine.py",
             "training/ray_session/test_recorded_engine.py", "training/ray_session/test_engine_memory.py",
@@ -118,7 +119,7 @@ def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
             "serving": {
                 "urls": [f"http://127.0.0.1:{port}"],
                 "port": port,
-                "max_loras": 4,
+                "max_loras": 24,
                 "max_lora_rank": 8,
                 "max_model_len": 512,
                 "cpu_kv_cache_gib": 1,
@@ -172,7 +173,7 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeAdapter]:
-    """`good` and `other` of rank 8, and `wide` of rank 16, which is more than `vllm_server` takes."""
+    """`good` and `other` of rank 8, `small` of rank 4, and `wide` of rank 16: more than `vllm_server` takes."""
     out = tmp_path_factory.mktemp("adapters")
     arguments = [sys.executable, "-m", "tests.serving.make_adapters", str(POLICY), str(out)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -127,9 +127,9 @@ class ServingSettings(Section):
     DeepSeek, GLM, …)."""
     reasoning_parser: str | None = None
     """vLLM's parser for the model's reasoning, or `none`. Default: by the model's family."""
-    max_loras: int = Field(default=4, gt=0)
-    """Number of adapters of each target (`targets`) in one batch: the old one, the new one and the one to roll back
-    to."""
+    max_loras: int = Field(default=4, ge=2)
+    """Number of adapters of each target (`targets`) that a server holds: the old one, the new one, the one to roll
+    back to, and one that requests in flight still use. A load beyond it is refused."""
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64
     """Maximum LoRA rank that the server accepts."""
     max_model_len: int | None = Field(default=None, gt=0)

@@ -18,7 +18,7 @@ from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.files import tree_sha256
 from flywheel.round import AdapterRef, Probe
 from flywheel.serving.adapter_swap import Proven, reconcile, rollback, swap
-from flywheel.serving.adapter_unloading import retire
+from flywheel.serving.adapter_unloading import make_room, retire
 from flywheel.serving.health_check import ask, look
 from flywheel.serving.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
@@ -82,6 +82,7 @@ class Deployer:
         async with self._replicas(WAIT_SECONDS) as servers:
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
+            await self._make_room(servers, adapter)
             number = await self._request(adapter, reason)
 
             async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:
@@ -100,6 +101,13 @@ class Deployer:
     async def _request(self, adapter: str | None, reason: str) -> int:
         urls = self._config.serving.urls
         return await self._store.write(deployments.request, self._alias, urls, adapter, reason)
+
+    async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
+        if adapter is not None:
+            drain = self._config.serving.drain_seconds
+            recent = await self._store.read(deployments.in_use, self._alias, drain)
+            keep = await self._store.read(deployments.in_use, self._alias, 0)
+            await make_room(servers, self._alias, adapter, recent, keep, drain)
 
     async def _activate(self, number: int, report: SwapReport) -> None:
         writing = asyncio.ensure_future(self._store.write(_activated, number, report))
@@ -158,6 +166,8 @@ class Deployer:
             row = await self._checked(target, attempted)
             hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
             self._check_base(row, attempted, hint)
+            if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
+                await self._make_room(servers, target)
             number = await self._request(target, deployments.ROLLBACK)
             try:
                 report = await rollback(servers, self._alias, _ref(row), self._config.serving)
@@ -238,8 +248,7 @@ class Deployer:
                 drain = self._config.serving.drain_seconds
                 keep = await self._store.read(deployments.in_use, self._alias, drain)
                 # Adapters that served until recently are in `keep`: no drain is needed.
-                at_once = self._config.serving.model_copy(update={"drain_seconds": 0})
-                await retire(servers, self._alias, keep, at_once)
+                await retire(servers, self._alias, keep, 0)
             return report
 
 

@@ -69,6 +69,14 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
             return b"".join(parts)
 
 
+def parsed(body: bytes) -> Any:
+    """The JSON of a body. Raises RefusedError."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise RefusedError(400, "the body is no JSON, or nested too deeply") from None
+
+
 async def with_body(app: App, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
     """Call the app with a request whose body was already read."""
     headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _LENGTH]

@@ -15,6 +15,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from flywheel.adapter_files import CPU_LORA_VARIABLE
 from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
@@ -32,6 +33,7 @@ from flywheel.serving.environment_variables import (
     FILE_VARIABLE,
     HOSTS_VARIABLE,
     LOADED_VARIABLE,
+    MAX_ADAPTERS_VARIABLE,
     MAX_BODY_VARIABLE,
     OPEN_METRICS_VARIABLE,
     VLLM_KEY_VARIABLE,
@@ -69,12 +71,11 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     arguments = [sys.executable, "-m", MODULE]
     arguments += ["--model", base, "--served-model-name", name]
     arguments += ["--host", serving.host, "--port", str(serving.port)]
-    # On a CPU, vLLM 0.32 adds the adapter in the last slot to requests for the base model that share a batch with one
-    # for an adapter: one slot more than adapters stays empty, and an empty slot adds nothing.
-    slots = config.max_adapters + _built_for_cpu()
-    arguments += ["--enable-lora", "--max-loras", str(slots)]
-    # Evicted adapters are read from disk again on demand: twice the slots keeps those of recent rounds in memory.
-    arguments += ["--max-cpu-loras", str(2 * config.max_adapters), "--max-lora-rank", str(serving.max_lora_rank)]
+    # On a CPU, vLLM 0.32 (without our plugin) adds the adapter in the last slot to requests for the base model that
+    # share a batch with one for an adapter: one slot more than adapters stays empty, and an empty slot adds nothing.
+    slots = str(config.max_adapters + _built_for_cpu())
+    arguments += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots]
+    arguments += ["--max-lora-rank", str(serving.max_lora_rank)]
     arguments += ["--middleware", MIDDLEWARE]
     if _built_for_cpu():
         # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
@@ -95,6 +96,8 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         BASE_VARIABLE: name,
         FILE_VARIABLE: str(alias_file(config)),
         LOADED_VARIABLE: json.dumps(list(adapters)),
+        MAX_ADAPTERS_VARIABLE: str(config.max_adapters),
+        CPU_LORA_VARIABLE: "1",
         MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
         ADDRESS_VARIABLE: _address(serving),
         **keys,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from flywheel.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
+from flywheel.serving.adapter_slots import AdapterSlots
 from flywheel.serving.alias_table import AliasTable
 from flywheel.serving.asgi import (
     App,
@@ -50,7 +51,7 @@ from flywheel.serving.environment_variables import (
     LOADED_VARIABLE,
     MAX_BODY_VARIABLE,
 )
-from flywheel.serving.management_endpoints import Management, load_adapter
+from flywheel.serving.management_endpoints import Management
 from flywheel.serving.model_listing import listed, not_found, unknown_model
 from flywheel.serving.model_rewriting import rewrite_model
 from flywheel.serving.ready_line import announcing
@@ -80,7 +81,8 @@ class AliasMiddleware:
         # Tells clients that the server was restarted.
         self._instance = secrets.token_hex(8)
         self._recorder = CallRecorder.of_environment()
-        self._management = Management(self._aliases, self._instance, self._recorder)
+        self._slots = AdapterSlots.of_environment(app)
+        self._management = Management(self._aliases, self._instance, self._recorder, self._slots.most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -107,7 +109,9 @@ class AliasMiddleware:
         if path.startswith(routes.MANAGEMENT):
             await self._management(scope, receive, send)
         elif method == "POST" and path == routes.LOAD_ADAPTER:
-            await load_adapter(self._app, scope, receive, send)
+            await self._slots.load(scope, receive, send)
+        elif path.startswith(routes.SAGEMAKER_ADAPTERS):
+            raise RefusedError(404, f"adapters are loaded at {routes.LOAD_ADAPTER}")
         elif method == "POST" and path in routes.INFERENCE and is_json(scope):
             await self._infer(scope, receive, send, key, may_ask)
         else:

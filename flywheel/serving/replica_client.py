@@ -31,13 +31,15 @@ MEASURED_AT_ONCE = 16
 class Alias:
     """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
     hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
-    changes with each start of the server; it is empty if the server does not report it."""
+    changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
+    at the same time; None if the server has no limit."""
 
     target: str
     path: str | None
     base_model: str
     sha256: str | None = None
     instance: str = ""
+    max_adapters: int | None = None
 
 
 @functools.cache
@@ -108,7 +110,7 @@ class Replica:
         if await self.has(name, path):
             return False
         response = await self._call(
-            "POST", "/v1/load_lora_adapter", attempted, {"lora_name": name, "lora_path": path}, self._seconds
+            "POST", routes.LOAD_ADAPTER, attempted, {"lora_name": name, "lora_path": path}, self._seconds
         )
         if response.status_code == 200:
             return True
@@ -120,7 +122,7 @@ class Replica:
     async def unload(self, name: str) -> bool:
         """Unload the name; requests in flight complete. False when it was not loaded."""
         attempted = f"unload adapter {name} on {self.url}"
-        response = await self._call("POST", "/v1/unload_lora_adapter", attempted, {"lora_name": name})
+        response = await self._call("POST", routes.UNLOAD_ADAPTER, attempted, {"lora_name": name})
         if response.status_code == 404 and name not in await self.models():
             return False
         if response.status_code != 200:
@@ -137,11 +139,14 @@ class Replica:
             path = answer["paths"].get(target)
             # An older server that was not restarted yet has no digests.
             sha256 = answer["digests"].get(target, "") if "digests" in answer else None
+            most = answer.get("max_adapters")
         except (KeyError, TypeError, AttributeError):
             raise no_middleware(attempted) from None
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
-        return Alias(target, path, base, sha256, str(answer.get("instance", "")))
+        return Alias(
+            target, path, base, sha256, str(answer.get("instance", "")), most if isinstance(most, int) else None
+        )
 
     async def calls(self, after: int, limit: int) -> Page | None:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""

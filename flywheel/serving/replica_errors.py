@@ -8,6 +8,7 @@ import httpx2
 
 from flywheel.errors import ServeError
 from flywheel.known_secrets import redact_secrets
+from flywheel.serving import routes
 from flywheel.serving.replica_condition import Condition
 
 
@@ -26,6 +27,9 @@ def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy:
             f"the server finds no adapter in {path}",
             "The directory must exist on the server's own disk, under the same path.",
         ).of_condition(Condition.MISCONFIGURED)
+    if response.status_code == 409:
+        hint = f"Unload one (POST {routes.UNLOAD_ADAPTER}), or raise serving.max_loras and restart the server."
+        return ServeError(attempted, message, hint)
     if response.status_code == 400 and "safetensors" in message:
         hint = "Remove what is not safetensors from it, or train the adapter again."
         return ServeError(attempted, message, hint)

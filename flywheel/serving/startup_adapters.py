@@ -28,11 +28,16 @@ def call_log_file(config: Config) -> Path:
 
 def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
     """The targets of the saved aliases: name → directory of valid adapters, and the problems of the others."""
-    found, lost = {}, []
-    for alias, target in read_aliases(alias_file(config)).items():
+    found: dict[str, str] = {}
+    lost = []
+    # Those of aliases that the configuration does not name any more come last: there may be no slot for them.
+    saved = sorted(read_aliases(alias_file(config)).items(), key=lambda entry: entry[0] not in config.aliases)
+    for alias, target in saved:
         if target.name == base_name(config.model.base):
             continue
         trouble = _unservable(target, config)
+        if not trouble and target.name not in found and len(found) >= config.max_adapters:
+            trouble = f"all {config.max_adapters} slots for adapters are taken (serving.max_loras)"
         if trouble:
             lost.append(f"{target.name} cannot be served again: {trouble}. {alias} ANSWERS WITH THE BASE MODEL")
         elif target.path:

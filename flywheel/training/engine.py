@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flywheel.adapter_files import CPU_LORA_VARIABLE
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
@@ -46,8 +47,8 @@ log = logging.getLogger(__name__)
 MAX_LOADED = 2
 """Adapters of the policy loaded at the same time: the old and the new one of a step, or candidate and deployed."""
 SPARE_SLOTS = 1
-"""One slot stays empty: on a CPU, vLLM 0.32 applies the adapter in the last slot to requests for the base model when
-a request for an adapter is in the same batch."""
+"""One slot stays empty: on a CPU, vLLM 0.32 by itself applies the adapter in the last slot to requests for the base
+model when a request for an adapter is in the same batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Engine(RoundActor):
         dtype = base_dtype(settings.model)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ[CPU_LORA_VARIABLE] = "1"
         # The application in this process would ask its own callers for this key.
         os.environ.pop("VLLM_API_KEY", None)
         os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)

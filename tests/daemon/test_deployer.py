@@ -642,6 +642,59 @@ class Restarts:
         await self.serving(scope, receive, send)
 
 
+@pytest.fixture
+def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requested before `fleet`, whose servers read it."""
+    monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "2")
+
+
+@pytest.fixture
+def four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "4")
+
+
+async def test_deploying_by_hand_again_and_again_leaves_three_adapters(four_slots: None, fleet: Fleet) -> None:
+    for number in range(1, 21):
+        if number > 3:
+            path = fleet.path(f"r{number:04}")
+            path.mkdir()
+            (path / "weights").write_text(str(number))
+            for app in fleet.apps:
+                app.weights[str(path)] = PROBE.adapter_logprobs
+            await fleet.store.write(put_adapter, number, path)
+        await fleet.deployer.deploy(f"r{number:04}", "by hand")
+    # The one to roll back to before the last swap, the one to roll back to now, and the one that serves.
+    assert [set(app.loaded) for app in fleet.apps] == [{"agent@r0018", "agent@r0019", "agent@r0020"}] * 2
+
+
+async def test_what_served_until_recently_stays_while_there_are_slots(four_slots: None, fleet: Fleet) -> None:
+    # Waiting for it would take longer than the test may.
+    serving = fleet.config.serving.model_copy(update={"drain_seconds": 3600.0})
+    deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
+    for name in ("r0001", "r0002", "r0003"):
+        await deployer.deploy(name, "by hand")
+    assert [len(app.loaded) for app in fleet.apps] == [3, 3]
+
+
+async def test_two_slots_are_enough_to_deploy_and_to_roll_back(two_slots: None, fleet: Fleet) -> None:
+    for name in ("r0001", "r0002", "r0003"):
+        await fleet.deployer.deploy(name, "by hand")
+    assert [set(app.loaded) for app in fleet.apps] == [{R2, "agent@r0003"}] * 2
+    await fleet.deployer.rollback("r0001")
+    assert await fleet.targets() == [R1, R1]
+    assert [len(app.loaded) for app in fleet.apps] == [2, 2]
+
+
+async def test_adapters_of_others_are_not_unloaded_for_a_deployment(two_slots: None, fleet: Fleet) -> None:
+    async with Replica(fleet.config.serving.urls[1]) as each:
+        for name in ("theirs", "other@r0001"):
+            await each.load(name, str(fleet.path("r0002")))
+    with pytest.raises(ServeError, match="all 2 slots for adapters are taken: theirs, other@r0001"):
+        await fleet.deployer.deploy("r0001", "by hand")
+    assert await fleet.targets() == [BASE, BASE]
+    assert set(fleet.apps[1].loaded) == {"theirs", "other@r0001"}
+
+
 async def test_a_daemon_that_starts_puts_a_killed_swap_right_at_once(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0001", "test")
     await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")

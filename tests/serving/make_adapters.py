@@ -1,7 +1,7 @@
 """Makes adapters as a round leaves them, with random weights: `python -m tests.serving.make_adapters POLICY OUT`.
 
-Writes `good`, `other` (another draw) and `wide` (of a rank that the tests' server refuses), and in `probes.json` what
-transformers and peft measure for each, in the form of `flywheel.round.Probe`.
+Writes `good`, `other` (another draw), `wide` (of a rank that the tests' server refuses) and `small` (of rank 4), and
+in `probes.json` what transformers and peft measure for each, in the form of `flywheel.round.Probe`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(policy: str, out: Path) -> None:
     prompt = tokenizer.encode(text, add_special_tokens=False)
     tokens = tokenizer.encode(ANSWER, add_special_tokens=False)
     probes = {}
-    for seed, (name, rank) in enumerate([("good", 8), ("other", 8), ("wide", 16)]):
+    for seed, (name, rank) in enumerate([("good", 8), ("other", 8), ("wide", 16), ("small", 4)]):
         torch.manual_seed(seed)
         base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
         before = logprobs(base, prompt, tokens)

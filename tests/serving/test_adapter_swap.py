@@ -226,7 +226,7 @@ async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
 
 async def test_a_rollback_reloads_what_was_unloaded(fleet: Fleet) -> None:
     await fleet.swap()
-    assert await retire(fleet.replicas, "agent", [], SETTINGS) == {r.url: [OLD] for r in fleet.replicas}
+    assert await retire(fleet.replicas, "agent", [], 0) == {r.url: [OLD] for r in fleet.replicas}
     report = await rollback(fleet.replicas, "agent", fleet.ref("r0001"), SETTINGS)
     assert await fleet.answers() == [OLD, OLD]
     assert all(each.loaded and each.flipped for each in report.replicas)
@@ -247,7 +247,7 @@ async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> 
     for each in fleet.replicas:
         await each.load("agent@r0003", fleet.paths["r0003"])
         await each.load("agentic@r0001", fleet.paths["r0003"])
-    gone = await retire(fleet.replicas, "agent", ["r0001"], SETTINGS)
+    gone = await retire(fleet.replicas, "agent", ["r0001"], 0)
     assert gone == {each.url: ["agent@r0003"] for each in fleet.replicas}
     assert [set(app.loaded) for app in fleet.apps] == [{OLD, NEW, "agentic@r0001"}] * 2
     assert all((Path(path) / "weights").exists() for path in fleet.paths.values())
@@ -255,8 +255,7 @@ async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> 
 
 async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> None:
     await fleet.swap()
-    slow = ServingSettings(drain_seconds=0.5)
-    retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], slow))
+    retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], 0.5))
     await asyncio.sleep(0.1)
     await rollback(fleet.replicas, "agent", fleet.ref("r0001"), SETTINGS)
     await retiring
@@ -266,7 +265,7 @@ async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> 
 async def test_retire_survives_a_server_that_fails(fleet: Fleet) -> None:
     await fleet.swap()
     fleet.apps[0].faults["/v1/unload_lora_adapter"] = (500, "broken")
-    gone = await retire(fleet.replicas, "agent", [], SETTINGS)
+    gone = await retire(fleet.replicas, "agent", [], 0)
     assert list(gone.values()) == [[], [OLD]]
 
 

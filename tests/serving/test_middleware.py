@@ -28,7 +28,7 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     assert answer.json()["model"] == BASE
     shown = httpx2.get(f"{url}/flywheel/alias").json()
     assert shown.pop("instance")
-    assert shown == {"aliases": {"agent": BASE}, "paths": {}, "digests": {}, "base_model": BASE}
+    assert shown == {"aliases": {"agent": BASE}, "paths": {}, "digests": {}, "base_model": BASE, "max_adapters": None}
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank", "/inference/v1/generate"])

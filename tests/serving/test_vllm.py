@@ -152,7 +152,6 @@ async def test_swaps_under_load_lose_nothing(
     vllm_server: VllmServer, replica: Replica, adapters: dict[str, MadeAdapter]
 ) -> None:
     """Each answer comes whole from a version that was current between its question and its end."""
-    settings = vllm_server.config.serving.model_copy(update={"drain_seconds": 1.0})
     versions = [vllm_server.base_model]
     stop = asyncio.Event()
     wrong: list[str] = []
@@ -180,7 +179,7 @@ async def test_swaps_under_load_lose_nothing(
             versions.append(f"load-agent@r{number:04}")
             await put(replica, vllm_server, "load-agent", f"r{number:04}", made.path, made)
             swapping = False
-            await retire([replica], "load-agent", [f"r{number - 1:04}"], settings)
+            await retire([replica], "load-agent", [f"r{number - 1:04}"], 1.0)
         stop.set()
         await asyncio.gather(*asking)
     assert wrong == []
