@@ -100,7 +100,7 @@ OF_REASON: Mapping[str, Exclusion] = MappingProxyType(
 
 def column(exclusions: Collection[Exclusion]) -> str:
     """Exclusions as the text of a task's column, in the order of the enumeration; empty for none."""
-    return " ".join(each.value for each in Exclusion if each in exclusions)
+    return " ".join(each.value for each in Exclusion if each in exclusions) if exclusions else ""
 
 
 def parsed(text: str) -> tuple[Exclusion, ...]:

@@ -183,8 +183,12 @@ def returned_metadata(span: Span) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
+@lru_cache(maxsize=4)
 def conversation(span: Span) -> list[ChatMessage]:
-    """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError."""
+    """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError.
+
+    The last few are cached, because one reply needs the conversation of its first call more than once.
+    """
     chat: list[ChatMessage] = []
     written = items_of(span.attributes.gen_ai.input.messages)
     for item in written or items_of(_argument(span, span.attributes.input.kwargs.messages)):
@@ -233,7 +237,7 @@ def sets_template_parameters(span: Span) -> bool:
     """Whether a request passes parameters to the chat template, which a task's prompt cannot repeat."""
     kwargs = span.attributes.input.kwargs
     body = value_of(kwargs.extra_body)
-    named = {name: value_of(getattr(kwargs, name)) for name in _TEMPLATE}
+    named = {name: value_of(raw) for name in _TEMPLATE if (raw := getattr(kwargs, name)) is not NOTHING}
     if isinstance(body, dict):
         named |= {name: body[name] for name in (*_TEMPLATE, "enable_thinking") if name in body}
     return any(value not in (None, "", {}, []) for value in named.values())

@@ -45,6 +45,7 @@ NO_CALLS: Final[Mapping[str, ModelCall]] = MappingProxyType({})
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """Raised by content of an unexpected shape. It makes its own reply dead, never the batch."""
+_FINISH_NAMES: Final = [name.encode() for name in FINISH_FUNCTIONS]
 _GROUP: Final = 256
 """Replies that become entries together. Larger groups save little time and hold more memory."""
 
@@ -386,7 +387,7 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
         return exclusion.NOT_RECORDED
     chat = at.conversation(first)
     called = {call["function"]["name"] for message in chat for call in message.get("tool_calls", ())}
-    offered = (first.attributes.gen_ai.tool.definitions, first.attributes.input.kwargs.tools)
+    offered = map(bytes, (first.attributes.gen_ai.tool.definitions, first.attributes.input.kwargs.tools))
     # AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message with nothing
     # else is recorded without parts. Models are not sent empty messages.
     has_empty = any(message["content"] == "" and "tool_calls" not in message for message in chat)
@@ -394,7 +395,7 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
         exclusion.HIDDEN_MESSAGE: has_empty and any(sent.get("parts") == [] for sent in at.input_messages(first)),
         exclusion.OTHERWISE: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
         exclusion.IMAGE: at.holds_media(first),
-        exclusion.FINISH_FUNCTION: any(name.encode() in bytes(raw) for raw in offered for name in FINISH_FUNCTIONS),
+        exclusion.FINISH_FUNCTION: any(name in raw for raw in offered for name in _FINISH_NAMES),
         exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies)

@@ -1,19 +1,28 @@
 """Parses the Python reprs that AgentScope 1.x writes into spans: `Msg(id='…', content=[…], …)`, `ToolResponse(…)`.
 
-They are parsed with `ast` and never evaluated. No regular expression looks inside them, as message texts contain
-quotes, brackets and whole other reprs.
+They are never evaluated. Nearly all of them become JSON when their strings and names are spelled as JSON spells them,
+which takes a third of the time of a syntax tree; the others are parsed with `ast`. Message texts contain quotes,
+brackets and whole other reprs: regular expressions look for whole strings and at what is between them.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import threading
 from functools import lru_cache
 from typing import Any, Final
 
+import msgspec
+
 _MSG: Final = "Msg(id='"
 _NAME: Final = "', name='"
 _CONTENT: Final = "', content="
+_TOKEN: Final = re.compile(r"""('[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*"|[a-z_]+=)""")
+"""A string, or the name of a keyword argument."""
+_UNLIKE_JSON: Final = ("\\u", "\\/", '\\"')
+"""Escapes that mean something else in JSON, or that no repr has."""
+_decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _PARSING: Final = threading.Lock()
 """Before CPython 3.11.8, `ast.parse` in several threads at once can raise SystemError (cpython issue 106905)."""
 
@@ -47,6 +56,8 @@ def parse_call(text: str) -> dict[str, Any]:
     text. The last few results are cached, because one reply needs the same repr more than once.
     """
     text = _quoted_name(text)
+    if (found := as_json(text)) is not None:
+        return found
     try:
         node = _expression(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -62,6 +73,29 @@ def parse_call(text: str) -> dict[str, Any]:
         return {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg}
     except RecursionError as error:
         raise ReprError("it is nested too deeply") from error
+
+
+def as_json(text: str) -> dict[str, Any] | None:
+    """The keyword arguments of a call whose values can be spelled as JSON; None for any other text."""
+    if not text.isprintable() or any(escape in text for escape in _UNLIKE_JSON):
+        return None
+    parts = _TOKEN.split(text)
+    between = "\n".join(parts[::2]).replace("None", "null").replace("True", "true").replace("False", "false")
+    parts[::2] = between.split("\n")
+    parts[1::2] = map(_respelled, parts[1::2])
+    name, _, rest = "".join(parts).partition("(")
+    try:
+        found = _decode(f"{{{rest[:-1]}}}")
+    except (ValueError, RecursionError):
+        return None
+    return found if name.isidentifier() and rest.endswith(")") else None
+
+
+def _respelled(token: str) -> str:
+    """A Python string, or a name and `=`, as JSON. A string between double quotes is JSON as it is."""
+    if token[0] == "'":
+        return '"' + token[1:-1].replace("\\'", "'").replace('"', '\\"') + '"'
+    return token if token[0] == '"' else f'"{token[:-1]}":'
 
 
 def _expression(text: str) -> ast.expr:

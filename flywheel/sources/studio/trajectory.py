@@ -59,7 +59,7 @@ class Trajectory:
         calls = tuple(dict.fromkeys(span.request_id for span in self.models if span.request_id))
         joined = {span.request_id for span in self.models if span.call is not None}
         tools: tuple[dict[str, Any], ...] = ()
-        inputs = outputs = 0
+        inputs = outputs = prompt = 0
         for place, span in enumerate(self.models):
             metadata = span.attributes.metadata
             asked = span.attributes.gen_ai.request.model or first_text(get_path(value_of(metadata), "model_name"))
@@ -69,6 +69,8 @@ class Trajectory:
             given, answered = at.tokens(span)
             inputs += given
             outputs += answered
+            if span is self.first:
+                prompt = given
             # An empty version stands for the base model.
             response = span.attributes.gen_ai.response
             if response.id and (mark := mark_of(response.id)) is not None:
@@ -83,7 +85,7 @@ class Trajectory:
             "model": model,
             "adapter": adapter,
             "adapter_source": source,
-            "prompt_tokens": at.tokens(self.first)[0] if self.first else 0,
+            "prompt_tokens": prompt,
             "tools": tools if self.recorded is None else self.recorded.tools,
             "prompt": exact_prompt(self.recorded) if self.recorded is not None else (),
             "parameters": self.recorded.parameters if self.recorded is not None else {},
@@ -114,7 +116,7 @@ class Trajectory:
 
         AgentScope 2.x has one there if the model was sent something that the tracer hides.
         """
-        given = at.conversation(self.first) if self.first else []
+        given = list(at.conversation(self.first)) if self.first else []
         while given and given[-1] == {"role": "assistant", "content": ""}:
             given.pop()
         return without_finish(given)

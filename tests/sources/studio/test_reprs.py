@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import enum
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flywheel.sources.studio import reprs
 from flywheel.sources.studio.messages import messages_of, result_text, text_of
 from flywheel.sources.studio.reprs import ReprError, parse_call
 
@@ -69,6 +71,33 @@ def test_a_message_comes_back_as_it_was(content: Any, name: str, metadata: Any) 
         "timestamp": "2026-11-21 05:27:01.064",
         "invocation_id": "None",
     }
+
+
+@PATIENT
+@given(CONTENT, NAME, PLAIN, st.integers(0, 400), st.integers(0, 3), NASTY)
+def test_what_is_read_as_json_is_what_a_syntax_tree_says(
+    content: Any, name: str, metadata: Any, place: int, removed: int, put: str
+) -> None:
+    text = written(content, name, metadata)
+    for each in (text, text[:place] + put + text[place + removed :]):
+        if (found := reprs.as_json(each)) is not None:
+            with contextlib.suppress(SyntaxError, ValueError):
+                call = ast.parse(each, mode="eval").body
+                assert isinstance(call, ast.Call)
+                assert repr(found) == repr({one.arg: ast.literal_eval(one.value) for one in call.keywords})
+
+
+@pytest.mark.parametrize("content", ["4", 'it\'s "4"\n', [{"type": "text", "text": "=", "n": [1, -2.5, None, True]}]])
+def test_a_usual_message_needs_no_syntax_tree(content: Any) -> None:
+    found = reprs.as_json(written(content))
+    assert found is not None
+    assert found["content"] == content
+
+
+@pytest.mark.parametrize("content", ["\\u0041", "\\/", "\u200b", "\ud83d\ude00"])
+def test_escapes_that_json_reads_otherwise_are_left_to_the_syntax_tree(content: str) -> None:
+    assert reprs.as_json(written(content)) is None
+    assert parse_call(written(content))["content"] == content
 
 
 @PATIENT
