@@ -12,6 +12,7 @@ from flywheel.known_secrets import redact_secrets
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 69
 EXIT_LOCKED = 75
 EXIT_CONFIG = 78
 
@@ -73,7 +74,9 @@ class CheckError(FlywheelError):
 
 
 class JudgeError(FlywheelError):
-    """The judge gave no verdict."""
+    """The judge gave no verdict: it cannot be reached, refuses its calls, or its answers cannot be read."""
+
+    exit_code = EXIT_UNAVAILABLE
 
 
 class FilterError(FlywheelError):

@@ -65,6 +65,8 @@ class Judgement:
         judge: The model and endpoint that answered.
         stage: "first" for every task, "again" for a task with a close score.
         estimated_tokens: The estimate of `prompt_tokens`, which later estimates learn from; 0 without usage.
+        answer: The beginning of the last reply, if it could not be read.
+        attempt: Which attempt at an undecided task it belongs to; 0 where the judge was not reached.
     """
 
     outcome: Outcome
@@ -77,6 +79,8 @@ class Judgement:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     estimated_tokens: int = 0
+    answer: str = ""
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,8 @@ class Verdict:
         score: 0 to 1; None exactly when the outcome is undecided. Then `error` says why.
         calls: Calls and tokens are those that were billed, including unreadable replies.
         unreachable: Undecided because the endpoint failed, not because of this exchange.
-        judgements: Every opinion in order; empty where the judge was not asked.
+        judgements: Every opinion in order; empty where the judge was not asked. Those of earlier attempts come first
+            while the verdict is undecided.
         broken: Undecided because grading itself failed on this exchange: it would fail again.
     """
 
@@ -103,6 +108,11 @@ class Verdict:
     unreachable: bool = False
     judgements: tuple[Judgement, ...] = ()
     broken: bool = False
+
+    @property
+    def is_failed_attempt(self) -> bool:
+        """Undecided although the judge was asked and reached: to ask again costs as much, and may end alike."""
+        return self.outcome is Outcome.UNDECIDED and bool(self.judgements) and not self.unreachable
 
     @property
     def failed(self) -> tuple[str, ...]:

@@ -27,8 +27,9 @@ This page is generated from the commands (`python -m scripts.reference_pages`); 
 `flywheel COMMAND --help` shows the same for the installed version. What each command prints with `--json` is on
 [JSON output](json.md).
 
-Exit codes: 0 done; 1 failed; 2 usage; 75 another instance holds the lock; 78 wrong configuration, rubric, filter or
-labels file; 130, 143 stopped by SIGINT, SIGTERM before it was done; 141 the reader of stdout closed it.
+Exit codes: 0 done; 1 failed; 2 usage; 69 the judge cannot be used: it is unreachable, refuses its calls, or gives
+answers that cannot be read; 75 another instance holds the lock; 78 wrong configuration, rubric, filter or labels
+file; 130, 143 stopped by SIGINT, SIGTERM before it was done; 141 the reader of stdout closed it.
 """
 
 JSON_HEAD = """# JSON output

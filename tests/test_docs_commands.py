@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from flywheel.cli.app import MODULES, app
+from flywheel import errors
+from flywheel.cli.app import EXIT_INTERRUPTED, EXIT_UNREAD, MODULES, app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -83,6 +85,13 @@ def test_every_command_that_a_page_shows_can_be_typed(root: TyperGroup, page: Pa
         assert command is not root, f"{page.name}: there is no `flywheel {line}`"
         unknown = {word for word in rest if word.startswith("-") and word != "-"} - options(command) - OF_ALL
         assert not unknown, f"{page.name}: `flywheel {line}` has no {unknown}"
+
+
+def test_the_page_lists_every_exit_code() -> None:
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    listed = {int(code) for code in re.findall(r"\b\d+\b", page.split("Exit codes:")[1].split("\n\n")[0])}
+    own = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert listed == own | {0, EXIT_INTERRUPTED, 128 + signal.SIGTERM, EXIT_UNREAD}
 
 
 def test_the_table_of_commands_has_every_option(root: TyperGroup) -> None:

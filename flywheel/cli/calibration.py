@@ -115,7 +115,7 @@ def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
 
 
 def _check_budget(replies: int, repeats: int, cost: Cost, attempted: str, budget: Budget, *, quiet: bool) -> None:
-    """Print the expected cost. Raises JudgeError if the budget has less left."""
+    """Print the expected cost. Raises BudgetSpentError if the budget has less left."""
     from rich.console import Console
 
     from flywheel.cli.verdict_table import estimated
@@ -130,9 +130,11 @@ def _check_budget(replies: int, repeats: int, cost: Cost, attempted: str, budget
         raise _over_budget(attempted, f"it would take {estimate}, and the budget has {max(0, left):,} tokens left")
 
 
-def _over_budget(attempted: str, why: str) -> JudgeError:
+def _over_budget(attempted: str, why: str) -> FlywheelError:
+    from flywheel.judge.budget import BudgetSpentError
+
     hint = "Use fewer labels or repeats, wait until midnight UTC, or raise judge.budget. No calibration is stored."
-    return JudgeError(attempted, why, hint, retryable=True)
+    return BudgetSpentError(attempted, why, hint, retryable=True)
 
 
 async def suggest(config: Config, labels: Path, name: str) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, open_state, run_async
-from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import tune_process
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from flywheel.config import Config
+    from flywheel.errors import FlywheelError
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def run(
         faulthandler.enable()
     settings = load_config(config)
     pages = partial(_pages, config, web_port) if web else contextlib.nullcontext
-    if not run_async(_run(settings, once, max_rounds, pages)):
-        raise typer.Exit(EXIT_FAILED)
+    if (error := run_async(_run(settings, once, max_rounds, pages))) is not None:
+        raise typer.Exit(error.exit_code)
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def _pages(config: Path | None, port: int) -> Iterator[None]:
 
 async def _run(
     config: Config, once: bool, max_rounds: int | None, pages: Callable[[], AbstractContextManager[None]]
-) -> bool:
+) -> FlywheelError | None:
     from flywheel.cli.rounds import left_of_round
     from flywheel.daemon.service import Service
     from flywheel.daemon.signals import StopSignals
@@ -82,10 +82,10 @@ async def _run(
             error = await interruption.during(service.once(max_rounds), service.halt)
             if interruption.by is not None:
                 raise interruption.error("do all that is due", await store.read(left_of_round))
-            return error is None
+            return error
         # Objects that exist now live as long as the process. Without this each full garbage collection would stop all
         # threads for a tenth of a second, also during a read of a source.
         gc.freeze()
         with pages():
             await service.run(max_rounds)
-        return True
+        return None

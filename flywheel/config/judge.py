@@ -66,6 +66,11 @@ class JudgeSettings(Section):
     """Prices of the judge; estimates and dry runs then show costs as well as tokens."""
     max_attempts: int = Field(default=4, gt=0)
     """Maximum attempts per call before the task is undecided."""
+    max_unreadable: int = Field(default=16, gt=0)
+    """Judging stops after this many tasks in a row of which no answer could be read. The next run asks about one task
+    first; the daemon does so after `judge.retry_undecided_seconds`."""
+    max_task_attempts: int = Field(default=3, gt=0)
+    """A task that the judge has answered about this many times, and left undecided, is a dead letter."""
     timeout_seconds: float = Field(default=60.0, gt=0)
     """Timeout in seconds of one attempt, including the whole answer."""
     retry_undecided_seconds: float = Field(default=900.0, ge=0)

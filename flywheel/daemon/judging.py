@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from flywheel.states import TaskState
 from flywheel.store import claims, database, deduplication, notices, rubric_texts, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
+from flywheel.terminal import quantity
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ T = TypeVar("T")
 
 CAPABILITIES_NOTE: Final = "judge_means"
 """Key of the note on what the judge's endpoints do not support."""
+UNREADABLE_NOTE: Final = "judge_unreadable"
+"""Key, with the hash of the judge, of the note on how many of its answers in a row could not be read."""
 CLAIMED_PER_THREAD: Final = 4
 """Tasks in a claimed batch, for each thread that calls the judge."""
 
@@ -109,6 +113,8 @@ class TaskJudging:
         self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
+        self._paused_until = 0.0
+        self._paused_by: FlywheelError | None = None
         self._is_recorded = False
         self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
         self._which = which
@@ -150,6 +156,9 @@ class TaskJudging:
 
         With `rejudge`, tasks that another rubric or judge accepted or rejected follow; each keeps its state until its
         new verdict is stored. A cancelled run sets `stop`.
+
+        After a judge whose answers could not be read, the next run asks about one task before it takes others; within
+        `judge.retry_undecided_seconds` it makes no call and reports the same error.
         """
         stop = stop or threading.Event()
         if self._config.targets:
@@ -170,10 +179,15 @@ class TaskJudging:
         if self._pre_filter is not None:
             self._pre_filter.stop = run.stop
         report = run.report
+        if time.monotonic() < self._paused_until:
+            report.error = self._paused_by
+            return report
         self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
         if known := await self._store.read(database.noted, CAPABILITIES_NOTE):
             capabilities.restore(known)
+        unreadable_note = f"{UNREADABLE_NOTE} {self.grader.judge_hash}"
+        self.grader.unreadable = unreadable = int(await self._store.read(database.noted, unreadable_note) or 0)
         try:
             while True:
                 run.released, taken = 0, run.taken
@@ -193,6 +207,10 @@ class TaskJudging:
                 await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
         if capabilities.snapshot() != known:
             await self._store.write(database.note, CAPABILITIES_NOTE, capabilities.snapshot())
+        if self.grader.unreadable != unreadable:
+            await self._store.write(database.note, unreadable_note, str(self.grader.unreadable or ""))
+        if self.grader.unusable and report.error is not None and not report.error.retryable:
+            self._paused_until, self._paused_by = time.monotonic() + self.judge.retry_undecided_seconds, report.error
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
@@ -277,7 +295,7 @@ class TaskJudging:
     def _judge_batches(self, run: _Run, rejudge: bool, suspect: bool) -> FlywheelError | None:
         """Claim, filter and grade tasks, in a thread of its own. Returns the error that ended it early, if any."""
         # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
-        first, self._failed = (1 if self._failed else None), False
+        first, self._failed = (1 if self._failed or self.grader.unusable else None), False
         try:
             if self._pre_filter is not None:
                 self._pre_filter.weigh_earlier()
@@ -304,7 +322,7 @@ class TaskJudging:
         except Exception as error:
             log.exception("judging failed")
             why = f"{type(error).__name__}: {error}"
-            return JudgeError("judge tasks", why, "This is a defect; please report it.")
+            return FlywheelError("judge tasks", why, "This is a defect; please report it.")
         return None
 
     def _to_grade(self, run: _Run, batches: Iterator[list[Claimed]]) -> Iterator[tuple[Claimed, Exchange]]:
@@ -335,11 +353,27 @@ class TaskJudging:
         verdict, was = result.verdict, result.task.was
         if verdict is not None and verdict.broken and was is TaskState.JUDGING:
             return replace(result, verdict=None, error=verdict.error)
+        if verdict is not None and verdict.outcome is Outcome.UNDECIDED:
+            return self._after_attempt(result, verdict)
         is_new = verdict is not None and verdict.outcome is Outcome.ACCEPTED and was is not TaskState.ACCEPTED
         if self._pre_filter is None or not is_new:
             return result
         filtered = self._pre_filter.after(result.task)
         return result if filtered.passed else replace(self._stopped(filtered), paid=verdict, reused=result.reused)
+
+    def _after_attempt(self, result: TaskResult, verdict: Verdict) -> TaskResult:
+        """The undecided result with the judgements of all attempts; a dead letter after the last permitted one."""
+        earlier, was_reached = result.task.attempts, verdict.is_failed_attempt
+        attempt = max((each.attempt for each in earlier), default=0) + 1
+        judgements = [each for each in verdict.judgements if was_reached or each.calls]
+        numbered = [replace(each, attempt=attempt if was_reached else 0) for each in judgements]
+        verdict = replace(verdict, judgements=(*earlier, *numbered))
+        if not was_reached or attempt < self.judge.max_task_attempts or result.task.was is not TaskState.JUDGING:
+            return replace(result, verdict=verdict)
+        why = (
+            f"the judge was asked {quantity(attempt, 'time')}, and left it undecided. The last time: {verdict.error}"
+        )
+        return replace(result, verdict=None, error=why, paid=verdict)
 
     def _stopped(self, filtered: FilterResult) -> TaskResult:
         assert self._chain is not None
@@ -390,7 +424,8 @@ class TaskJudging:
             if result.repeats is not None:
                 deduplication.note(conn, task.id, result.repeats)
             if verdict is None:
-                claims.dead_letter_task(conn, task.id, task.key, result.error)
+                answers = "\n".join(each.answer for each in (result.paid.judgements if result.paid else ()))
+                claims.dead_letter_task(conn, task.id, task.key, result.error, answers.strip())
                 continue
             if verdict is not task.stored:
                 verdicts.store(conn, task.id, verdict, result.rubric_hash, self.grader.judge_hash, prices)

@@ -26,7 +26,7 @@ class TaskResult:
     """One task and its verdict. Without a verdict the task is `held` for a person, or `error` says what failed.
 
     `repeats` is the task that it repeats, if it was rejected for that; `paid` is the judge's verdict, where a filter
-    behind the judge decided otherwise. `reused` verdicts needed no judge call.
+    behind the judge decided otherwise, or the task is a dead letter. `reused` verdicts needed no judge call.
     """
 
     task: Claimed

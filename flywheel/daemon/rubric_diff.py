@@ -136,6 +136,8 @@ class RubricDiff:
                     end(_unavailable(failed, last))
             elif compared.paid:
                 failed = 0
+            if (unusable := self._new.unusable or self._old.unusable) is not None:
+                end(unusable)
 
         try:
             async with asyncio.TaskGroup() as group:

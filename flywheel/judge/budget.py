@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, date, datetime
 
 from flywheel.config import JudgeBudget
-from flywheel.errors import JudgeError
+from flywheel.errors import EXIT_FAILED, JudgeError
 from flywheel.verdict import Verdict
 
 POLL_SECONDS = 0.1
@@ -16,6 +16,8 @@ POLL_SECONDS = 0.1
 
 class BudgetSpentError(JudgeError):
     """The budget is spent. Judging resumes automatically, or with the next run."""
+
+    exit_code = EXIT_FAILED
 
 
 class Budget:

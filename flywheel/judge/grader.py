@@ -28,6 +28,8 @@ from flywheel.rubric.checks import ask_the_judge, check_all, fails_required
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
 FIRST, AGAIN = "first", "again"
+SAID: Final = 200
+"""Characters of an unreadable answer in an error."""
 NOT_ASKED: Final = Judgement(Outcome.UNDECIDED, None)
 """What the judge says where it is not asked."""
 
@@ -80,6 +82,10 @@ class Grader:
         self.rubric = rubric
         self.client = client or JudgeClient(settings_for(rubric, settings))
         self._call = JudgeCall(rubric, settings, self.client, calls)
+        self.unreadable = 0
+        """Verdicts in a row for which the judge was paid and of which no answer could be read."""
+        self._max_unreadable = settings.max_unreadable
+        self._last_unreadable = NOT_ASKED
         self.hashes: dict[str, str] = {}
         """Hashes of what the judge is told about each criterion that it decides, by criterion id."""
         for each in rubric.asked:
@@ -88,6 +94,19 @@ class Grader:
             self.hashes[each.id] = hashlib.sha256(told.encode()).hexdigest()[:16]
         told = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
         self.judge_hash = hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    @property
+    def unusable(self) -> JudgeError | None:
+        """Why the judge cannot be used, if none of its last `judge.max_unreadable` answers could be read."""
+        if self.unreadable < self._max_unreadable:
+            return None
+        last = self._last_unreadable
+        said = f"; it said: {last.answer[:SAID]}" if last.answer else ""
+        return JudgeError(
+            f"use the judge {last.judge or self.client.endpoints[0].config}",
+            f"{self.unreadable} times in a row no answer could be read. The last time: {last.error}{said}",
+            "`flywheel doctor --ask-judge` asks it one question. Set another judge.model, or more judge.max_tokens.",
+        )
 
     def grade(self, exchange: Exchange, stop: threading.Event = NEVER, earlier: Sequence[Verdict] = ()) -> Verdict:
         """The verdict. A failed required check saves the judge call.
@@ -226,7 +245,7 @@ class Grader:
                 reason = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {reason}"
             if len(judgements) > 1:
                 reason = f"{reason} (judged {len(judgements)} times: {tally(judgements)})"
-        return Verdict(
+        verdict = Verdict(
             chosen.outcome,
             chosen.score,
             chosen.results,
@@ -239,6 +258,14 @@ class Grader:
             unreachable=unreachable,
             judgements=tuple(judgements),
         )
+        if verdict.calls:
+            # Threads may lose one of each other's counts: then one verdict more is needed.
+            if not all(each.error for each in judgements):
+                self.unreadable = 0
+            elif verdict.is_failed_attempt:
+                self.unreadable += 1
+                self._last_unreadable = judgements[-1]
+        return verdict
 
     def _reusable(self, earlier: Sequence[Verdict]) -> EarlierResults:
         """What decided verdicts of this judge on one exchange, newest first, say of the criteria.

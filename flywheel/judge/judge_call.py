@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from flywheel.batch import storable
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
@@ -20,6 +21,8 @@ from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome
 
 REMEMBERED: Final = 16_384
 """How many of the last nonces are known."""
+ANSWER_SHOWN: Final = 500
+"""Characters of an unreadable reply that are kept."""
 CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
 
 
@@ -49,12 +52,13 @@ class JudgeCall:
         """
         replies: list[tuple[Reply, int]] = []
         found: list[CriterionResult] = []
-        error, failure = "", None
+        error, answer, failure = "", "", None
         try:
             for group in self.groups(criteria):
                 found += self._ask(exchange, group, seed, replies, stop)
         except (UnreadableError, _NoReplyError) as problem:
             error = f"the judge's reply cannot be used: {problem}"
+            answer = storable(" ".join(replies[-1][0].text.split())[:ANSWER_SHOWN])
         except JudgeError as failed:
             error, failure = str(failed), failed
         called = Judgement(
@@ -68,6 +72,7 @@ class JudgeCall:
             completion_tokens=sum(reply.completion_tokens for reply, _ in replies),
             # An estimate without usage cannot be compared.
             estimated_tokens=sum(estimate * reply.calls for reply, estimate in replies if reply.prompt_tokens),
+            answer=answer,
         )
         return called, failure
 

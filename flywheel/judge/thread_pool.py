@@ -71,8 +71,10 @@ def grade_batches(
     failing and calls that take longer than `drain_seconds`.
 
     Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed `max_thread` times in a
-    row (or every time), and when the budget is spent (BudgetSpentError). An exchange that raises an unexpected error
-    gets an undecided verdict with `broken` set; MAX_BROKEN of them in a row end the grading.
+    row (or every time), when the grader says that the judge is unusable, and when the budget is spent
+    (BudgetSpentError). While it is unusable from the beginning, one thread asks it. An exchange that raises an
+    unexpected error gets an undecided verdict with `broken` set; MAX_BROKEN of them in a row end the grading with a
+    FlywheelError.
     """
     pool = _Pool(
         grader,
@@ -127,6 +129,8 @@ class _Pool(Generic[K]):
 
     def work(self, stored: SimpleQueue[bool]) -> None:
         try:
+            if stored is not self.stored[0]:
+                self._await_readable()
             while (found := self._next()) is not None:
                 self._done.put((*found, stored))
                 if not stored.get():
@@ -141,6 +145,13 @@ class _Pool(Generic[K]):
                 self.calls.forget()  # the judge refused them
         finally:
             self._done.put(None)
+
+    def _await_readable(self) -> None:
+        """Wait while the judge is unusable, until another thread got an answer that can be read."""
+        while self.grader.unusable is not None and not (
+            self._exhausted or self.stop.is_set() or self.closed.is_set()
+        ):
+            self.closed.wait(POLL_SECONDS)
 
     def _next(self) -> tuple[K, Verdict] | None:
         """The next verdict: a free one, or one that the budget has room for. None at the end.
@@ -207,7 +218,7 @@ class _Pool(Generic[K]):
                 broken = broken + 1 if verdict.broken else 0
                 if broken == MAX_BROKEN:
                     self.closed.set()
-                    self.error = self.error or JudgeError(
+                    self.error = self.error or FlywheelError(
                         "continue judging", f"{broken} times in a row {verdict.error}"
                     )
                 # A free verdict says nothing about the endpoint.
@@ -215,8 +226,12 @@ class _Pool(Generic[K]):
                     asked += 1
                     streak = streak + 1 if verdict.unreachable else 0
                     last_error = verdict.error or last_error
-                    if streak >= len(self.stored):
+                    unusable = self.grader.unusable
+                    if streak >= len(self.stored) or (streak and unusable is not None):
                         self.closed.set()
+                    if verdict.is_failed_attempt and unusable is not None:
+                        self.closed.set()
+                        self.error = self.error or unusable
             if batch:
                 yield batch
             for _, _, stored in finished:

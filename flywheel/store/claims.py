@@ -17,7 +17,7 @@ from flywheel.store.transitions import move, move_all, utcnow
 from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks
 from flywheel.store.verdicts import store as store_verdict
 from flywheel.terminal import quantity
-from flywheel.verdict import Outcome, Verdict
+from flywheel.verdict import Judgement, Outcome, Verdict
 
 DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED)
 TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RESERVED, TaskState.CONSUMED)
@@ -29,7 +29,8 @@ CRASHES: Final = 3
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A task to be judged. `stored` is its verdict by the same rubric and judge, if there is one already; `earlier`
-    are the verdicts of this judge by other rubrics, the newest first.
+    are the verdicts of this judge by other rubrics, the newest first; `attempts` are the judgements that left it
+    undecided by this rubric so far.
 
     `was` is the state of the task: `judging`, or the state that an earlier verdict gave it if it is judged again.
     `target` is its target, empty without `targets`.
@@ -42,6 +43,7 @@ class Claimed:
     earlier: tuple[Verdict, ...] = ()
     was: TaskState = TaskState.JUDGING
     target: str = ""
+    attempts: tuple[Judgement, ...] = ()
 
 
 class Judged(NamedTuple):
@@ -174,9 +176,11 @@ def _with_verdicts(
     query = select(tasks.c.id, tasks.c.key, tasks.c.payload, tasks.c.target).order_by(tasks.c.id)
     for row in rows_in(conn, query, tasks.c.id, list(states)):
         of_task = stored.get(row.id, [])
-        same = next((verdict for rubric, verdict in of_task if rubric == rubric_hash), None)
-        earlier = tuple(verdict for rubric, verdict in of_task if rubric != rubric_hash and verdict.judgements)
-        found.append(Claimed(row.id, row.key, row.payload, same, earlier, states[row.id], row.target))
+        decided = [(rubric, each) for rubric, each in of_task if each.outcome is not Outcome.UNDECIDED]
+        same = next((verdict for rubric, verdict in decided if rubric == rubric_hash), None)
+        earlier = tuple(verdict for rubric, verdict in decided if rubric != rubric_hash and verdict.judgements)
+        attempts = next((each.judgements for rubric, each in of_task if rubric == rubric_hash and not same), ())
+        found.append(Claimed(row.id, row.key, row.payload, same, earlier, states[row.id], row.target, attempts))
     return found
 
 
@@ -220,10 +224,10 @@ def reject_held(conn: Connection, ids: Sequence[int], by: str = "a person") -> l
     return rejected
 
 
-def dead_letter_task(conn: Connection, task: int, key: str, error: str) -> None:
+def dead_letter_task(conn: Connection, task: int, key: str, error: str, excerpt: str = "") -> None:
     """Make a dead letter of a claimed task that cannot be judged."""
     if move(conn, task, TaskState.JUDGING, TaskState.DEAD, error[:500]):
-        dead_letter(conn, TASK, key, error)
+        dead_letter(conn, TASK, key, error, excerpt)
 
 
 def release(conn: Connection, ids: Sequence[int], why: str) -> int:

@@ -24,7 +24,8 @@ from flywheel.store.transitions import create, move
 ROW: Final = "row"
 """A row or line of a source that could not be read; its subject is the span."""
 TASK: Final = "task"
-"""A task that broke a filter, or that was in work each time when processes ended; its subject is its key."""
+"""A task that broke a filter, that the judge left undecided each time, or that was in work each time when processes
+ended; its subject is its key."""
 _LONG_AGO: Final = "1970-01-01T00:00:00.000+00:00"
 
 

@@ -73,12 +73,10 @@ def store(
 
 
 def of_tasks(conn: Connection, ids: Sequence[int], judge_hash: str) -> dict[int, list[tuple[str, Verdict]]]:
-    """The decided verdicts of a judge on these tasks, each with the hash of its rubric, the newest first."""
-    decided = select(verdicts).where(
-        verdicts.c.judge_hash == judge_hash, verdicts.c.outcome != Outcome.UNDECIDED.value
-    )
+    """The verdicts of a judge on these tasks, each with the hash of its rubric, the newest first."""
+    of_judge = select(verdicts).where(verdicts.c.judge_hash == judge_hash)
     found: dict[int, list[tuple[str, Verdict]]] = {}
-    for row in rows_in(conn, decided.order_by(verdicts.c.id.desc()), verdicts.c.task_id, ids):
+    for row in rows_in(conn, of_judge.order_by(verdicts.c.id.desc()), verdicts.c.task_id, ids):
         found.setdefault(row.task_id, []).append((row.rubric_hash, _verdict(row)))
     return found
 

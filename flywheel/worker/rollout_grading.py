@@ -90,7 +90,7 @@ class Grading:
         self._answered: PendingJudgeCall | None = None
 
     def __call__(self, exchange: Exchange) -> Verdict:
-        """Raises JudgeError for errors that concern all exchanges: a wrong key, an unknown model."""
+        """Raises JudgeError for errors that concern all exchanges: a wrong key, unreadable answers."""
         begun = self._grader.begin(exchange)
         if isinstance(begun, Verdict):
             return begun
@@ -112,7 +112,9 @@ class Grading:
         return not self._paid(probe).unreachable
 
     def _paid(self, begun: PendingJudgeCall) -> Verdict:
-        """One verdict of the judge; its usage is recorded before it is returned."""
+        """One verdict of the judge; its usage is recorded before it is returned. Raises JudgeError."""
+        if (unusable := self._grader.unusable) is not None:
+            raise unusable
         while True:
             try:
                 self._budget.reserve(NEVER)

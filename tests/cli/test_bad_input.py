@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
 from tests.judge_server import JudgeServer
 
@@ -114,7 +115,7 @@ def judge_config(folder: Path, studio: Path, url: str) -> Path:
 def test_an_unreachable_judge_costs_nothing_but_delay(flywheel: Run, tmp_path: Path, studio: Path) -> None:
     path = judge_config(tmp_path, studio, "http://127.0.0.1:9/v1")
     ran = flywheel("filter", "-c", path, "--json")
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     assert "127.0.0.1:9" in ran.err
     assert {v["outcome"] for v in ran.json["verdicts"] if not v["failed"]} == {"undecided"}
     assert ran.json["usage"]["calls"] == 0
@@ -131,7 +132,7 @@ def test_a_wrong_key_names_the_setting_and_leaves_everything_pending(
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         path = judge_config(tmp_path, studio, judge.base_url)
         ran = flywheel("filter", "-c", path, "--json")
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     assert "judge.api_key_env" in ran.err
     assert "OPENAI_API_KEY" in ran.err
     books = flywheel("audit", "-c", path, "--json").json
@@ -152,7 +153,7 @@ def test_tasks_that_nobody_could_be_asked_about_are_due_still(
         (tmp_path / "rubric.yaml").write_text("id: r\ncriteria: [{id: good, value: It is right.}]\n")
         ran = flywheel("filter", "-c", path, "--limit", "5", *dry)
         told = flywheel("filter", "-c", path, "--json", *dry).json
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     assert "no task is due" not in ran.out
     assert "5 due, none judged" in ran.out
     assert told["due"] > 90

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flywheel.errors import EXIT_UNAVAILABLE
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import CRITERIA, Bench, says
@@ -177,13 +178,13 @@ def test_a_judge_that_fails_ends_a_diff_with_what_there_is(bench: Bench) -> None
     bench.lines(*[GOOD] * 9)
     bench.judge.behave("500")
     ran = bench("filter", "--limit", "2", "--against", bench.rubric(name="old.yaml"), "--json")
-    assert (ran.code, ran.json["undecided"]) == (1, 2)
+    assert (ran.code, ran.json["undecided"]) == (EXIT_UNAVAILABLE, 2)
     ran = bench("filter", "--against", bench.rubric(name="old.yaml"), "--json")
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     assert "in a row" in ran.json["error"]
     assert ran.json["flips"] == []
     bench.judge.behave("401")
-    assert bench("filter", "--against", bench.rubric(name="old.yaml"), "--json").code == 1
+    assert bench("filter", "--against", bench.rubric(name="old.yaml"), "--json").code == EXIT_UNAVAILABLE
 
 
 def test_a_diff_of_everything_and_an_estimate_are_different_wishes(bench: Bench) -> None:
@@ -272,7 +273,7 @@ def test_an_error_that_repeats_is_printed_once_with_a_count(bench: Bench) -> Non
     bench.lines(GOOD, GOOD, GOOD)
     bench.settings["base_url"] = "http://127.0.0.1:9/v1"
     ran = bench("filter", "--dry-run")
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     assert ran.out.count("Check judge.base_url") == 1
     assert "(3 tasks) cannot ask the judge" in ran.out
     assert ran.out.count("undecided") == 4, "each task has its line, and the sum"

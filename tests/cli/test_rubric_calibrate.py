@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
 from tests.judge_server import JudgeServer
 from tests.samples import START
@@ -226,10 +227,10 @@ def test_a_judge_that_is_away_stores_nothing(flywheel: Run, config: Path, tmp_pa
     labels = write_labels(tmp_path, *LABELS)
     judge.behave("500")
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     judge.behave("nonsense")
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
-    assert ran.code == 1
+    assert ran.code == EXIT_UNAVAILABLE
     assert "none of the 13 replies was decided" in ran.err
     config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.1, max_thread"))
     judge.behave("good")

@@ -69,6 +69,7 @@ async def test_an_outage_of_everything_changes_no_decision(
             "max_attempts": 2,
             "max_thread": 4,
             "retry_undecided_seconds": 0,
+            "max_task_attempts": MOST,
         },
     )
     await tell(store, *told[:20])

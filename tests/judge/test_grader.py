@@ -12,7 +12,7 @@ from tenacity import RetryCallState, Retrying
 
 from flywheel import model_http_client
 from flywheel.config import JudgeSettings
-from flywheel.errors import JudgeError
+from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.grader import Grader
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
@@ -462,7 +462,7 @@ def test_an_exchange_that_breaks_the_grading_stops_no_other(
 
 def test_grading_that_breaks_on_everything_ends_the_batch(make: MakeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
-    with JudgeServer() as judge, pytest.raises(JudgeError, match=rf"{MAX_BROKEN} times in a row.*poison"):
+    with JudgeServer() as judge, pytest.raises(FlywheelError, match=rf"{MAX_BROKEN} times in a row.*poison"):
         grader = broken_on(make(judge), lambda _: True, monkeypatch)
         for number, _ in grade_all(grader, ((n, GOOD) for n in range(1000)), 4):
             done.append(number)
