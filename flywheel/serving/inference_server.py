@@ -60,9 +60,6 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
-    if name in config.aliases:
-        hint = "Change targets.NAME.alias." if config.targets else "Change model.alias."
-        raise ServeError(f"serve {base} as {name}", "alias and base model have the same name", hint)
     check_arguments(serving.extra_args)
     keys = _keys(config)
     adapters, lost = deployed(config)

@@ -275,15 +275,24 @@ def test_the_call_log_is_announced_with_its_place(
     assert "FLYWHEEL_CALL_LOG" not in started[-1]
 
 
-def test_alias_and_base_must_differ(make: Callable[..., Config]) -> None:
-    with pytest.raises(ServeError, match="same name"):
-        inference_server.command(make(alias="tiny"))
-
-
 def save(config: Config, entries: Any) -> None:
     file = alias_file(config)
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(entries))
+
+
+def test_no_more_is_loaded_again_than_there_are_slots_for(
+    make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Aliases that the configuration names come before those of earlier ones."""
+    config = make(max_loras=2)
+    path = str(adapter(tmp_path / "r0007"))
+    save(config, {alias: {"target": f"{alias}@r0007", "path": path} for alias in ("former", "older", "agent")})
+    _, environment = inference_server.command(config)
+    assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007", "former@r0007"]
+    assert environment["FLYWHEEL_MAX_ADAPTERS"] == "2"
+    assert environment["FLYWHEEL_CPU_LORA"] == "1"
+    assert "older@r0007 cannot be served again: all 2 slots for adapters are taken" in caplog.text
 
 
 def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path: Path) -> None:
@@ -309,9 +318,6 @@ def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], 
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["plan@r0007", "doer@r0008"]
     loaded = arguments[arguments.index("--lora-modules") + 1 :][:2]
     assert [json.loads(each)["path"] for each in loaded] == list(paths.values())
-    wrong = parse({**raw, "targets": {"planner": {}, "doer": {"alias": "tiny"}}}, "test", tmp_path)
-    with pytest.raises(ServeError, match=r"targets\.NAME\.alias"):
-        inference_server.command(wrong)
 
 
 @pytest.mark.parametrize(

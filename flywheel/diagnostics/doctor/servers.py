@@ -109,9 +109,14 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
     if lost := [each.target for each in aliases.values() if each.target not in models]:
         result, text = Result.FAILED, f"{text}; {', '.join(lost)} is not loaded"
         remedy = "Restart it with `flywheel serve`; the daemon loads the adapter again."
-    elif len(adapters) >= slots:
-        result, text = Result.WARNING, f"{text}: all {slots} slots of serving.max_loras are taken"
-        remedy = "Raise serving.max_loras and restart it."
+    # A swap unloads old versions of its own alias, and needs a slot for the new one beside the one that serves.
+    elif (
+        len(others := [name for name in adapters if name.partition("@")[0] not in aliases]) + 2 * len(aliases) > slots
+    ):
+        result, text = Result.WARNING, f"{text}: {', '.join(others)} may leave no slot of {slots} for a new version"
+        remedy = (
+            "Unload what is not needed (POST /v1/unload_lora_adapter), or raise serving.max_loras and restart it."
+        )
     else:
         text = f"{text}; {slots - len(adapters)} of {slots} slots are free"
     figures = {"adapters": len(adapters), "max_loras": slots}
