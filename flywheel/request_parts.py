@@ -16,9 +16,93 @@ from typing import Final
 MAX_PARTS: Final = 10_000
 """Maximum number of parts of a body. The last one holds the rest."""
 LISTS: Final = ("messages", "input")
+MAX_DEPTH: Final = 100
+"""Maximum nesting depth of a body. vLLM and chat templates recurse through objects and lists, and fail with a 500 at
+Python's recursion limit."""
+MAX_CONTAINERS: Final = 50_000
+"""Maximum number of objects and lists in a body. A message has two to five; vLLM takes up to a second to refuse
+10,000 that are none."""
 
-_value = json.JSONDecoder().raw_decode
+_key = json.JSONDecoder().raw_decode
 _space = re.compile(r"[ \t\n\r]*").match
+_string = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL).match
+_scalar = re.compile(r'[^][{}",:\s]++').match
+_to_bracket = re.compile(r'(?:[^][{}"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[][{}]', re.DOTALL).match
+
+
+class TooComplexError(ValueError):
+    """A JSON text that is nested too deeply, or holds too many objects and lists."""
+
+
+class JsonScan:
+    """Finds where the values of a JSON text begin and end, without building them. Only brackets take steps of Python.
+
+    Texts that are not JSON are not always noticed. The methods raise TooComplexError, and ValueError or IndexError
+    for what cannot be JSON.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._containers = 0
+
+    def members(self) -> Iterator[tuple[str, int, int]]:
+        """Key, start and end of the values of an object; none of another value."""
+        at = self.skip_space(0)
+        if self._text[at] != "{":
+            self._end(at)
+            return
+        at = self.skip_space(at + 1)
+        while self._text[at] != "}":
+            if self._text[at] != '"':
+                raise ValueError("expected a key")
+            key, at = _key(self._text, at)
+            at = self.skip_space(at)
+            if self._text[at] != ":":
+                raise ValueError("expected a colon")
+            start = self.skip_space(at + 1)
+            end = self._end(start)
+            yield key, start, end
+            at = self._next(end)
+
+    def elements(self, at: int) -> Iterator[int]:
+        """The ends of the elements of the list that begins there."""
+        at = self.skip_space(at + 1)
+        while self._text[at] != "]":
+            at = self._end(at)
+            yield at
+            at = self._next(at)
+
+    def skip_space(self, at: int) -> int:
+        found = _space(self._text, at)
+        return found.end() if found else at
+
+    def _next(self, at: int) -> int:
+        """The position after white space and a comma."""
+        at = self.skip_space(at)
+        return self.skip_space(at + 1) if self._text[at] == "," else at
+
+    def _end(self, at: int) -> int:
+        """Where the value that begins there ends."""
+        if self._text[at] not in "[{":
+            found = _string(self._text, at) or _scalar(self._text, at)
+            if found is None:
+                raise ValueError("expected a value")
+            return found.end()
+        depth = 1  # of the object around it
+        while found := _to_bracket(self._text, at):
+            at = found.end()
+            if self._text[at - 1] in "[{":
+                depth += 1
+                self._containers += 1
+                if depth > MAX_DEPTH:
+                    raise TooComplexError(f"is nested more than {MAX_DEPTH} levels deep")
+                if self._containers > MAX_CONTAINERS:
+                    raise TooComplexError(f"has more than {MAX_CONTAINERS:,} objects and lists")
+            else:
+                depth -= 1
+                if depth == 1:
+                    return at
+        raise ValueError("the text is cut off")
 
 
 def parts_of(body: bytes) -> list[bytes]:
@@ -34,38 +118,12 @@ def parts_of(body: bytes) -> list[bytes]:
 
 def _ends(text: str) -> Iterator[int]:
     """Where parts end. Raises ValueError or IndexError if the text is not a JSON object."""
-    at = _skip(text, 0)
-    if text[at] != "{":
-        return
-    at = _skip(text, at + 1)
-    while text[at] != "}":
-        key, at = _value(text, at)
-        at = _skip(text, at)
-        if text[at] != ":":
-            raise ValueError("expected a colon")
-        at = _skip(text, at + 1)
-        if key in LISTS and text[at] == "[":
-            at = _skip(text, at + 1)
-            while text[at] != "]":
-                _, at = _value(text, at)
-                yield at
-                at = _next(text, at)
-            at += 1  # The bracket is in the part of the next value.
+    scan, within = JsonScan(text), JsonScan(text)
+    for key, start, end in scan.members():
+        if key in LISTS and text[start] == "[":
+            yield from within.elements(start)  # The bracket is in the part of the next value.
         else:
-            _, at = _value(text, at)
-            yield at
-        at = _next(text, at)
-
-
-def _next(text: str, at: int) -> int:
-    """The position after white space and a comma."""
-    at = _skip(text, at)
-    return _skip(text, at + 1) if text[at] == "," else at
-
-
-def _skip(text: str, at: int) -> int:
-    found = _space(text, at)
-    return found.end() if found else at
+            yield end
 
 
 def packed(numbers: Sequence[int]) -> bytes:

@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
 from flywheel.config import load
-from flywheel.config.ingest import is_loopback
 from flywheel.rubric.file import load_rubric
+from flywheel.system.server_limits import is_loopback
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docker"

@@ -45,7 +45,6 @@ LAYERS: dict[str, int] = {
     "yaml_file": 1,
     "model_http_client": 1,
     "user_code": 1,
-    "web_server": 1,
     "process_tuning": 1,
     "system": 1,
     "config": 2,

@@ -166,8 +166,8 @@ def _print(results: dict[str, Any]) -> None:
 
 def _show(config: Config, port: int) -> None:
     """Serve the pages until Ctrl-C, and open them in a browser, if there is one."""
+    from flywheel.system.web_server import bound_socket
     from flywheel.web import server
-    from flywheel.web_server import bound_socket
 
     listening = bound_socket("serve the pages of the demo", "127.0.0.1", port, "--port")
     address = f"http://127.0.0.1:{listening.getsockname()[1]}/"

@@ -28,19 +28,20 @@ def web(
     read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything by the pages.")] = False,
 ) -> None:
     """Show the state in a browser, beside the daemon or without it."""
-    from flywheel.config.ingest import is_loopback
+    from flywheel.system.server_limits import is_loopback
 
     token = _token(must=not is_loopback(host), host=host)
     settings = load_config(config)
     require_state(settings, "show the state in a browser")
     tune_process()
+    from flywheel.system.server_limits import LOCAL_NAMES
+    from flywheel.system.web_server import bound_socket
     from flywheel.web import server
-    from flywheel.web_server import bound_socket
 
     listening = bound_socket(f"serve the pages at {host}:{port}", host, port, "--host and --port")
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/"
-    names = server.LOCAL_NAMES | {each.lower() for each in (host, *(name or ()))}
+    names = LOCAL_NAMES | {each.lower() for each in (host, *(name or ()))}
     pages = server.application(settings, names=names, token=token, is_read_only=read_only)
     run_async(
         server.serve(pages, listening, lambda: typer.echo(f"The state is shown at {address} (Ctrl-C stops it)"))
@@ -49,7 +50,7 @@ def web(
 
 def _token(*, must: bool, host: str) -> str | None:
     """The token that browsers must give; None where none is set. Raises ConfigError."""
-    from flywheel.web_server import bearer_token
+    from flywheel.system.web_server import bearer_token
 
     attempted = f"listen at {host}"
     if not os.environ.get(TOKEN):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from flywheel.config.section import Section, Share, UserPath
+from flywheel.system.server_limits import is_loopback
 
 PORT_DIGITS = 5
 
@@ -22,14 +22,6 @@ def host_and_port(listen: str) -> tuple[str, int]:
     if not (colon and host and "/" not in host and is_number and int(port) < 2**16):
         raise ValueError(f"{listen!r} is not HOST:PORT, for example 127.0.0.1:4318 or [::1]:4318")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the name is a loopback address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _address(listen: str) -> str:

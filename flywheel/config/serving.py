@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from flywheel.config.ingest import Address, host_and_port, is_loopback
+from flywheel.config.ingest import Address, host_and_port
 from flywheel.config.section import Section
+from flywheel.system.server_limits import is_loopback
 
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 

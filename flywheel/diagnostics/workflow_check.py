@@ -18,10 +18,11 @@ from starlette.routing import Route
 
 from flywheel.errors import ServeError
 from flywheel.sources.calls.parsing import error_in, events
+from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
+from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.trace import get_path
 from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint, RunResult
 from flywheel.training.workflow.program_pool import ProgramPool
-from flywheel.web_server import bound_socket, web_server
 
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/chat/completions"
@@ -138,13 +139,13 @@ class _Proxy:
         app = Starlette(routes=[Route("/{path:path}", self._pass_on, methods=methods)])
         listening = bound_socket("check the workflow", HOST, 0, "serving.urls")
         self.url = f"http://{HOST}:{listening.getsockname()[1]}"
-        self._web = web_server(app, timeout_graceful_shutdown=1)
-        self._serving = asyncio.create_task(self._web.serve(sockets=[listening]))
+        self._web = BackgroundServer(
+            Limited(app, ServerLimits(), refuse_in_text), listening, "the proxy of the server"
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._web.should_exit = True
-        await self._serving
+        await self._web.stop()
         await self._http.aclose()
 
     async def require_server(self) -> None:
@@ -162,14 +163,14 @@ class _Proxy:
 
     async def _pass_on(self, request: Request) -> Response:
         body = await request.body()
-        call = _call(body) if request.url.path.endswith(CHAT) else None
+        call = _call(body) if request.scope["path"].endswith(CHAT) else None
         if call is not None:
             self.calls.append(call)
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
         try:
             answer = await self._http.request(
-                request.method, request.url.path, params=request.query_params, content=body, headers=headers
+                request.method, request.scope["path"], params=request.query_params, content=body, headers=headers
             )
         except httpx2.HTTPError as error:
             if call is not None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from flywheel.adapter_files import unsafe_weights
 from flywheel.serving import routes
-from flywheel.serving.asgi import App, Message, Receive, RefusedError, Scope, Send, parsed, read_body, with_body
+from flywheel.serving.asgi import parsed, with_body
 from flywheel.serving.environment_variables import MAX_ADAPTERS_VARIABLE
+from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, read_body
 
 MAX_BYTES = 65536
 
@@ -39,10 +40,10 @@ class AdapterSlots:
         slots it would move weights at each request, and on a CPU, where the last slot must stay empty, answer
         requests for the base model with an adapter.
         """
-        body = await read_body(receive, MAX_BYTES)
+        body = await read_body(receive)
         if body is None:
             return
-        wanted = parsed(body)
+        wanted = parsed(body, MAX_BYTES)
         path = wanted.get("lora_path") if isinstance(wanted, dict) else None
         if not isinstance(path, str) or "\0" in path:
             raise RefusedError(400, "expected {lora_name, lora_path}, both texts")

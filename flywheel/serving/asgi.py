@@ -1,31 +1,14 @@
-"""ASGI building blocks of the middleware: types, headers, bodies with a size limit, and short responses."""
+"""ASGI building blocks of the middleware: paths, headers, requests whose body was read, and answers in JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from typing import Any
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, header, respond
 
 _LENGTH = (b"content-length", b"transfer-encoding")
-
-
-class RefusedError(Exception):
-    """A request that is refused with `status` and a reason."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
-def too_long(limit: int) -> RefusedError:
-    return RefusedError(413, f"the body is longer than the {limit:,} bytes that are taken here (serving.max_body_mb)")
 
 
 def route_path(scope: Scope) -> str:
@@ -35,10 +18,6 @@ def route_path(scope: Scope) -> str:
         return path
     rest = path[len(root) :]
     return rest if rest.startswith("/") or not rest else path
-
-
-def header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key.lower() == name), b"")
 
 
 def with_header(scope: Scope, name: bytes, value: bytes | None) -> Scope:
@@ -52,29 +31,16 @@ def is_json(scope: Scope) -> bool:
     return media == b"application/json" or (media.startswith(b"application/") and media.endswith(b"+json"))
 
 
-async def read_body(receive: Receive, limit: int) -> bytes | None:
-    """The whole body; None when the client disconnects before its end. Raises RefusedError for one longer than
-    `limit`."""
-    parts: list[bytes] = []
-    length = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        length += len(parts[-1])
-        if length > limit:
-            raise too_long(limit)
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def parsed(body: bytes) -> Any:
-    """The JSON of a body. Raises RefusedError."""
+def parsed(body: bytes, limit: int) -> Any:
+    """The JSON of a body of at most `limit` bytes. Raises RefusedError."""
+    if len(body) > limit:
+        raise RefusedError(413, f"the body is longer than {limit:,} bytes")
     try:
-        return json.loads(body)
+        found = json.loads(body)
+        json.dumps(found, ensure_ascii=False).encode()  # Lone surrogates cannot be written to a file.
     except (ValueError, RecursionError):
-        raise RefusedError(400, "the body is no JSON, or nested too deeply") from None
+        raise RefusedError(400, "the body is no JSON, nested too deeply, or holds half of a surrogate pair") from None
+    return found
 
 
 async def with_body(app: App, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
@@ -87,34 +53,6 @@ async def with_body(app: App, scope: Scope, body: bytes, receive: Receive, send:
         return first.pop() if first else await receive()
 
     await app({**scope, "headers": headers}, replay, send)
-
-
-async def within(limit: int, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-    """Call the app with a streamed body. A body longer than `limit` is answered with 413, unless the app has started
-    to answer."""
-    length = 0
-    begun = False
-
-    async def counted() -> Message:
-        nonlocal length
-        message = await receive()
-        length += len(message.get("body") or b"")
-        return message if length <= limit else {"type": "http.disconnect"}
-
-    async def passed(message: Message) -> None:
-        nonlocal begun
-        if length <= limit or begun:
-            begun = True
-            await send(message)
-
-    try:
-        await app(scope, counted, passed)
-    except Exception:
-        # For the app this looks like a disconnect, which some apps report as an error.
-        if length <= limit or begun:
-            raise
-    if length > limit and not begun:
-        await refuse(send, too_long(limit))
 
 
 def changed(send: Send, when: Collection[int], change: Callable[[int, bytes], tuple[int, bytes]]) -> Send:
@@ -136,8 +74,12 @@ def changed(send: Send, when: Collection[int], change: Callable[[int, bytes], tu
     return held
 
 
-async def refuse(send: Send, refusal: RefusedError) -> None:
-    await answer_json(send, refusal.status, error_json(refusal.status, str(refusal)))
+async def refuse(scope: Scope, send: Send, refusal: RefusedError) -> None:
+    if scope["type"] == "websocket":
+        return await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)})
+    challenge = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+    body = error_json(refusal.status, str(refusal))
+    await respond(send, refusal.status, body, "application/json", {**challenge, **refusal.headers})
 
 
 def error_json(status: int, why: str) -> bytes:
@@ -151,8 +93,4 @@ async def answer(send: Send, status: int, content: dict[str, Any]) -> None:
 
 
 async def answer_json(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await respond(send, status, body, "application/json")

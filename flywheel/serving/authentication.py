@@ -1,4 +1,4 @@
-"""Authentication of requests: the agents' key, the admin key, and the host names of a server on loopback.
+"""Authentication of requests: the agents' key and the admin key.
 
 Keys are taken from where OpenAI's, Anthropic's and Azure's clients send them. vLLM's own check leaves many paths open
 (/invocations, /tokenize, …); here every path not listed in `routes` needs the admin key. Runs inside vLLM's process;
@@ -10,23 +10,21 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
-import json
 import logging
 import os
 import secrets
-from collections.abc import Collection
 from pathlib import Path
 
 from flywheel.serving import routes
-from flywheel.serving.asgi import RefusedError, Scope, header, route_path, with_header
+from flywheel.serving.asgi import route_path, with_header
 from flywheel.serving.environment_variables import (
     ADMIN_KEY_FILE_VARIABLE,
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
-    HOSTS_VARIABLE,
     OPEN_METRICS_VARIABLE,
     VLLM_KEY_VARIABLE,
 )
+from flywheel.system.server_limits import RefusedError, Scope, header
 
 log = logging.getLogger(__name__)
 
@@ -51,32 +49,26 @@ class Gate:
         agents_key: str | None,
         admin_key: str | None,
         vllm_key: str | None,
-        hosts: Collection[str] | None,
         open_metrics: bool,
     ) -> None:
-        """Without any key everything is open, as in vLLM; with the agents' key alone, management is impossible.
-        `hosts` are the permitted host names; None permits any."""
+        """Without any key everything is open, as in vLLM; with the agents' key alone, management is impossible."""
         self._agents = _digest(agents_key.encode()) if agents_key else None
         self._admin = _digest(admin_key.encode()) if admin_key else None
         self._vllm = vllm_key
-        self._hosts = hosts
         self._open = routes.OPEN | {routes.METRICS} if open_metrics else routes.OPEN
 
     @classmethod
     def of_environment(cls) -> Gate:
         vllm = os.environ.get(VLLM_KEY_VARIABLE) or None
-        hosts = os.environ.get(HOSTS_VARIABLE)
         return cls(
             agents_key=os.environ.get(API_KEY_VARIABLE, vllm),
             admin_key=os.environ.get(ADMIN_KEY_VARIABLE) or _key_in(os.environ.get(ADMIN_KEY_FILE_VARIABLE)),
             vllm_key=vllm,
-            hosts=json.loads(hosts) if hosts else None,
             open_metrics=bool(os.environ.get(OPEN_METRICS_VARIABLE)),
         )
 
     def admit(self, scope: Scope) -> tuple[Scope, Access]:
         """The request for vLLM, with vLLM's own key, and what its sender may do. Raises RefusedError."""
-        self._check_host(scope)
         path = route_path(scope)
         access = self._access(scope)
         if path.removesuffix("/") not in self._open:
@@ -104,16 +96,6 @@ class Gate:
         # If agents need no key, no valid key was presented.
         return RefusedError(403 if self._agents else 401, "this takes the server's admin key (serving.admin_key_env)")
 
-    def _check_host(self, scope: Scope) -> None:
-        # A web page can point its own host name to this machine (DNS rebinding): the browser then sends requests here
-        # and gives the responses to the page.
-        if self._hosts is None:
-            return
-        for name, value in scope["headers"]:
-            if name.lower() == b"host" and (host := _host(value)) not in self._hosts:
-                why = f"requests for the host {host[:100]!r} are refused: name it in serving.allowed_hosts"
-                raise RefusedError(421, why)
-
 
 def credential(scope: Scope) -> bytes:
     """The header with the client's key, by which its requests are recognised; empty without one."""
@@ -124,15 +106,6 @@ def _keys(scope: Scope) -> list[bytes]:
     scheme, _, key = header(scope, b"authorization").partition(b" ")
     bearer = [key.strip()] if scheme.lower() == b"bearer" else []
     return bearer + [header(scope, name).strip() for name in KEY_HEADERS]
-
-
-def _host(value: bytes) -> str:
-    """A `Host` header without its port."""
-    text = value.decode("latin-1").strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    name, colon, port = text.partition(":")
-    return name if colon and port.isdigit() else text
 
 
 def _key_in(file: str | None) -> str | None:

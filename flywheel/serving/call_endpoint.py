@@ -8,8 +8,9 @@ from urllib.parse import parse_qs
 
 from flywheel.call_log import CallLog
 from flywheel.errors import CallLogError
-from flywheel.serving.asgi import RefusedError, Scope, Send, answer_json
+from flywheel.serving.asgi import answer_json
 from flywheel.serving.call_recorder import CallRecorder
+from flywheel.system.server_limits import RefusedError, Scope, Send
 
 MAX_CALLS: Final = 1000
 PAGE_BYTES: Final = 4_000_000

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from flywheel.call_log import CallLog, RecordedCall
-from flywheel.serving.asgi import App, Message, Receive, Scope, Send, with_body
+from flywheel.serving.asgi import with_body
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
+from flywheel.system.server_limits import App, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 

@@ -38,11 +38,11 @@ from flywheel.serving.environment_variables import (
     OPEN_METRICS_VARIABLE,
     VLLM_KEY_VARIABLE,
 )
-from flywheel.serving.loopback import is_loopback
 from flywheel.serving.middleware import AliasMiddleware
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.serving.startup_adapters import alias_file, base_name, call_log_file, deployed
 from flywheel.serving.vllm_arguments import chat_arguments, check_arguments, has_tls
+from flywheel.system.server_limits import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from flywheel.serving import routes
 from flywheel.serving.alias_table import AliasTable, Target, TargetMismatchError
-from flywheel.serving.asgi import Receive, RefusedError, Scope, Send, answer, parsed, read_body, route_path
+from flywheel.serving.asgi import answer, parsed, route_path
 from flywheel.serving.call_endpoint import CallEndpoint
 from flywheel.serving.call_recorder import CallRecorder
+from flywheel.system.server_limits import Receive, RefusedError, Scope, Send, read_body
 
 MAX_BYTES = 65536
 
@@ -36,9 +37,9 @@ class Management:
         if scope["method"] == "GET":
             await answer(send, 200, self._shown())
         elif scope["method"] == "PUT":
-            body = await read_body(receive, MAX_BYTES)
+            body = await read_body(receive)
             if body is not None:
-                await self._point(parsed(body), send)
+                await self._point(parsed(body, MAX_BYTES), send)
         else:
             raise RefusedError(405, "GET shows the aliases, PUT sets one")
 

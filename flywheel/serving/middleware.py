@@ -22,24 +22,7 @@ from flywheel.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
 from flywheel.serving.adapter_slots import AdapterSlots
 from flywheel.serving.alias_table import AliasTable
-from flywheel.serving.asgi import (
-    App,
-    Message,
-    Receive,
-    RefusedError,
-    Scope,
-    Send,
-    changed,
-    header,
-    is_json,
-    read_body,
-    refuse,
-    route_path,
-    too_long,
-    with_body,
-    with_header,
-    within,
-)
+from flywheel.serving.asgi import changed, is_json, refuse, route_path, with_body, with_header
 from flywheel.serving.authentication import Access, Gate, credential
 from flywheel.serving.call_recorder import RETRY_HEADER, CallInProgress, CallRecorder
 from flywheel.serving.environment_variables import (
@@ -48,6 +31,7 @@ from flywheel.serving.environment_variables import (
     BASE_VARIABLE,
     EXPOSE_VERSIONS_VARIABLE,
     FILE_VARIABLE,
+    HOSTS_VARIABLE,
     LOADED_VARIABLE,
     MAX_BODY_VARIABLE,
 )
@@ -55,6 +39,18 @@ from flywheel.serving.management_endpoints import Management
 from flywheel.serving.model_listing import listed, not_found, unknown_model
 from flywheel.serving.model_rewriting import rewrite_model
 from flywheel.serving.ready_line import announcing
+from flywheel.system.server_limits import (
+    App,
+    Limited,
+    Message,
+    Receive,
+    RefusedError,
+    Scope,
+    Send,
+    ServerLimits,
+    header,
+    read_body,
+)
 
 MAX_BODY_BYTES = 32_000_000
 """The default if `flywheel serve` sets no other."""
@@ -75,7 +71,14 @@ class AliasMiddleware:
         )
         self._gate = Gate.of_environment()
         self._exposes_versions = bool(os.environ.get(EXPOSE_VERSIONS_VARIABLE))
-        self._limit = int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES)
+        hosts = json.loads(os.environ.get(HOSTS_VARIABLE) or "null")
+        limits = ServerLimits(
+            hosts=None if hosts is None else frozenset(hosts),
+            host_hint="Name it in serving.allowed_hosts.",
+            body_bytes=int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES),
+            body_hint="The limit is serving.max_body_mb.",
+        )
+        self._limited = Limited(self._let_in, limits, refuse)
         self._address = os.environ.get(ADDRESS_VARIABLE)
         self._started = int(time.time())
         # Tells clients that the server was restarted.
@@ -88,21 +91,13 @@ class AliasMiddleware:
         if scope["type"] == "lifespan":
             told = announcing(send, self._address, self._ready) if self._address else send
             return await self._app(scope, receive, self._flushing(told))
-        try:
-            await self._let_in(scope, receive, send)
-        except RefusedError as refusal:
-            if scope["type"] == "websocket":
-                return await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)})
-            await refuse(send, refusal)
+        await self._limited(scope, receive, send)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = credential(scope)
         scope, access = self._gate.admit(scope)
         if scope["type"] == "websocket":
             return await self._app(scope, receive, send)
-        length = header(scope, b"content-length")
-        if length.isdigit() and (len(length) > 18 or int(length) > self._limit):
-            raise too_long(self._limit)
         path, method = route_path(scope), scope["method"]
         may_ask = self._may_ask(access)
         send = changed(send, (404, 405), lambda status, body: not_found(status, body, self._aliases.targets))
@@ -123,7 +118,7 @@ class AliasMiddleware:
                     return listed(status, body, self._aliases.targets, self._started, may_ask, wanted)
 
                 send = changed(send, (200,), models)
-            await within(self._limit, self._app, scope, receive, send)
+            await self._app(scope, receive, send)
 
     def _may_ask(self, access: Access) -> Callable[[str], bool]:
         """Whether a client may ask for the model of a name, besides the aliases."""
@@ -143,7 +138,7 @@ class AliasMiddleware:
             return target
 
         started_ns = time.time_ns()
-        request = await read_body(receive, self._limit)
+        request = await read_body(receive)
         if request is None:
             return  # The client disconnected before the end of its request.
         path = route_path(scope)

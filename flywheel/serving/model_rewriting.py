@@ -1,34 +1,21 @@
 """Replaces an alias in the `model` of a request's JSON, and sets `request_id`. All other bytes stay unchanged.
 
-A body is parsed once, in linear time for any input.
+Time is linear for any input, and little more than reading it once: other values are skipped.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-from array import array
-from collections.abc import Callable, Collection, Iterator
-from json.decoder import JSONDecodeError
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from flywheel.serving.asgi import RefusedError
+from flywheel.request_parts import JsonScan, TooComplexError
+from flywheel.system.server_limits import RefusedError
 
-MAX_DEPTH: Final = 100
-"""Maximum nesting depth. vLLM and chat templates recurse through objects and lists, and fail with a 500 at Python's
-recursion limit."""
 MAX_MODEL_KEYS: Final = 4
 """Maximum number of `model` keys; the last one counts."""
 MAX_KEYS: Final = 1000
 """Maximum number of top-level keys: each takes a step of Python on the server's event loop."""
-
-_value = json.JSONDecoder().raw_decode
-_space = re.compile(r"[ \t\n\r]*").match
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""An unterminated string also matches; otherwise the search would restart at every quotation mark within it."""
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
 class Rewritten(NamedTuple):
@@ -45,21 +32,19 @@ def rewrite_model(
 
     With `request_id`, a request to an alias gets the `request_id` that it returns for the target.
 
-    Bodies that are not a JSON object are returned unchanged; the server refuses them. The same encodings as the
-    server's are supported. Raises RefusedError for an object that is nested too deeply or has too many keys.
+    Bodies that are not a JSON object in one of the server's encodings are returned unchanged, or with the target's
+    name; the server refuses them. Raises RefusedError for a body that is nested too deeply, or has too many keys,
+    objects or lists.
     """
     encoding = json.detect_encoding(body)
     try:
         text = body.decode(encoding, "surrogatepass")
-    except ValueError:
-        return Rewritten(body, None)
-    if depth(text) > MAX_DEPTH:
-        raise RefusedError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
-    try:
-        found = list(_values(text, ("model", "request_id")))
+        found = _members(text)
+        targets = [_target(text, start, resolve) for key, start, _ in found if key == "model"]
+    except TooComplexError as error:
+        raise RefusedError(400, f"the body {error}") from None
     except (ValueError, IndexError):
         return Rewritten(body, None)
-    targets = [resolve(value) if isinstance(value, str) else None for key, _, _, value in found if key == "model"]
     if all(target is None for target in targets):
         return Rewritten(body, None)
     target = targets[-1]
@@ -69,7 +54,7 @@ def rewrite_model(
         kept = text.index("{") + 1
         parts = [text[:kept], f'"request_id": {json.dumps(new_id)}, ']
     models = iter(targets)
-    for key, start, end, _ in found:
+    for key, start, end in found:
         value = next(models) if key == "model" else new_id
         if value is not None:
             parts += [text[kept:start], json.dumps(value)]
@@ -77,43 +62,19 @@ def rewrite_model(
     return Rewritten("".join([*parts, text[kept:]]).encode(encoding, "surrogatepass"), target)
 
 
-def depth(text: str) -> int:
-    """The nesting depth of a JSON text."""
-    brackets = _STRING.sub("", text).encode("ascii", "ignore").translate(None, _NO_BRACKETS)
-    return max(itertools.accumulate(array("b", brackets.translate(_STEPS))), default=0)
-
-
-def _values(text: str, wanted: Collection[str]) -> Iterator[tuple[str, int, int, object]]:
-    """Key, positions and value of the top-level values with these keys.
-
-    Raises JSONDecodeError or IndexError if the text is not one JSON object.
-    """
-    at = _skip(text, 0)
-    if text[at] != "{":
-        return
-    at = _skip(text, at + 1)
-    keys = models = 0
-    while text[at] != "}":
-        if text[at] != '"':
-            raise JSONDecodeError("expected a key", text, at)
-        key, at = _value(text, at)
-        at = _skip(text, at)
-        if text[at] != ":":
-            raise JSONDecodeError("expected a colon", text, at)
-        start = _skip(text, at + 1)
-        value, end = _value(text, start)
-        keys += 1
+def _members(text: str) -> list[tuple[str, int, int]]:
+    """Key, start and end of the top-level values `model` and `request_id`."""
+    found = []
+    models = 0
+    for count, (key, start, end) in enumerate(JsonScan(text).members(), 1):
         models += key == "model"
-        if models > MAX_MODEL_KEYS or keys > MAX_KEYS:
+        if models > MAX_MODEL_KEYS or count > MAX_KEYS:
             more = f"{MAX_MODEL_KEYS} `model` keys" if models > MAX_MODEL_KEYS else f"{MAX_KEYS:,} keys"
-            raise RefusedError(400, f"the body has more than {more}")
-        if key in wanted:
-            yield key, start, end, value
-        at = _skip(text, end)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
+            raise TooComplexError(f"has more than {more}")
+        if key in ("model", "request_id"):
+            found.append((key, start, end))
+    return found
 
 
-def _skip(text: str, at: int) -> int:
-    found = _space(text, at)
-    return found.end() if found else at
+def _target(text: str, start: int, resolve: Callable[[str], str | None]) -> str | None:
+    return resolve(json.JSONDecoder().raw_decode(text, start)[0]) if text[start] == '"' else None

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from flywheel.serving.asgi import Message, Send
+from flywheel.system.server_limits import Message, Send
 
 POLL_SECONDS = 0.05
 

@@ -13,8 +13,8 @@ from flywheel.errors import ServeError
 from flywheel.files import sync_directory
 from flywheel.known_secrets import register_secret
 from flywheel.serving.environment_variables import VLLM_KEY_VARIABLE
-from flywheel.serving.loopback import is_loopback
 from flywheel.serving.replica_condition import Condition
+from flywheel.system.server_limits import is_loopback
 
 
 def agents_key(serving: ServingSettings, attempted: str) -> str | None:

@@ -20,6 +20,7 @@ from flywheel.store import dead_letters, requests
 from flywheel.store.requests import Kind
 from flywheel.web import actions
 from flywheel.web.actions import field
+from flywheel.web.paging import is_number
 from flywheel.web.site import site_of
 
 SHOWN: Final = 5
@@ -91,9 +92,9 @@ def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dic
 async def act(request: Request) -> Response:
     """Retry or drop one dead letter, or the open ones of an error."""
     verb, number, key = (field(request, name) for name in ("verb", "id", "group"))
-    if verb not in (Kind.RETRY, Kind.DROP) or not (key or (number.isascii() and number.isdigit())):
+    if verb not in (Kind.RETRY, Kind.DROP) or not (key or is_number(number)):
         raise HTTPException(HTTPStatus.BAD_REQUEST, "This form is not one of this page.")
-    if number:
+    if is_number(number):
         ids = [int(number)]
     else:
         ids = await site_of(request).read(partial(_ids, key))

@@ -1,16 +1,15 @@
 """Who may ask for what, and what a browser may do with an answer.
 
-Requests by a name that is not this server's are refused: a web site could have its own name resolve to a loopback
-address and read the page (DNS rebinding). An IP address as name cannot be abused so. Every form carries a token that
-only pages of this server contain, so another site cannot send one (cross-site request forgery).
+Every form carries a token that only pages of this server contain, so another site cannot send one (cross-site request
+forgery). Requests by a name that is not this server's are refused (`Limited`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import secrets
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qs, quote
@@ -20,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flywheel.system.server_limits import Limited, ServerLimits, read_body, refuse_in_text
 from flywheel.web.actions import LONGEST_NAME, NAME_COOKIE
 from flywheel.web.site import Site
 
@@ -36,8 +36,10 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-LONGEST_FORM: Final = 65_536
-"""Bytes."""
+LIMITS: Final = ServerLimits(host_hint="Start it with --name to allow that.", body_bytes=65_536)
+"""Forms are short."""
+LONGEST_ADDRESS: Final = 8192
+"""Characters of a path and a query."""
 SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
 REFUSAL_SECONDS: Final = 1.0
 """How long a wrong token waits for its answer."""
@@ -51,16 +53,13 @@ class Guard:
     ) -> None:
         """`names` are the host names of this server, besides IP addresses."""
         self._app = app
+        self._limited = Limited(self._guarded, replace(LIMITS, hosts=names), refuse_in_text)
         self._site = site
-        self._names = names
         self._token = token
         self._is_read_only = is_read_only
         self._session = secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -68,22 +67,25 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        request = Request(scope, receive)
-        answer = await self._answer(request)
-        await (answer or self._app)(scope, receive, send_with_headers)
+        await self._limited(scope, receive, send_with_headers)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._answer(Request(scope, receive))
+        await (answer or self._app)(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response | None:
         """What is answered instead of the page; None if it may be seen."""
-        host = request.headers.get("host", "")
-        if not is_known(host, self._names):
-            why = f"This server does not answer by the name {host!r}. Start it with --name to allow that."
-            return PlainTextResponse(why, HTTPStatus.MISDIRECTED_REQUEST)
-        is_sign_in = self._token is not None and request.url.path == SIGN_IN
+        # Not the path of `request.url`, which some versions of Starlette take from the `Host` header.
+        path = request.scope["path"]
+        if len(path) + len(request.scope["query_string"]) > LONGEST_ADDRESS:
+            why = f"The address is longer than {LONGEST_ADDRESS:,} characters."
+            return self._site.page("error.html", HTTPStatus.REQUEST_URI_TOO_LONG, message=why)
+        is_sign_in = self._token is not None and path == SIGN_IN
         if request.method not in SAFE_METHODS and (refused := await self._take_form(request, is_sign_in)):
             return refused
         if is_sign_in:
             return await self._sign_in(request)
-        if self._token is None or request.url.path.startswith("/static/") or self._may_see(request):
+        if self._token is None or path.startswith("/static/") or self._may_see(request):
             return None
         if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse(SIGN_IN, HTTPStatus.SEE_OTHER)
@@ -93,12 +95,7 @@ class Guard:
         """Read the fields of a form into `request.state.form`; the refusal of what did not come from a page."""
         if self._is_read_only and not is_sign_in:
             return PlainTextResponse("This server is read-only.", HTTPStatus.FORBIDDEN)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LONGEST_FORM:
-                return PlainTextResponse("The form is too long.", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        fields = parse_qs(body.decode(errors="replace"), keep_blank_values=True)
+        fields = parse_qs((await read_body(request.receive) or b"").decode(errors="replace"), keep_blank_values=True)
         given = fields.pop("csrf", [""])[0]
         if not is_same_origin(request.headers) or not hmac.compare_digest(given.encode(), self._site.csrf.encode()):
             why = "This form is not of a page of this server, or the server was restarted: load the page again."
@@ -122,24 +119,11 @@ class Guard:
             await asyncio.sleep(REFUSAL_SECONDS)
             return self._site.page("sign_in.html", HTTPStatus.UNAUTHORIZED, wrong=True)
         response = RedirectResponse("/", HTTPStatus.SEE_OTHER)
-        is_encrypted = request.url.scheme == "https"
+        is_encrypted = request.scope["scheme"] == "https"
         response.set_cookie(COOKIE, self._session, httponly=True, samesite="strict", secure=is_encrypted)
         name = request.state.form.get("name", [""])[0].strip()[:LONGEST_NAME]
         response.set_cookie(NAME_COOKIE, quote(name), httponly=True, samesite="strict", secure=is_encrypted)
         return response
-
-
-def is_known(host: str, names: frozenset[str]) -> bool:
-    """Whether a `Host` header names this server: one of its names or an IP address, with any port."""
-    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
-    name = name.removeprefix("[").removesuffix("]").lower().removesuffix(".")
-    if name in names:
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def is_same_origin(headers: Headers) -> bool:

@@ -9,7 +9,6 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Final
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,6 +20,8 @@ from starlette.types import ASGIApp
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
 from flywheel.process_tuning import trim_malloc
+from flywheel.system.server_limits import LOCAL_NAMES
+from flywheel.system.web_server import web_server
 from flywheel.web import (
     actions,
     dead_letters,
@@ -34,10 +35,9 @@ from flywheel.web import (
     rubrics,
     tasks,
 )
-from flywheel.web.guard import Guard
+from flywheel.web.guard import LIMITS, Guard
 from flywheel.web.site import Site, site_of
 
-LOCAL_NAMES = frozenset({"localhost"})
 GRACE_SECONDS = 2
 TRIM_SECONDS: Final = 10.0
 
@@ -73,9 +73,10 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/", overview.show),
     Route("/tasks", tasks.show_list),
     Route("/tasks.jsonl", tasks.export),
-    Route("/tasks/{key}", tasks.show),
-    Route("/tasks/{key}/label", labels.put, methods=["POST"]),
-    Route("/tasks/{key}/{verb}", actions.decide, methods=["POST"]),
+    # Keys may have slashes.
+    Route("/tasks/{key:path}/label", labels.put, methods=["POST"]),
+    Route("/tasks/{key:path}/{verb}", actions.decide, methods=["POST"]),
+    Route("/tasks/{key:path}", tasks.show),
     Route("/labels", labels.show),
     Route("/labels/next", labels.go_on),
     Route("/labels/export", labels.export),
@@ -92,7 +93,7 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/rubrics/{hash}", rubrics.show),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
-    Route("/gate/{round}/{task}", gate.show_pair),
+    Route("/gate/{round}/{task:path}", gate.show_pair),
     Route("/lineage", lineage.show),
     Route("/deployments/{number}", lineage.show_deployment),
     Route("/live", live.show),
@@ -102,18 +103,12 @@ ROUTES: Final[Sequence[BaseRoute]] = (
 
 async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], None]) -> None:
     """Serve the pages until the process is told to stop."""
-    settings = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
+    # Open pages have streams, which would keep it from stopping.
+    server = web_server(app, LIMITS, stop_seconds=GRACE_SECONDS, at_end=live.stop)
     announce()
     trimming = asyncio.create_task(_trim())
     try:
-        await Server(settings).serve([listening])
+        await server.serve([listening])
     finally:
         trimming.cancel()
 
@@ -123,11 +118,3 @@ async def _trim() -> None:
     while True:
         await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(trim_malloc)
-
-
-class Server(uvicorn.Server):
-    """Ends the streams of open pages first: they would keep it from stopping."""
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        live.stop()
-        await super().shutdown(sockets)

@@ -53,7 +53,7 @@ class Site:
         self._environment.filters |= {
             "visible": text.visible, "excerpt": text.excerpt, "moment": text.moment, "score": text.score,
             "percent": text.percent, "plain": text.plain, "as_json": text.as_json, "arguments": text.arguments,
-            "money": text.money, "compact": text.compact, "duration": duration,
+            "money": text.money, "compact": text.compact, "duration": duration, "urlencode": text.quoted,
         }  # fmt: skip
         self._environment.globals |= {
             "version": __version__, "shown": text.SHOWN, "pages": PAGES, "csrf_token": self.csrf,

@@ -23,6 +23,7 @@ from flywheel.store import funnel, lineage, task_list
 from flywheel.store.bulk import count_rows
 from flywheel.store.schema import adapters, judge_models, sources, tasks, verdicts
 from flywheel.web import actions, labels
+from flywheel.web.paging import position
 from flywheel.web.site import site_of
 
 PER_PAGE: Final = 50
@@ -106,9 +107,9 @@ async def show_list(request: Request) -> Response:
 
 def _selected(request: Request) -> tuple[Selection, task_list.Conditions, int | None]:
     """What is asked for, as conditions, and before which task."""
-    wanted = Selection.of(request.query_params)
+    wanted, before = Selection.of(request.query_params), position(request.query_params, "before")
     try:
-        return wanted, wanted.conditions(site_of(request).config.takes), int(wanted.before) if wanted.before else None
+        return wanted, wanted.conditions(site_of(request).config.takes), before
     except ValueError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of tasks: {error}.") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, Final
+from urllib.parse import quote
 
 import orjson
 from markupsafe import Markup, escape
@@ -81,6 +82,11 @@ def plain(content: object) -> str:
         ]
         return "\n".join(parts)
     return "" if content is None else as_json(content)
+
+
+def quoted(value: object) -> str:
+    """A part of an address. Slashes are quoted as well: browsers would resolve `/../`."""
+    return quote(str(value), safe="", errors="replace")
 
 
 def as_json(value: Any) -> str:

@@ -13,8 +13,7 @@ import re
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from flywheel.serving.asgi import App, Receive, Scope, Send, read_body
-from flywheel.serving.middleware import MAX_BODY_BYTES
+from flywheel.system.server_limits import App, Receive, Scope, Send, read_body
 from tests.serving.fake_vllm import answer
 
 Json = dict[str, Any]
@@ -29,7 +28,7 @@ class ScriptedModel:
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(receive, MAX_BODY_BYTES)
+        body = await read_body(receive)
         if body is None:
             return
         if self.failures:

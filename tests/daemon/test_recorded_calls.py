@@ -22,13 +22,13 @@ from flywheel.call_log import Page, RecordedCall
 from flywheel.config import Config, parse
 from flywheel.diagnostics.audit import deep_audit
 from flywheel.request_id import new_request_id, request_id_in
-from flywheel.serving.asgi import Receive, Scope, Send
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
 from flywheel.sources.calls.mirror import Mirror, mirror_path
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.balance import balance
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, sources, tasks
+from flywheel.system.server_limits import Receive, Scope, Send
 from tests import warm
 from tests.daemon.following import Following, status, until
 from tests.serving.fake_vllm import running, with_middleware

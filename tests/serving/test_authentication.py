@@ -12,7 +12,8 @@ import httpx2
 import pytest
 
 from flywheel.serving import routes
-from flywheel.serving.asgi import Message, route_path
+from flywheel.serving.asgi import route_path
+from flywheel.system.server_limits import Message
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 
 KEYS = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin", "VLLM_API_KEY": "internal"}

@@ -25,9 +25,9 @@ from flywheel.config.file import parse
 from flywheel.diagnostics.doctor.servers import check_servers
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.serving import call_recorder
-from flywheel.serving.asgi import Message, Receive, Scope, Send
 from flywheel.serving.call_recorder import CallInProgress, CallRecorder
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
+from flywheel.system.server_limits import Message, Receive, Scope, Send
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 from tests.waiting import wait_for
 

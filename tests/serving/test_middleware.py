@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from flywheel.request_id import BASE_VERSION, mark_of
-from flywheel.serving.asgi import Message, Receive, Send
+from flywheel.system.server_limits import Message, Receive, Send
 from tests.serving.fake_vllm import BASE, FakeVllm, answer, running, with_middleware
 
 

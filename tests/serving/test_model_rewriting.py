@@ -6,14 +6,18 @@ import contextlib
 import gc
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.serving.asgi import RefusedError
-from flywheel.serving.model_rewriting import MAX_DEPTH, MAX_KEYS, MAX_MODEL_KEYS, depth, rewrite_model
+from flywheel import request_parts
+from flywheel.request_parts import MAX_CONTAINERS, MAX_DEPTH
+from flywheel.serving.model_rewriting import MAX_KEYS, MAX_MODEL_KEYS, rewrite_model
+from flywheel.system.server_limits import RefusedError
 
 ALIASES = {"agent": "agent@r0007", "代理/a": "代理/a@r0001", "same": "same"}
 
@@ -81,7 +85,9 @@ def test_what_is_no_json_object_is_left_to_the_server(body: bytes) -> None:
         (b'{"model": "agent"', b'{"model": "agent"'),
         (b'{"text": "\\ud800", "model": "agent"}', b'{"text": "\\ud800", "model": "X"}'),
         (b'{"text": "\xed\xa0\x80", "model": "agent"}', b'{"text": "\xed\xa0\x80", "model": "X"}'),
-        (b'{"model": "agent", "seed": ' + b"1" * 5000 + b"}", b'{"model": "agent", "seed": ' + b"1" * 5000 + b"}"),
+        (b'{"model": "agent", "seed": ' + b"1" * 5000 + b"}", b'{"model": "X", "seed": ' + b"1" * 5000 + b"}"),
+        (b'{"model": "ag\tent"}', b'{"model": "ag\tent"}'),
+        (b'{"model": "ag\\xent"}', b'{"model": "ag\\xent"}'),
         (b'\xef\xbb\xbf{"model": "agent"}', b'\xef\xbb\xbf{"model": "X"}'),
         ('{"model": "agent", "a": "ü"}'.encode("utf-16-le"), '{"model": "X", "a": "ü"}'.encode("utf-16-le")),
         ('{"model": "agent", "a": "ü"}'.encode("utf-32"), '{"model": "X", "a": "ü"}'.encode("utf-32")),
@@ -144,15 +150,55 @@ def test_a_deeply_nested_body_is_refused(brackets: str) -> None:
         rewrite_model(b"[" * 100_000, ALIASES.get)
 
 
-@given(values)
-def test_depth_counts_no_brackets_in_texts(value: object) -> None:
-    def deep(inner: object) -> int:
-        if isinstance(inner, dict):
-            return 1 + max(map(deep, inner.values()), default=0)
-        return 1 + max(map(deep, inner), default=0) if isinstance(inner, list) else 0
+@pytest.mark.parametrize("brackets", [b"[]", b"{}", b'{"a":[]}'])
+def test_a_body_of_many_objects_and_lists_is_refused(brackets: bytes) -> None:
+    each = brackets.count(b"[") + brackets.count(b"{")
+    most = MAX_CONTAINERS // each - 1
 
-    assert depth(json.dumps(value)) == deep(value)
-    assert depth(json.dumps(value, ensure_ascii=False)) == deep(value)
+    def of(count: int) -> bytes:
+        return b'{"model": "agent", "a": [' + b",".join([brackets] * count) + b"]}"
+
+    assert rewrite_model(of(most), {"agent": "X"}.get).target == "X"
+    with pytest.raises(RefusedError, match="more than 50,000 objects and lists") as refused:
+        rewrite_model(of(most + 2), {"agent": "X"}.get)
+    assert refused.value.status == 400
+    # Of all values together.
+    two = of(most)[:-1] + b', "b": ' + of(most) + b"}"
+    with pytest.raises(RefusedError, match="objects and lists"):
+        rewrite_model(two, {"agent": "X"}.get)
+
+
+@given(values)
+def test_brackets_in_texts_are_not_counted(value: object) -> None:
+    with mock.patch.object(request_parts, "MAX_CONTAINERS", containers(value)):
+        for ensure_ascii in (True, False):
+            body = json.dumps({"model": "agent", "a": value}, ensure_ascii=ensure_ascii).encode()
+            assert rewrite_model(body, {"agent": "X"}.get).target == "X"
+    if least := containers(value):
+        with (
+            mock.patch.object(request_parts, "MAX_CONTAINERS", least - 1),
+            pytest.raises(RefusedError, match="objects and lists"),
+        ):
+            rewrite_model(body, {"agent": "X"}.get)
+
+
+def containers(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(containers, value.values()))
+    return 1 + sum(map(containers, value)) if isinstance(value, list) else 0
+
+
+def test_values_are_not_built() -> None:
+    """Millions of them would take the server's event loop seconds."""
+    body = b'{"model": "agent", "a": {' + b",".join(b'"%d":%d' % (n, n) for n in range(300_000)) + b"}}"
+    gc.collect()
+    tracemalloc.start()
+    try:
+        rewrite_model(body, {"agent": "X"}.get)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * len(body), "the text, its parts and the result; the values would take 12 times as much"
 
 
 @pytest.mark.parametrize(

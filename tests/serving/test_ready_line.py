@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from flywheel.serving.asgi import Message, Receive, Send
+from flywheel.system.server_limits import Message, Receive, Send
 from tests.conftest import free_port
 from tests.serving.fake_vllm import BASE, with_middleware
 

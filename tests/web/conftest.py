@@ -18,8 +18,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from playwright.sync_api import Error as PlaywrightError
 
 from flywheel.config import Config
+from flywheel.system.web_server import bound_socket, web_server
+from flywheel.web.guard import LIMITS
 from flywheel.web.server import application
-from flywheel.web_server import bound_socket, web_server
 from tests.waiting import StartError
 from tests.web.recorded_state import unpack
 
@@ -51,7 +52,7 @@ def own_state(shared_state: Config, tmp_path: Path) -> Config:
 def serving(config: Config, **options: Any) -> Iterator[str]:
     """The pages of a state on a port of their own; the address without a slash at its end."""
     listening = bound_socket("serve pages to a test", "127.0.0.1", 0, "the port")
-    server = web_server(application(config, **options), timeout_graceful_shutdown=1)
+    server = web_server(application(config, **options), LIMITS, stop_seconds=1)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
     try:

@@ -14,9 +14,10 @@ from flywheel.config import Config, parse
 from flywheel.states import RoundState
 from flywheel.store import database
 from flywheel.store.database import Store
+from flywheel.system.web_server import bound_socket, web_server
 from flywheel.web import live, server
+from flywheel.web.guard import LIMITS
 from flywheel.web.site import Site
-from flywheel.web_server import bound_socket
 from tests.cases import for_each
 from tests.web.gate_rounds import put_round
 
@@ -119,8 +120,7 @@ async def test_served_until_the_server_stops(
     monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(live, "HEARTBEAT_SECONDS", 0.2)
     listening = bound_socket("serve pages to a test", "127.0.0.1", 0, "the port")
-    settings = server.uvicorn.Config(server.application(config), log_config=None, lifespan="off")
-    running = server.Server(settings)
+    running = web_server(server.application(config), LIMITS, stop_seconds=60, at_end=live.stop)
     task = asyncio.create_task(running.serve([listening]))
     address = f"http://127.0.0.1:{listening.getsockname()[1]}/live?page=/rounds/r0001"
     async with httpx2.AsyncClient(timeout=30) as client, client.stream("GET", address) as answer:

@@ -13,12 +13,12 @@ from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.model_parsers import parsers_of
 from flywheel.serving.inference_server import command
-from flywheel.serving.loopback import is_loopback
 from flywheel.serving.replica_client import Alias, Replica
 from flywheel.serving.replica_errors import message_of
 from flywheel.serving.server_keys import admin_key
 from flywheel.serving.startup_adapters import base_name, deployed
 from flywheel.sources.calls.mirror import PulledServer, mirror_path, pulled_servers
+from flywheel.system.server_limits import is_loopback
 
 TIMEOUT_SECONDS: Final = 10.0
 TOOL_TIMEOUT_SECONDS: Final = 60.0

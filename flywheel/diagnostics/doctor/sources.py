@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.config import CallsSource, Config, JsonlSource, OtlpSource, StudioSource
-from flywheel.config.ingest import host_and_port, is_loopback
+from flywheel.config.ingest import host_and_port
 from flywheel.daemon.lock import holder
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
@@ -20,6 +20,7 @@ from flywheel.sources.jsonl.file import JsonlFile, files_of, is_listed
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import schema_of
+from flywheel.system.server_limits import is_loopback
 from flywheel.terminal import byte_size
 
 NETWORK: Final = re.compile(

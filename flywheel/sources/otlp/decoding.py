@@ -1,7 +1,7 @@
 """Decodes OTLP/HTTP request bodies and encodes the responses: compression, protobuf or JSON, and size limits.
 
 Limits are checked before a body is parsed. An empty protobuf message takes two bytes in a body and hundreds in
-memory, so a limit in bytes is not enough: spans, values and nesting levels are counted.
+memory, so a limit in bytes is not enough: spans, values, fields and nesting levels are counted.
 https://opentelemetry.io/docs/specs/otlp/#otlphttp
 https://protobuf.dev/programming-guides/encoding/
 """
@@ -36,6 +36,8 @@ MAX_SPANS: Final = 20_000
 """Spans of one request. An exporter sends 512 at once, a collector some thousands."""
 MAX_VALUES: Final = 500_000
 """Values of one request. A span of an agent has about a hundred."""
+MAX_FIELDS: Final = 2_000_000
+"""Fields of one request, known or not; a value has two. Counting so many takes about half a second."""
 
 _VARINT: Final = 0
 _BYTES: Final = 2
@@ -66,13 +68,16 @@ class _Fields(NamedTuple):
 
 
 def check_wire(body: bytes | bytearray) -> None:
-    """Count spans and values of a protobuf body without parsing it. Raises TooLargeError and WireError."""
-    spans = values = 0
+    """Count spans, values and fields of a protobuf body without parsing it. Raises TooLargeError and WireError."""
+    spans = values = fields = 0
     waiting = [(0, len(body), _ROOT)]
     while waiting:
         at, end, descriptor = waiting.pop()
         within, repeated, keys, of_spans = _fields(descriptor)
         while at < end:
+            fields += 1
+            if fields > MAX_FIELDS:
+                _check("fields", fields, MAX_FIELDS)
             tag, at = _varint(body, at)
             kind, number = tag & 7, tag >> 3
             if kind != _BYTES:

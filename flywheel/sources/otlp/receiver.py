@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from flywheel.config.ingest import host_and_port
-from flywheel.errors import ReceiverError
 from flywheel.sources.otlp.inbox import BUSY_SECONDS, Inbox
-from flywheel.web_server import BACKLOG, bearer_token, bound_socket, web_server
-
-if TYPE_CHECKING:
-    import uvicorn
+from flywheel.system.web_server import BackgroundServer, bearer_token, bound_socket
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +35,7 @@ class Receiver:
         self._token_env = token_env
         self._inbox = Inbox(inbox, busy_seconds=busy_seconds)
         self._thread: ThreadPoolExecutor | None = None
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: BackgroundServer | None = None
         self._address: tuple[str, int] | None = None
 
     @property
@@ -61,27 +57,19 @@ class Receiver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="otlp")
         self._address = (host, bound.getsockname()[1])
         # Imported here: a daemon without a receiver does not load protobuf.
-        from flywheel.sources.otlp.server import Protocol, TracesEndpoint, limit_accept_error_logs
+        from flywheel.sources.otlp.server import LIMITS, TracesEndpoint
 
-        app = TracesEndpoint(self._inbox.store, self._thread, token=token).app
-        self._server = web_server(app, http=Protocol, backlog=BACKLOG, timeout_graceful_shutdown=STOP_SECONDS)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
-        while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
-            await asyncio.sleep(0.01)
-        if self._serving.done():
-            await self.stop()
-            raise ReceiverError(f"receive spans at {self._listen}", "the web server ended at once", "See the log.")
-        limit_accept_error_logs(asyncio.get_running_loop(), self.url, bound.fileno())
+        # With a token, by any name.
+        limits = LIMITS if token is None else replace(LIMITS, hosts=None)
+        app = TracesEndpoint(self._inbox.store, self._thread, limits, token=token).app
+        self._server = BackgroundServer(app, bound, f"the receiver at {self.url}", limits, stop_seconds=STOP_SECONDS)
         log.info("receiving spans at %s", self.url)
 
     async def stop(self) -> None:
         """Stop listening, finish the requests in flight (at most a few seconds) and close the inbox."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wait([self._serving])
-            if not self._serving.cancelled() and (error := self._serving.exception()):
-                log.error("the receiver at %s ended with an error", self._listen, exc_info=error)
+        if self._server is not None:
+            await self._server.stop()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.shutdown)
         await self._inbox.close()
-        self._server = self._serving = self._thread = None
+        self._server = self._thread = None

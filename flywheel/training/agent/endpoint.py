@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.training.agent.session import ModelReply, Session
-from flywheel.web_server import bound_socket, web_server
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
@@ -32,8 +32,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._server: Any = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: BackgroundServer | None = None
         self._port = 0
 
     async def start(self) -> None:
@@ -45,15 +44,13 @@ class Endpoint:
         app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
         listening = bound_socket("serve the agents of rollouts", HOST, 0, "rollout.agent")
         self._port = listening.getsockname()[1]
-        self._server = web_server(app, timeout_graceful_shutdown=1)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        self._server = BackgroundServer(app, listening, "the endpoint of agents")
 
     async def stop(self) -> None:
         for session in self._sessions.values():
             session.close()
-        if self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+        if self._server is not None:
+            await self._server.stop()
 
     def open(self, session: Session) -> str:
         """The base URL of a rollout."""

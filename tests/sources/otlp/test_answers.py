@@ -15,8 +15,8 @@ from google.rpc import code_pb2
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from flywheel.sources.otlp import server
 from flywheel.sources.otlp.decoding import TooLargeError, UndecodableError, inflated
+from flywheel.sources.otlp.server import LIMITS
 from tests.sources.otlp.exporting import BEGAN, JSON, PROTOBUF, ids, request, span, stored
 
 GOOD = request(span(1)).SerializeToString()
@@ -117,7 +117,7 @@ async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def test_a_body_above_the_limit_is_a_413_however_it_comes(client: httpx2.AsyncClient, inbox: Path) -> None:
-    huge = b"\0" * (server.MAX_BODY + 1)
+    huge = b"\0" * (LIMITS.body_bytes + 1)
     packed = {**PROTOBUF, "Content-Encoding": "gzip"}
     for content, headers in ((huge, PROTOBUF), (in_pieces(huge), PROTOBUF), (gzip.compress(huge, 1), packed)):
         answer = await client.post("/v1/traces", content=content, headers=headers)

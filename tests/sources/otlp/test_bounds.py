@@ -30,7 +30,7 @@ from flywheel.sources.otlp.decoding import (
     request_of,
 )
 from flywheel.sources.otlp.rows import rows_of
-from flywheel.sources.otlp.server import MAX_BODY
+from flywheel.sources.otlp.server import LIMITS
 from tests.sources.otlp.exporting import JSON, PROTOBUF, fixture, ids, request, span, stored
 from tests.sources.otlp.exporting import request_of as request_from
 
@@ -91,7 +91,7 @@ async def test_millions_of_empty_spans_in_a_small_body_are_a_413(client: httpx2.
     fewer = gzip.compress(within(1, 2, content=b"\x12\x00" * 1_000_000))
     answer = await client.post("/v1/traces", content=fewer, headers=GZIP)
     assert answer.status_code == 413
-    assert b"20,000 spans; send smaller batches" in answer.content
+    assert b"20,000 spans. Send smaller batches." in answer.content
     assert ids(inbox) == []
 
 
@@ -147,7 +147,7 @@ async def test_punctuation_within_texts_is_not_counted(client: httpx2.AsyncClien
 
 
 def test_a_text_that_never_ends_is_looked_through_once() -> None:
-    check_json(b'"' + b'\\",' * (MAX_BODY // 3))
+    check_json(b'"' + b'\\",' * (LIMITS.body_bytes // 3))
 
 
 @pytest.mark.parametrize("spans", [b"", b'{"a":"b', b'"\\'])
@@ -225,16 +225,16 @@ def test_the_ratio_of_compression_is_bounded() -> None:
     packed = gzip.compress(whole)
     assert len(packed) * MAX_RATIO < len(whole)
     with pytest.raises(TooLargeError, match="250 times its size"):
-        inflated(packed, "gzip", MAX_BODY)
+        inflated(packed, "gzip", LIMITS.body_bytes)
     some = bytes(FREE_OF_RATIO)
-    assert inflated(gzip.compress(some), "gzip", MAX_BODY) == some
+    assert inflated(gzip.compress(some), "gzip", LIMITS.body_bytes) == some
 
 
 def test_a_batch_of_one_history_again_and_again_is_below_the_ratio() -> None:
     history = json.dumps([{"role": "user", "parts": [{"type": "text", "content": f"line {n}"}]} for n in range(300)])
     body = request(*(span(n, {"gen_ai.input.messages": history}) for n in range(1, 600))).SerializeToString()
     assert len(body) > 2 * FREE_OF_RATIO
-    assert inflated(gzip.compress(body), "gzip", MAX_BODY) == body
+    assert inflated(gzip.compress(body), "gzip", LIMITS.body_bytes) == body
 
 
 def test_texts_of_json_become_no_more_values_than_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from flywheel.config.ingest import host_and_port
 from flywheel.errors import ReceiverError
 from flywheel.sources.otlp import Receiver, inbox_path
 from flywheel.sources.otlp.inbox import Row
-from flywheel.sources.otlp.server import READ_SECONDS, TracesEndpoint
+from flywheel.sources.otlp.server import LIMITS, TracesEndpoint
+from flywheel.system.server_limits import ServerLimits
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 from tests.sources.studio.reading import read_all
 
@@ -100,9 +101,9 @@ async def test_clients_that_stall_in_their_bodies_keep_nobody_waiting(inbox: Pat
     for _, writer in stalled:
         writer.write(head(len(GOOD)) + GOOD[:10])
         await writer.drain()
-    while len(receiver._server.server_state.tasks) < len(stalled):  # type: ignore[union-attr]
+    while len(receiver._server._server.server_state.tasks) < len(stalled):  # type: ignore[union-attr]
         await asyncio.sleep(0.05)
-    async with asyncio.timeout(READ_SECONDS / 2):
+    async with asyncio.timeout(LIMITS.body_seconds / 2):
         assert (await post(receiver)).status_code == 200
     assert ids(inbox) == [1]
     for _, writer in stalled:
@@ -123,11 +124,12 @@ async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
         yield GOOD[-1:]
 
     with ThreadPoolExecutor(1) as thread:
-        service = TracesEndpoint(store, thread, max_held=len(GOOD) * 3 // 2)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://here") as client:
+        service = TracesEndpoint(store, thread, ServerLimits(body_bytes=len(GOOD) * 3 // 2, bodies=1))
+        transport = httpx2.ASGITransport(service.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             first = asyncio.create_task(client.post("/v1/traces", content=slowly(), headers=PROTOBUF))
             async with asyncio.timeout(60):
-                while not service._held:
+                while not service.app._held:
                     await asyncio.sleep(0)
             refused = await client.post("/v1/traces", content=GOOD, headers=PROTOBUF)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -146,7 +148,7 @@ async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox:
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(head(len(GOOD)) + GOOD[:10])
     await writer.drain()
-    while not (await asyncio.sleep(0.05)) and not receiver._server.server_state.tasks:  # type: ignore[union-attr]
+    while not (await asyncio.sleep(0.05)) and not receiver._server._server.server_state.tasks:  # type: ignore[union-attr]
         pass
     stopping = asyncio.create_task(receiver.stop())
     await asyncio.sleep(0.2)
@@ -205,7 +207,7 @@ def test_each_address_has_an_inbox_of_its_own(tmp_path: Path) -> None:
 def head(length: int) -> bytes:
     lines = (
         "POST /v1/traces HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/x-protobuf",
         f"Content-Length: {length}",
     )

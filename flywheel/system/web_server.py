@@ -1,0 +1,137 @@
+"""Small web servers beside the work of a process: the socket, the token, and uvicorn without its own signals."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import socket
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from flywheel.errors import ConfigError, ReceiverError
+from flywheel.system.server_limits import App, RefusedError, Scope, ServerLimits, header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import uvicorn
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 128
+_HINTS: Final = {
+    errno.EADDRINUSE: "Stop the program that listens there, or choose another port.",
+    errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1.",
+    errno.EACCES: "Choose a port above 1023.",
+}
+
+
+def bearer_token(attempted: str, variable: str | None, setting: str | None, shortest: int = 1) -> str | None:
+    """The token that clients must send; None without a variable. `setting` names the variable. Raises ConfigError."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    named = f"the variable {variable}, which {setting} names," if setting else f"the variable {variable}"
+    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
+        why = f"{named} {'holds no token' if token else 'is not set'}"
+        raise ConfigError(attempted, why, "Put a long random text of printable ASCII characters into it.")
+    if len(token) < shortest:
+        why = f"{named} has fewer than {shortest} characters"
+        raise ConfigError(attempted, why, "Set it to the output of `openssl rand -hex 16`.")
+    return token
+
+
+def check_token(scope: Scope, token: str | None) -> None:
+    """Raise RefusedError for a request without the token; None needs none."""
+    if token is not None and not secrets.compare_digest(header(scope, b"authorization"), f"Bearer {token}".encode()):
+        why = "the token is missing or wrong: send the header Authorization: Bearer TOKEN"
+        raise RefusedError(401, why, {"WWW-Authenticate": "Bearer"})
+
+
+def web_server(
+    app: App, limits: ServerLimits | None, *, stop_seconds: int, at_end: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
+    """A server of `app`. `limits` are those of its connections; the app applies the others. When it is to stop,
+    `at_end` is called, and open requests get `stop_seconds`."""
+    # Imported here: a process that listens nowhere does not load it.
+    import uvicorn
+
+    from flywheel.system.connections import Connections, Protocol, handle_accept_errors
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().set_exception_handler(handle_accept_errors)
+            await super().startup(sockets)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            at_end()
+            await super().shutdown(sockets)
+
+    settings: dict[str, Any] = {
+        "http": "auto" if limits is None else partial(Protocol, Connections(limits)),
+        "backlog": BACKLOG,
+        "log_config": None,
+        "log_level": "warning",
+        "access_log": False,
+        "lifespan": "off",
+        "ws": "none",
+        "server_header": False,
+        "proxy_headers": False,
+        "timeout_graceful_shutdown": stop_seconds,
+    }
+    return Server(uvicorn.Config(app, **settings))
+
+
+class BackgroundServer:
+    """A server beside other work of the event loop that runs. The process handles signals itself."""
+
+    def __init__(
+        self, app: App, bound: socket.socket, name: str, limits: ServerLimits | None = None, *, stop_seconds: int = 1
+    ) -> None:
+        self._name = name
+        self._server = web_server(app, limits, stop_seconds=stop_seconds)
+        self._server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=name)
+        self._serving.add_done_callback(self._ended)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._serving.done()
+
+    async def stop(self) -> None:
+        """Stop listening, and finish the requests in flight."""
+        while not (self._server.started or self.has_ended):  # noqa: ASYNC110 - a flag is all that it sets
+            await asyncio.sleep(0.01)
+        self._server.should_exit = True
+        await asyncio.wait([self._serving])
+
+    def _ended(self, serving: asyncio.Task[None]) -> None:
+        if not serving.cancelled() and (error := serving.exception()):
+            log.error("%s ended with an error", self._name, exc_info=error)
+
+
+def bound_socket(attempt: str, host: str, port: int, setting: str) -> socket.socket:
+    """A socket that listens there. `setting` names the address. Raises ReceiverError."""
+    hint = f"Correct `{setting}`."
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ReceiverError(attempt, f"the host is not known ({error})", hint, retryable=True) from error
+    # Clients try both families of a name; IPv4 is always available.
+    family, kind, protocol, _, address = sorted(found, key=lambda one: one[0] != socket.AF_INET)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        retryable = error.errno == errno.EADDRINUSE
+        hint = _HINTS.get(error.errno or 0, hint)
+        raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
+    bound.setblocking(False)
+    return bound
