@@ -36,15 +36,21 @@ class Database:
 
 
 def cached(directory: Path, spans: int, schema: str, *, seed: int = 0, plain: bool = False) -> Database:
-    """The database of these parameters in `directory`, made if it is not there. Do not write to it: copy it."""
+    """The database of these parameters in `directory`, made if it is not there. Do not write to it: copy it.
+
+    It takes the place of one that an earlier version of this program made.
+    """
     made_of = (Path(__file__), Path(templates.__file__), templates.WORDS, *sorted(templates.DATA.glob("*.sqlite")))
     version = hashlib.sha256(b"".join(path.read_bytes() for path in made_of)).hexdigest()[:8]
-    path = directory / f"studio-{schema}{'-plain' * plain}-{spans}-{seed}-{version}.sqlite"
+    name = f"studio-{schema}{'-plain' * plain}-{spans}-{seed}"
+    path = directory / f"{name}-{version}.sqlite"
     truth = _truth_file(path)
     # The truth is written last: where it is, the database is whole.
     if truth.exists():
         return Database(path, schema, Truth(**json.loads(truth.read_text())))
     directory.mkdir(parents=True, exist_ok=True)
+    for outdated in directory.glob(f"{name}-*.sqlite*"):
+        outdated.unlink()
     return generate(path, spans, schema, seed=seed, plain=plain)
 
 

@@ -1,7 +1,9 @@
 """Ingestion against a bare loop over the same rows: `python -m benchmarks.ingest`.
 
 `cold_vs_floor` is the speed of reading rows to whole replies relative to that loop, `ingest_vs_floor` that of a whole
-first ingestion with state and task file, `rss_growth_mb` what the latter adds to the memory of its process.
+first ingestion with state and task file, `rss_growth_mb` what the latter adds to the memory of its process. One
+repetition with a million spans takes about three minutes on two quiet cores, and a minute more where the database has
+to be made; more repetitions say more on a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def main() -> None:
     options.add_argument("--repetitions", type=int)
     given = options.parse_args()
     spans = given.spans or (1_000 if given.quick else 1_000_000)
-    repetitions = given.repetitions or (1 if given.quick else 3)
+    repetitions = given.repetitions or 1
     before = measurement.machine()
     with measurement.folders(given.dir) as (kept, scratch):
         result = compare(cached(kept, spans, given.schema), scratch, repetitions)
