@@ -263,12 +263,38 @@ async def open_state(
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store: Store = await getattr(Store, how)(config.state_dir)
         try:
+            if how != "view" and (warning := await store.write(_owned, config)):
+                complain(warning)
             if lock:
                 # What was asked for while no daemon was running.
                 await store.write(carry_out)
             yield store
         finally:
             await store.close()
+
+
+def _owned(conn: Connection, config: Config) -> str:
+    """Note which configuration file the state belongs to. A warning if that is another one, else empty.
+
+    A file that is gone or keeps its state elsewhere, after a move or as the original of a copy, owns it no longer.
+    """
+    from flywheel.config import load
+    from flywheel.store import database
+
+    if config.file is None:
+        return ""
+    own, owner = os.path.realpath(config.file), database.noted(conn, database.CONFIGURATION_NOTE)
+    if owner and owner != own:
+        with contextlib.suppress(ConfigError):
+            if os.path.realpath(load(Path(owner)).state_dir) == os.path.realpath(config.state_dir):
+                state, owner = short_path(config.state_dir), short_path(owner)
+                return (
+                    f"warning: the state {state} belongs to the configuration {owner}, and {short_path(own)} uses it"
+                    " too: the replies of both are judged and trained on together. To keep them apart, set"
+                    " state: {dir: state} in one of them."
+                )
+    database.note(conn, database.CONFIGURATION_NOTE, own)
+    return ""
 
 
 async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:

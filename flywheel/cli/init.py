@@ -22,6 +22,15 @@ from flywheel.terminal import quantity
 STUDIO: Final = Path("~/AgentScope-Studio/database.sqlite")
 JUDGE: Final = "https://api.openai.com/v1 gpt-4o-mini"
 BASE: Final = "Qwen/Qwen3-4B"
+SOURCES: Final = """Replies of your agents are in
+  PATH   AgentScope Studio's database, or a .jsonl file with a question and an answer in each line
+  otlp   the spans that they send to Flywheel by OpenTelemetry, at http://127.0.0.1:4318/v1/traces
+  calls  the log of `flywheel serve`, which records what they ask it: they need no tracing"""
+SQLITE: Final = b"SQLite format 3\0"
+STATE: Final = Path("/var/lib/flywheel")
+"""The `StateDirectory` of the shipped units."""
+UNITS_CONFIG: Final = Path("/etc/flywheel")
+"""Where the shipped units read the configuration; those of several instances in folders of their names."""
 _WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "null"})
 """Plain scalars of YAML that are no text."""
 SERVER: Final = "http://127.0.0.1:8000"
@@ -66,7 +75,7 @@ def init(
             raise ExportError(f"write {config}", "it exists", "Edit it, or name another directory.")
         answers = None
     else:
-        answers = _answers(given, asks=not yes and sys.stdin.isatty())
+        answers = _answers(given, directory, asks=not yes and sys.stdin.isatty())
     _write(directory, answers, systemd=systemd)
     _check(config)
     if config.resolve() != Path("flywheel.yaml").resolve():
@@ -74,10 +83,11 @@ def init(
         typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")
 
 
-def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
+def _answers(given: dict[str, str | None], directory: Path, *, asks: bool) -> Answers:
+    """Raises BadParameter for an option that cannot be used; a question is asked again."""
     found = str(STUDIO) if STUDIO.expanduser().exists() else "otlp"
     questions = {
-        "source": ("Replies come from (a Studio database, a .jsonl file, otlp, calls)", found),
+        "source": (f"{SOURCES}\nReplies come from", found),
         "judge": ("Judge (endpoint and model)", JUDGE),
         "base": ("Base model (a hub name or a directory)", BASE),
         "server": ("vLLM server of your agents", SERVER),
@@ -85,17 +95,65 @@ def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
     answers: dict[str, str] = {}
     for name, (question, default) in questions.items():
         answer = given[name]
-        if answer is None:
-            answer = typer.prompt(question, default=default) if asks else default
-        answers[name] = answer.strip()
+        if answer is not None or not asks:
+            try:
+                _doubt(name, answers.setdefault(name, (answer or default).strip()), directory)
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint=f"--{name}") from None
+            continue
+        kept = ""
+        while name not in answers:
+            answer = typer.prompt(question, default=kept or default).strip()
+            try:
+                if answer == kept or not (doubt := _doubt(name, answer, directory)):
+                    answers[name] = answer
+                else:
+                    typer.echo(f"{doubt}. Press Enter to keep it, or give another answer.")
+                    kept = answer
+            except ValueError as error:
+                typer.echo(f"{error}.")
     return Answers(**answers)
+
+
+def _doubt(name: str, answer: str, directory: Path) -> str:
+    """What may be wrong with an answer; empty if nothing seems to be. Raises ValueError if it cannot be used."""
+    from flywheel.model_http_client import is_http_url
+
+    if name == "source" and answer not in ("otlp", "calls"):
+        return _doubt_of_file(directory / Path(answer).expanduser())
+    url, _, model = (answer if name != "base" else SERVER).partition(" ")
+    if name in ("judge", "server") and not is_http_url(url):
+        raise ValueError(f"{url} is no URL: it begins with http:// or https://")
+    if len(model.split()) > (name == "judge"):
+        raise ValueError(f"{answer} is not {'a URL and the name of a model' if name == 'judge' else 'one URL'}")
+    if name == "judge" and not model and url != JUDGE.partition(" ")[0]:
+        return f"No model is named after the URL: {JUDGE.partition(' ')[2]} would be asked"
+    if name == "base" and answer.startswith(("/", ".", "~")):
+        is_model = (directory / Path(answer).expanduser() / "config.json").is_file()
+        return "" if is_model else f"There is no model in {answer}: it has no config.json"
+    if name == "base" and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", answer):
+        raise ValueError(f"{answer} is neither a hub name such as {BASE} nor the path of a directory")
+    return ""
+
+
+def _doubt_of_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(SQLITE))
+    except FileNotFoundError:
+        return f"There is no file {path}"
+    except OSError as error:
+        raise ValueError(f"{path} is no file that can be read: {error.strerror}") from None
+    if begin not in (b"", SQLITE) and path.suffix != ".jsonl":
+        raise ValueError(f"{path} is no Studio database (SQLite), and its name does not end with .jsonl")
+    return ""
 
 
 def _write(directory: Path, answers: Answers | None, *, systemd: bool) -> None:
     """Write what is not there. Raises ExportError."""
     written = 0
     try:
-        for target, text in _files_to_write(answers, systemd=systemd):
+        for target, text in _files_to_write(directory.absolute(), answers, systemd=systemd):
             file = directory / target
             if file.exists():
                 continue
@@ -110,13 +168,16 @@ def _write(directory: Path, answers: Answers | None, *, systemd: bool) -> None:
     typer.echo(f"{quantity(written, 'file')}.")
 
 
-def _files_to_write(answers: Answers | None, *, systemd: bool) -> Iterator[tuple[Path, str]]:
+def _files_to_write(directory: Path, answers: Answers | None, *, systemd: bool) -> Iterator[tuple[Path, str]]:
     """The path below the directory and the text of each file."""
     shipped = files.shipped_folder()
     if answers is not None:
         # The shipped configuration is one folder deeper; its paths are relative to its own folder.
         text = (shipped / "configs" / "flywheel.yaml").read_text().replace("../", "")
-        yield Path("flywheel.yaml"), configured(text, answers)
+        state = STATE if systemd else Path("state")
+        if systemd and directory.is_relative_to(UNITS_CONFIG):
+            state /= directory.relative_to(UNITS_CONFIG)
+        yield Path("flywheel.yaml"), configured(text, answers, state)
     yield Path("flywheel.schema.json"), (shipped / "configs" / "flywheel.schema.json").read_text()
     for name in ("filters", "rubrics", *(("systemd",) if systemd else ())):
         for source in sorted((shipped / name).iterdir()):
@@ -124,11 +185,12 @@ def _files_to_write(answers: Answers | None, *, systemd: bool) -> Iterator[tuple
                 yield Path(name, source.name), source.read_text()
 
 
-def configured(text: str, answers: Answers) -> str:
-    """The shipped configuration with these answers in place of its values; its comments stay."""
+def configured(text: str, answers: Answers, state: Path) -> str:
+    """The shipped configuration with these values in place of its own; its comments stay."""
     url, _, model = answers.judge.partition(" ")
     model = model.strip() or JUDGE.partition(" ")[2]
     replaced = {
+        r"^()# state: .*$": f"state: {{dir: {_scalar(str(state))}}} # what Flywheel has read, judged and trained",
         r"^(  - )path: .*$": _source(answers.source),
         r"^(  base_url: ).*$": _scalar(url),
         r"^(  model: ).*$": _scalar(model),

@@ -75,6 +75,7 @@ class Config(Section):
     """Webhooks and commands that the daemon tells of events."""
     _target: str = PrivateAttr(default="")
     _whole: Config | None = PrivateAttr(default=None)
+    _file: Path | None = PrivateAttr(default=None)
     _read_from: tuple[str, YamlDocument] | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
@@ -243,6 +244,11 @@ class Config(Section):
         return self.serving.max_loras * len(self.aliases)
 
     @property
+    def file(self) -> Path | None:
+        """The file that the settings were read from; None without one."""
+        return self._file
+
+    @property
     def state_dir(self) -> Path:
         return self.state.dir or default_state_dir()
 
@@ -312,5 +318,6 @@ def parse(
     except ValidationError as error:
         why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
+    config._file = file
     config._read_from = (name, document) if document is not None else None
     return config

@@ -42,6 +42,8 @@ indexes, which every transaction changes, are copied from the write-ahead log (6
 VERSION_KEY: Final = "schema_version"
 JUDGE_NOTE: Final = "judge"
 """Key of the note that tells `status` why judging does not go on."""
+CONFIGURATION_NOTE: Final = "configuration"
+"""Key of the note on the configuration file that the state belongs to."""
 ROUND_NOTE: Final = "round"
 """Key of the note that tells `status` why no round starts, or what the live one waits for."""
 

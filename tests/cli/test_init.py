@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flywheel import files
-from flywheel.cli.init import BASE, JUDGE, SERVER, Answers, configured
+from flywheel.cli.init import BASE, JUDGE, SERVER, Answers, _files_to_write, configured
 from flywheel.config import load, parse
-from flywheel.errors import EXIT_FAILED
+from flywheel.errors import EXIT_FAILED, EXIT_USAGE
 from flywheel.yaml_file import read_yaml
 from tests.cli.conftest import Run
 
 WAIT_SECONDS = 120
+DEFAULTS = Answers("otlp", JUDGE, BASE, SERVER)
 SHIPPED = (files.shipped_folder() / "configs" / "flywheel.yaml").read_text().replace("../", "")
 
 
@@ -45,13 +47,13 @@ def test_what_nobody_is_asked_is_found_or_the_default(
 
 
 def test_options_answer_instead(flywheel: Run, tmp_path: Path) -> None:
-    options = ["--source", "my replies.jsonl", "--judge", "http://127.0.0.1:9/v1 a-judge", "--base", "org/model: x"]
+    options = ["--source", "my replies.jsonl", "--judge", "http://127.0.0.1:9/v1 a-judge", "--base", "./my model: x"]
     assert flywheel("init", ".", *options, "--server", "http://127.0.0.1:7777").code == 0
     config = load(tmp_path / "flywheel.yaml")
     [source] = config.sources
     assert source.type == "jsonl" and source.path.name == "my replies.jsonl"
     assert (config.judge.base_url, config.judge.model) == ("http://127.0.0.1:9/v1", "a-judge")
-    assert config.model.base == "org/model: x"
+    assert config.model.base == str(tmp_path / "my model: x")
     assert config.serving.urls == ["http://127.0.0.1:7777"]
     text = (tmp_path / "flywheel.yaml").read_text()
     assert "# the model name that your agents call" in text and "# yaml-language-server" in text
@@ -68,7 +70,9 @@ TEXTS = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1).filter
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(base=TEXTS, model=TEXTS, path=TEXTS)
 def test_every_answer_is_what_is_read_back(base: str, model: str, path: str) -> None:
-    text = configured(SHIPPED, Answers(f"/{path}.jsonl", f"http://127.0.0.1:9/v1 {model}", base, SERVER))
+    text = configured(
+        SHIPPED, Answers(f"/{path}.jsonl", f"http://127.0.0.1:9/v1 {model}", base, SERVER), Path("state")
+    )
     found = yaml.safe_load(text)
     assert (found["model"]["base"], found["judge"]["model"]) == (base, model)
     assert found["sources"] == [{"type": "jsonl", "path": f"/{path}.jsonl"}]
@@ -77,7 +81,7 @@ def test_every_answer_is_what_is_read_back(base: str, model: str, path: str) -> 
 @pytest.mark.parametrize("source", ["otlp", "calls", "/a/studio.sqlite", "/a/tasks.jsonl"])
 def test_every_kind_of_source_is_a_configuration(tmp_path: Path, source: str) -> None:
     path = tmp_path / "flywheel.yaml"
-    path.write_text(configured(SHIPPED, Answers(source, JUDGE, BASE, SERVER)))
+    path.write_text(configured(SHIPPED, Answers(source, JUDGE, BASE, SERVER), Path("state")))
     assert parse(read_yaml(path, "read", "").value, "test", tmp_path).sources
 
 
@@ -91,7 +95,11 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(theirs)
     said = ""
-    answers = iter(["calls", "", "models/mine", "http://127.0.0.1:9"])
+    # A path is asked about once, and what cannot be used until it can.
+    answers = iter(
+        ["folder", "gone.db", "calls", "gpt-4o", "", "no model", "models/mine", "/a", "http://127.0.0.1:9"]
+    )
+    (tmp_path / "folder").mkdir()
     until = time.monotonic() + WAIT_SECONDS
     try:
         while time.monotonic() < until:
@@ -108,6 +116,77 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
         process.wait()
         os.close(ours)
     assert next(answers, None) is None, said
+    for told in (
+        "otlp   the spans that they send", "calls  the log of `flywheel serve`", "folder is no file that can be read",
+        "gone.db. Press Enter to keep it", "gpt-4o is no URL", "no model is neither a hub name", "/a is no URL",
+    ):  # fmt: skip
+        assert told in said
     config = load(tmp_path / "flywheel.yaml")
     assert config.sources[0].type == "calls" and config.model.base == "models/mine"
     assert config.serving.urls == ["http://127.0.0.1:9"] and config.judge.model == "gpt-4o-mini"
+
+
+@pytest.mark.parametrize(
+    ("option", "answer", "why"),
+    [
+        ("--source", ".", "is no file that can be read"),
+        ("--source", "notes.txt", "is no Studio database"),
+        ("--judge", "gpt-4o", "gpt-4o is no URL"),
+        ("--judge", "http://127.0.0.1:9/v1 a model", "is not a URL and the name of a model"),
+        ("--base", "org/model/x", "neither a hub name"),
+        ("--server", "127.0.0.1:8000", "is no URL"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_refused_and_nothing_is_written(
+    flywheel: Run, tmp_path: Path, option: str, answer: str, why: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("this is no database at all")
+    ran = flywheel("init", "new", option, answer if option != "--source" else str(tmp_path / answer))
+    assert ran.code == EXIT_USAGE
+    assert why in " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.err).split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_folders_have_two_states(flywheel: Run, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        assert flywheel("init", "--yes", name).code == 0
+        assert load(tmp_path / name / "flywheel.yaml").state_dir == tmp_path / name / "state"
+
+
+@pytest.mark.parametrize(
+    ("folder", "state"),
+    [
+        ("here", "/var/lib/flywheel"),
+        ("/etc/flywheel", "/var/lib/flywheel"),
+        ("/etc/flywheel/a", "/var/lib/flywheel/a"),
+    ],
+)
+def test_the_units_and_the_configuration_name_the_same_state(tmp_path: Path, folder: str, state: str) -> None:
+    written = {str(path): text for path, text in _files_to_write(tmp_path / folder, DEFAULTS, systemd=True)}
+    assert yaml.safe_load(written["flywheel.yaml"])["state"] == {"dir": state}
+    unit = written["systemd/flywheel@.service" if folder.endswith("/a") else "systemd/flywheel.service"]
+    [home] = re.findall(r"^Environment=FLYWHEEL_HOME=(\S+)$", unit, re.MULTILINE)
+    assert home.replace("%S", "/var/lib").replace("%i", "a") == state
+    assert f"StateDirectory={home.removeprefix('%S/')}" in unit
+
+
+def test_a_state_of_another_configuration_is_named_before_it_is_used(flywheel: Run, tmp_path: Path) -> None:
+    """A file that was moved or copied with its state is no other one."""
+    one, other, home = tmp_path / "one.yaml", tmp_path / "other.yaml", tmp_path / "home"
+    for path in (one, other):
+        path.write_text("sources: []\n")
+    for command in (["ingest"], ["filter"]):
+        assert "belongs to" not in flywheel(*command, "-c", one).err
+        for _ in range(2):
+            ran = flywheel(*command, "-c", other)
+            assert ran.code == 0 and f"{home} belongs to the configuration {one}, and {other} uses it" in ran.err
+    assert "belongs to" in flywheel("filter", "--dry-run", "-c", other).err
+    assert "belongs to" in flywheel("run", "--once", "-c", other).err
+    one.rename(tmp_path / "moved.yaml")
+    assert "belongs to" not in flywheel("ingest", "-c", tmp_path / "moved.yaml").err
+    other.write_text("sources: []\nstate: {dir: own}\n")
+    (tmp_path / "copy").mkdir()
+    assert flywheel("ingest", "-c", other).code == 0
+    shutil.copy(other, tmp_path / "copy")
+    shutil.copytree(tmp_path / "own", tmp_path / "copy" / "own")
+    assert "belongs to" not in flywheel("ingest", "-c", tmp_path / "copy" / "other.yaml").err
