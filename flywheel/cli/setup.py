@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from flywheel import files
-from flywheel.cli.app import ConfigOption, app, load_config
+from flywheel.cli.app import ConfigOption, app, complain, load_config, read_state, run_async
+from flywheel.errors import StoreError
 
 
 @app.command()
@@ -21,9 +22,17 @@ def serve(config: ConfigOption = None) -> None:
 
     It prints its address when it is ready.
     """
+    from flywheel.serving.adapter_swap import version_name
     from flywheel.serving.inference_server import serve as start
+    from flywheel.store import deployments
 
-    start(load_config(config))
+    settings = load_config(config)
+    try:
+        rows = run_async(read_state(settings, deployments.all_active, warn=False))
+    except StoreError as error:  # the server's own file is enough where it names the deployed version
+        complain(error)
+        rows = []
+    start(settings, {row.alias: version_name(row.alias, row.adapter) for row in rows if row.adapter})
 
 
 @app.command()

@@ -101,6 +101,11 @@ class ServingSettings(Section):
     """Address on which `flywheel serve` listens. Addresses other than loopback need `api_key_env`."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of `flywheel serve`."""
+    start: Literal["auto", "wait"] = "auto"
+    """What the alias answers after a start of `flywheel serve`. `auto`: the last target, the base model if the state
+    directory records no deployment, and 503 with the reason if its adapter cannot be loaded. `wait`: 503 also if no
+    deployment is recorded, until the daemon says what is deployed; for servers that start with an empty state
+    directory beside others that serve an adapter."""
     urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
         default_factory=lambda given: [own_url(given["host"], given["port"])], min_length=1
     )

@@ -242,7 +242,7 @@ class Deployer:
             for each in report.changed:
                 served = (each.previous, before.get(each.url, {}).get("serves"))
                 is_lost = report.target and report.target in served
-                how = "had lost the deployed adapter" if is_lost else f"answered with {each.previous}"
+                how = "had lost the deployed adapter" if is_lost else f"answered with {each.previous or 'nothing'}"
                 log.info("%s %s: %s is %s there now", each.url, how, self._alias, each.serves)
             if not report.errors:
                 drain = self._config.serving.drain_seconds

@@ -59,7 +59,7 @@ class _Step:
     def report(self) -> ReplicaReport:
         """Mark the swap as complete."""
         return ReplicaReport(
-            self.replica.url, self.before.target, self.loaded, self.moves, self.probe, serves=self.target
+            self.replica.url, self.before.serves, self.loaded, self.moves, self.probe, serves=self.target
         )
 
 
@@ -205,12 +205,12 @@ async def _restore(
                 await _prove_soon(step, probe, settings.probe_tolerance)
         if proven is not None:
             proven[replica.url] = state
-        if step.moves or _lacks_digest(step.before, adapter):
+        if step.moves or step.before.waiting or _lacks_digest(step.before, adapter):
             await step.flip(alias, adapter)
         return step.report()
     except ServeError as error:
         wanted = steps[0].target if steps else ""
-        return ReplicaReport.failed(replica.url, error, serves=steps[0].before.target if steps else "", wanted=wanted)
+        return ReplicaReport.failed(replica.url, error, serves=steps[0].before.serves if steps else "", wanted=wanted)
 
 
 def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
@@ -257,9 +257,10 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
         try:
             if step.flip_tried:
                 # A change whose response was lost may have taken effect, so ask the server.
-                if step.moves and (await step.replica.alias(alias)).target == step.target:
-                    before = step.before
-                    await step.replica.flip(alias, before.target, step.target, before.path, before.sha256 or None)
+                before = step.before
+                if (step.moves or before.waiting) and (await step.replica.alias(alias)).target == step.target:
+                    saved = before.path, before.sha256 or None, before.waiting
+                    await step.replica.flip(alias, before.target, step.target, *saved)
             elif step.loaded:
                 # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
                 # is retired.

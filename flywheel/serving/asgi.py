@@ -6,7 +6,17 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
-from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, header, respond
+from flywheel.system.server_limits import (
+    RETRY_SECONDS,
+    App,
+    Message,
+    Receive,
+    RefusedError,
+    Scope,
+    Send,
+    header,
+    respond,
+)
 
 _LENGTH = (b"content-length", b"transfer-encoding")
 
@@ -85,6 +95,7 @@ async def refuse(scope: Scope, send: Send, refusal: RefusedError) -> None:
 def error_json(status: int, why: str) -> bytes:
     """An error in OpenAI's format, so that every client shows the message."""
     kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
+    kind = "server_error" if status >= 500 else kind
     return json.dumps({"error": {"message": why, "type": kind, "param": None, "code": status}}).encode()
 
 
@@ -93,4 +104,5 @@ async def answer(send: Send, status: int, content: dict[str, Any]) -> None:
 
 
 async def answer_json(send: Send, status: int, body: bytes) -> None:
-    await respond(send, status, body, "application/json")
+    headers = {"retry-after": str(RETRY_SECONDS)} if status == 503 else None
+    await respond(send, status, body, "application/json", headers)

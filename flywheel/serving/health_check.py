@@ -1,4 +1,4 @@
-"""Inspection of replicas, without changing them: what they serve, and their condition."""
+"""Inspection of replicas: what they serve, and their condition."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ async def ask(replicas: Sequence[Replica], alias: str) -> None:
 
 
 async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
-    """Reports on replicas before anything was deployed, without changing them. Raises nothing."""
+    """Reports on replicas before anything was deployed: servers that wait are told that the base model answers, and
+    nothing else is changed. Raises nothing."""
 
     async def look_at(replica: Replica) -> ReplicaReport:
         try:
             found = await replica.alias(alias)
+            if found.waiting and found.target == found.base_model:
+                await replica.flip(alias, found.target, found.target)
         except ServeError as error:
             return ReplicaReport.failed(replica.url, error)
         if found.target != found.base_model:
@@ -32,7 +35,7 @@ async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
                 "If another state deployed it, set state.dir to that one; else let the base model answer: "
                 "`flywheel deploy base`.",
             )
-            return ReplicaReport.failed(replica.url, unknown, serves=found.target, wanted=found.base_model)
+            return ReplicaReport.failed(replica.url, unknown, serves=found.serves, wanted=found.base_model)
         return await if_healthy(replica, ReplicaReport(replica.url, found.target, serves=found.target))
 
     return SwapReport(alias, "", tuple(await asyncio.gather(*map(look_at, replicas))))

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from flywheel.serving.environment_variables import (
     MAX_BODY_VARIABLE,
     OPEN_METRICS_VARIABLE,
     VLLM_KEY_VARIABLE,
+    WAITING_VARIABLE,
 )
 from flywheel.serving.middleware import AliasMiddleware
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
@@ -51,20 +53,21 @@ MIDDLEWARE = f"{AliasMiddleware.__module__}.{AliasMiddleware.__qualname__}"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-def command(config: Config) -> tuple[list[str], dict[str, str]]:
-    """The server's arguments and additional environment variables.
+def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
+    """The server's arguments and additional environment variables. `versions` are those that the state says are
+    deployed, by alias.
 
     The last targets of the aliases are loaded at the start. An adapter whose files are missing, damaged or different
-    from the verified ones, or that was trained on another base model, is skipped with a warning, and its alias
-    answers with the base model. Raises ServeError.
+    from the verified ones, or that was trained on another base model, is not loaded, and its alias is refused until
+    its target is set. Raises ServeError.
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
     check_arguments(serving.extra_args)
     keys = _keys(config)
-    adapters, lost = deployed(config)
-    for trouble in lost:
-        log.error("%s", trouble)
+    adapters, waiting = deployed(config, versions)
+    for alias, why in waiting.items():
+        log.warning("%s is not answered until the daemon or `flywheel deploy` sets its target: %s", alias, why)
     arguments = [sys.executable, "-m", MODULE]
     arguments += ["--model", base, "--served-model-name", name]
     arguments += ["--host", serving.host, "--port", str(serving.port)]
@@ -95,6 +98,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         LOADED_VARIABLE: json.dumps(list(adapters)),
         MAX_ADAPTERS_VARIABLE: str(config.max_adapters),
         CPU_LORA_VARIABLE: "1",
+        WAITING_VARIABLE: json.dumps(waiting),
         MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
         ADDRESS_VARIABLE: _address(serving),
         **keys,
@@ -129,9 +133,9 @@ def prepare(config: Config) -> None:
         ) from error
 
 
-def serve(config: Config) -> None:
-    """Replace this process by the server; returns only by raising ServeError."""
-    arguments, environment = command(config)
+def serve(config: Config, versions: Mapping[str, str] | None = None) -> None:
+    """Replace this process by the server, as `command` has it; returns only by raising ServeError."""
+    arguments, environment = command(config, versions)
     _check_machine(config)
     prepare(config)
     if (kept := config.serving.call_log) is not None:

@@ -33,7 +33,7 @@ class Management:
         if path == routes.CALLS:
             return await self._calls(scope, send)
         if path != routes.ALIAS:
-            raise RefusedError(404, f"there are only {routes.ALIAS} and {routes.CALLS}")
+            raise RefusedError(404, f"there are only {routes.ALIAS}, {routes.CALLS} and {routes.READY}")
         if scope["method"] == "GET":
             await answer(send, 200, self._shown())
         elif scope["method"] == "PUT":
@@ -49,6 +49,7 @@ class Management:
             "aliases": {alias: target.name for alias, target in targets.items()},
             "paths": {target.name: target.path for target in targets.values() if target.path},
             "digests": {target.name: target.sha256 for target in targets.values() if target.sha256},
+            "waiting": dict(self._aliases.waiting),
             "base_model": self._aliases.base_model,
             "instance": self._instance,
             "max_adapters": self._max_adapters,
@@ -57,16 +58,19 @@ class Management:
     async def _point(self, wanted: Any, send: Send) -> None:
         try:
             alias, target = wanted["alias"], wanted["target"]
-            path, sha256, expected = (wanted.get(key) for key in ("path", "sha256", "expected"))
+            others = [wanted.get(key) for key in ("path", "sha256", "expected", "waiting")]
             texts = isinstance(alias, str) and isinstance(target, str)
-            if not (texts and all(isinstance(value, str | None) for value in (path, sha256, expected))):
+            if not (texts and all(isinstance(value, str | None) for value in others)):
                 raise TypeError
+            path, sha256, expected, waiting = others
         except (KeyError, TypeError, AttributeError):
-            raise RefusedError(400, "expected {alias, target, path?, sha256?, expected?}, all texts") from None
+            raise RefusedError(
+                400, "expected {alias, target, path?, sha256?, expected?, waiting?}, all texts"
+            ) from None
         if not alias or not target or alias in (target, self._aliases.base_model):
             raise RefusedError(400, "an alias must have a name of its own")
         try:
-            previous = await self._aliases.point(alias, Target(target, path, sha256), expected)
+            previous = await self._aliases.point(alias, Target(target, path, sha256), expected, waiting or "")
         except TargetMismatchError as mismatch:
             raise RefusedError(409, f"{alias} is {mismatch.current}") from None
         except OSError as error:

@@ -34,6 +34,7 @@ from flywheel.serving.environment_variables import (
     HOSTS_VARIABLE,
     LOADED_VARIABLE,
     MAX_BODY_VARIABLE,
+    WAITING_VARIABLE,
 )
 from flywheel.serving.management_endpoints import Management
 from flywheel.serving.model_listing import listed, not_found, unknown_model
@@ -68,6 +69,7 @@ class AliasMiddleware:
             os.environ.get(BASE_VARIABLE, ""),
             Path(file) if file else None,
             json.loads(os.environ.get(LOADED_VARIABLE) or "[]"),
+            json.loads(os.environ.get(WAITING_VARIABLE) or "{}"),
         )
         self._gate = Gate.of_environment()
         self._exposes_versions = bool(os.environ.get(EXPOSE_VERSIONS_VARIABLE))
@@ -89,7 +91,7 @@ class AliasMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            told = announcing(send, self._address, self._ready) if self._address else send
+            told = announcing(send, self._address, self._announcement) if self._address else send
             return await self._app(scope, receive, self._flushing(told))
         await self._limited(scope, receive, send)
 
@@ -101,7 +103,9 @@ class AliasMiddleware:
         path, method = route_path(scope), scope["method"]
         may_ask = self._may_ask(access)
         send = changed(send, (404, 405), lambda status, body: not_found(status, body, self._aliases.targets))
-        if path.startswith(routes.MANAGEMENT):
+        if path.removesuffix("/") == routes.READY:
+            await self._app(_at(scope, routes.HEALTH), receive, changed(send, range(600), self._readiness))
+        elif path.startswith(routes.MANAGEMENT):
             await self._management(scope, receive, send)
         elif method == "POST" and path == routes.LOAD_ADAPTER:
             await self._slots.load(scope, receive, send)
@@ -112,7 +116,7 @@ class AliasMiddleware:
         else:
             if method == "GET" and (path == routes.MODELS or path.startswith(routes.MODEL)):
                 wanted = path.removeprefix(routes.MODELS).removeprefix("/")
-                scope = {**scope, "path": str(scope["path"]).removesuffix(path) + routes.MODELS}
+                scope = _at(scope, routes.MODELS)
 
                 def models(status: int, body: bytes) -> tuple[int, bytes]:
                     return listed(status, body, self._aliases.targets, self._started, may_ask, wanted)
@@ -132,6 +136,8 @@ class AliasMiddleware:
         """`key` is the client's, which the request to vLLM does not have."""
 
         def resolve(model: str) -> str | None:
+            if why := self._aliases.waiting.get(model):
+                raise RefusedError(503, f"{model} has no answer yet: {why}")
             target = self._aliases.resolve(model)
             if target is None and not may_ask(model):
                 raise RefusedError(404, unknown_model(model, self._aliases.targets))
@@ -175,6 +181,21 @@ class AliasMiddleware:
 
         return passed
 
-    def _ready(self) -> str:
-        targets = [f"{alias} is answered by {target.name}" for alias, target in self._aliases.targets.items()]
+    def _readiness(self, health: int, _body: bytes) -> tuple[int, bytes]:
+        """The status and body of the readiness, from those of vLLM's health."""
+        counts = self._aliases.counts()
+        is_ready = health == 200 and not counts["waiting"]
+        return 200 if is_ready else 503, json.dumps({"ready": is_ready, "health": health, "aliases": counts}).encode()
+
+    def _announcement(self) -> str:
+        waiting = self._aliases.waiting
+        targets = [
+            f"{alias} {'waits: ' + waiting[alias] if alias in waiting else 'is answered by ' + target.name}"
+            for alias, target in self._aliases.targets.items()
+        ]
         return f"flywheel serve is ready at {self._address}/v1: {', '.join(targets)}"
+
+
+def _at(scope: Scope, path: str) -> Scope:
+    """The same request for another of the server's paths."""
+    return {**scope, "path": str(scope["path"]).removesuffix(route_path(scope)) + path}

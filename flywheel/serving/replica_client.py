@@ -32,7 +32,8 @@ class Alias:
     """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
     hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
     changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
-    at the same time; None if the server has no limit."""
+    at the same time; None if the server has no limit. `waiting` is the reason why the server refuses requests to the
+    alias until its target is set; empty if it answers."""
 
     target: str
     path: str | None
@@ -40,6 +41,12 @@ class Alias:
     sha256: str | None = None
     instance: str = ""
     max_adapters: int | None = None
+    waiting: str = ""
+
+    @property
+    def serves(self) -> str:
+        """The model that answers; empty if none does."""
+        return "" if self.waiting else self.target
 
 
 @functools.cache
@@ -140,13 +147,13 @@ class Replica:
             # An older server that was not restarted yet has no digests.
             sha256 = answer["digests"].get(target, "") if "digests" in answer else None
             most = answer.get("max_adapters")
+            waiting = str(answer.get("waiting", {}).get(alias, ""))
         except (KeyError, TypeError, AttributeError):
             raise no_middleware(attempted) from None
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
-        return Alias(
-            target, path, base, sha256, str(answer.get("instance", "")), most if isinstance(most, int) else None
-        )
+        limit = most if isinstance(most, int) else None
+        return Alias(target, path, base, sha256, str(answer.get("instance", "")), limit, waiting)
 
     async def calls(self, after: int, limit: int) -> Page | None:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
@@ -163,12 +170,19 @@ class Replica:
             raise self._not_vllm(attempted) from None
 
     async def flip(
-        self, alias: str, target: str, expected: str, path: str | None = None, sha256: str | None = None
+        self,
+        alias: str,
+        target: str,
+        expected: str,
+        path: str | None = None,
+        sha256: str | None = None,
+        waiting: str = "",
     ) -> None:
-        """Point `alias` to `target` if it points to `expected` now; later requests use it."""
+        """Point `alias` to `target` if it points to `expected` now; later requests use it, or are refused for the
+        reason in `waiting`."""
         attempted = f"point {alias} at {target} on {self.url}"
         wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
-        response = await self._call("PUT", routes.ALIAS, attempted, wanted)
+        response = await self._call("PUT", routes.ALIAS, attempted, {**wanted, "waiting": waiting})
         if response.status_code == 404:
             raise no_middleware(attempted)
         if response.status_code == 409:

@@ -12,7 +12,7 @@ class Condition(StrEnum):
     MISCONFIGURED = "misconfigured"
     """it answers but cannot serve adapters: another key, no middleware, no LoRA, another program"""
     WRONG_ADAPTER = "wrong adapter"
-    """it answers with another adapter, and the deployed one cannot be restored"""
+    """it answers with another adapter or with 503, and the deployed one cannot be restored"""
     WRONG_WEIGHTS = "wrong weights"
     """its adapter's log-probabilities differ from those of the round"""
     FAILING = "failing"

@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-OPEN: Final = frozenset({"/health", "/ping"})
+HEALTH: Final = "/health"
+READY: Final = "/flywheel/ready"
+OPEN: Final = frozenset({HEALTH, "/ping", READY})
 METRICS: Final = "/metrics"
 MODELS: Final = "/v1/models"
 MODEL: Final = "/v1/models/"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from flywheel.adapter_files import unsafe_weights
@@ -26,23 +27,31 @@ def call_log_file(config: Config) -> Path:
     return config.state_dir / "serving" / f"calls-{config.serving.port}.db"
 
 
-def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
-    """The targets of the saved aliases: name → directory of valid adapters, and the problems of the others."""
+def deployed(config: Config, versions: Mapping[str, str] | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """The valid adapters among the targets of the saved aliases, name → directory; and the aliases that the server
+    cannot answer yet, with the reason. `versions` are those that the state says are deployed, by alias."""
     found: dict[str, str] = {}
-    lost = []
+    waiting = {}
+    saved, damage = read_aliases(alias_file(config))
+    for alias in () if damage else config.aliases:
+        if alias in saved:
+            continue
+        if version := (versions or {}).get(alias):
+            waiting[alias] = f"{version} is deployed, and this server has not served it yet"
+        elif config.serving.start == "wait":
+            waiting[alias] = "the daemon has not confirmed what it stands for (serving.start: wait)"
     # Those of aliases that the configuration does not name any more come last: there may be no slot for them.
-    saved = sorted(read_aliases(alias_file(config)).items(), key=lambda entry: entry[0] not in config.aliases)
-    for alias, target in saved:
+    for alias, target in sorted(saved.items(), key=lambda entry: entry[0] not in config.aliases):
         if target.name == base_name(config.model.base):
             continue
         trouble = _unservable(target, config)
         if not trouble and target.name not in found and len(found) >= config.max_adapters:
             trouble = f"all {config.max_adapters} slots for adapters are taken (serving.max_loras)"
         if trouble:
-            lost.append(f"{target.name} cannot be served again: {trouble}. {alias} ANSWERS WITH THE BASE MODEL")
+            waiting[alias] = f"{target.name} cannot be served again: {trouble}"
         elif target.path:
             found[target.name] = target.path
-    return found, lost
+    return found, waiting
 
 
 def _unservable(target: Target, config: Config) -> str | None:

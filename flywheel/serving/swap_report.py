@@ -15,8 +15,8 @@ from flywheel.serving.weight_verification import ProbeFigures
 class ReplicaReport:
     """The result on one replica.
 
-    `previous` is the alias's target before, `serves` its target now, both empty if unknown; `error` is the reason why
-    nothing was done.
+    `previous` is the model that answered before, `serves` the one that answers now, both empty if unknown or none;
+    `error` is the reason why nothing was done.
     """
 
     url: str

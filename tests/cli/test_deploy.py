@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from flywheel.store.database import Store
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
+from tests.conftest import free_port
 from tests.daemon.test_deployer import put_adapter
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
 from tests.waiting import wait_for
@@ -186,3 +188,30 @@ def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_
             process.wait()
             process.stderr.close()
     assert f"process {os.getpid()}" in said
+
+
+@pytest.mark.parametrize("is_deployed", [False, True])
+def test_serve_asks_the_state_what_is_deployed(
+    flywheel: Run, tmp_path: Path, two_adapters: None, monkeypatch: pytest.MonkeyPatch, is_deployed: bool
+) -> None:
+    """Where the server's own file is missing: it has another port now, or another machine."""
+
+    async def deploy() -> None:
+        store = await Store.open(tmp_path / "state")
+        number = await store.write(deployments.request, "agent", [], "r0002", "test")
+        await store.write(deployments.activate, number, "agent", {})
+        await store.close()
+
+    if is_deployed:
+        asyncio.run(deploy())
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    model = f"model: {{base: {tmp_path}/tiny, alias: agent}}"
+    (tmp_path / "own.yaml").write_text(f"state: {{dir: state}}\n{model}\nserving: {{port: {free_port()}}}\n")
+    assert flywheel("serve", "-c", "own.yaml").code == 0
+    told = json.loads(started[0]["FLYWHEEL_WAITING_ALIASES"])
+    assert told == (
+        {"agent": "agent@r0002 is deployed, and this server has not served it yet"} if is_deployed else {}
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from sqlalchemy import Connection, insert, select, update
 
@@ -766,3 +767,48 @@ async def test_only_a_server_that_had_the_adapter_has_lost_it(fleet: Fleet, capl
     await fleet.deployer.reconcile()
     assert f"{url} answered with {R1}: agent is {BASE} there now" in caplog.messages
     assert caplog.text.count("had lost") == 1
+
+
+class Waits(Restarts):
+    """A server that starts with an empty state directory and `serving.start: wait`."""
+
+    def anew(self) -> None:
+        self.app.loaded.clear()
+        self.aliases.unlink(missing_ok=True)
+        waits = json.dumps({"agent": "nobody has said so"})
+        self.serving = with_middleware(
+            self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), FLYWHEEL_WAITING_ALIASES=waits
+        )
+
+
+async def test_a_server_that_waits_is_told_what_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
+    """Where nothing was ever deployed, where the base model was, and where an adapter is."""
+    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app.weights = fleet.apps[0].weights
+    waits = Waits(app, tmp_path / "aliases.json")
+    with running(waits) as url:
+        alone = fleet.config.model_copy(update={"serving": fleet.config.serving.model_copy(update={"urls": [url]})})
+        daemon = Deployer(fleet.store, alone)
+
+        def answered() -> tuple[int, str]:
+            answer = httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
+            ready = httpx2.get(f"{url}/flywheel/ready").status_code
+            assert ready == answer.status_code
+            return answer.status_code, str(answer.json().get("model", ""))
+
+        for adapter, target in (("never", BASE), (None, BASE), ("r0001", R1)):
+            waits.anew()
+            if adapter != "never":
+                await daemon.deploy(adapter, "test")
+                assert answered() == (200, target), "a deployment by hand says so as well"
+                waits.anew()
+            assert answered() == (503, "")
+            await daemon.reconcile()
+            assert answered() == (200, target)
+            assert not (await daemon.reconcile()).changed
+        waits.anew()
+        app.weights = {str(fleet.path("r0001")): PROBE.base_logprobs}
+        await daemon.reconcile()
+        assert answered() == (503, ""), "no server answers with weights that were not proven"
+        await daemon.rollback("base")
+        assert answered() == (200, BASE)

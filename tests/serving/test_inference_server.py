@@ -349,8 +349,11 @@ def test_a_damaged_adapter_is_left_out_loudly(
     arguments, environment = inference_server.command(config)
     assert "--lora-modules" not in arguments
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
-    assert why in caplog.text
-    assert "agent ANSWERS WITH THE BASE MODEL" in caplog.text
+    (told,) = json.loads(environment["FLYWHEEL_WAITING_ALIASES"]).items()
+    assert told[0] == "agent"
+    assert "agent@r0007 cannot be served again" in told[1]
+    assert why in told[1]
+    assert f"agent is not answered until the daemon or `flywheel deploy` sets its target: {told[1]}" in caplog.text
 
 
 def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
@@ -381,7 +384,37 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
     assert "--lora-modules" not in arguments
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
     assert f"the files in {folder} are not those that were proven" in caplog.text
-    assert "agent ANSWERS WITH THE BASE MODEL" in caplog.text
+    assert "agent is not answered" in caplog.text
+
+
+def waiting(config: Config, **versions: str) -> Any:
+    return json.loads(inference_server.command(config, versions)[1]["FLYWHEEL_WAITING_ALIASES"])
+
+
+def test_without_a_record_of_a_deployment_the_base_model_answers_or_waits(make: Callable[..., Config]) -> None:
+    assert waiting(make()) == {}
+    assert "serving.start: wait" in waiting(make(start="wait"))["agent"]
+    with pytest.raises(ConfigError, match=r"serving\.start"):
+        make(start="never")
+
+
+@pytest.mark.parametrize("start", ["auto", "wait"])
+def test_a_version_that_only_the_state_knows_is_waited_for(make: Callable[..., Config], start: str) -> None:
+    """The server's own file is missing: it has another port now, say."""
+    assert "agent@r0007 is deployed" in waiting(make(start=start), agent="agent@r0007")["agent"]
+
+
+@pytest.mark.parametrize("start", ["auto", "wait"])
+def test_what_the_servers_own_file_names_is_not_waited_for(
+    make: Callable[..., Config], tmp_path: Path, start: str
+) -> None:
+    config = make(start=start)
+    save(config, {"agent": {"target": "tiny", "path": None}})
+    assert waiting(config, agent="agent@r0007") == {}
+    alias_file(config).write_text(
+        json.dumps({"agent": {"target": "agent@r0007", "path": str(adapter(tmp_path / "r0007"))}})
+    )
+    assert waiting(config, agent="agent@r0008") == {}
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")

@@ -61,8 +61,11 @@ def ref(version: str, path: str) -> AdapterRef:
 async def test_it_starts_with_what_was_deployed(vllm_server: VllmServer, replica: Replica) -> None:
     assert await answered_by(vllm_server, vllm_server.alias) == vllm_server.base_model
     assert await answered_by(vllm_server, "restored-agent") == "restored-agent@r0001"
-    assert await answered_by(vllm_server, "damaged-agent") == vllm_server.base_model
+    request = {"model": "damaged-agent", "messages": [{"role": "user", "content": "7"}]}
     async with httpx2.AsyncClient(headers=vllm_server.headers) as client:
+        refused = await client.post(f"{vllm_server.url}/v1/chat/completions", json=request)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "damaged-agent@r0001 cannot be served again" in refused.json()["error"]["message"]
         cards = (await client.get(f"{vllm_server.url}/v1/models")).json()["data"]
     assert {vllm_server.base_model, vllm_server.alias, "restored-agent"} <= {card["id"] for card in cards}
     assert vllm_server.alias not in await replica.models()
@@ -365,6 +368,8 @@ async def test_nothing_but_health_is_open(vllm_server: VllmServer, adapters: dic
             for method in methods:
                 status = (await client.request(method, path.replace("{response_id}", "x"), json={})).status_code
                 assert (status == 401) == (path not in {"/health", "/ping"}), f"{method} {path}: {status}"
+        ready = await client.get("/flywheel/ready")
+        assert (ready.status_code, ready.json()["health"], ready.json()["ready"]) == (200, 200, True)
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flywheel/alias"):
             refused = await client.post(path, json=adapter, headers=vllm_server.headers)
             assert refused.status_code == 403, f"{path}: {refused.text}"

@@ -43,13 +43,14 @@ def check_serve(config: Config) -> Finding:
     if not is_local(config):
         return Finding("serve", Result.SKIPPED, "the servers are on other machines")
     try:
-        _, lost = deployed(config)
+        _, waiting = deployed(config)
         command(config)
     except FlywheelError as error:
         return Finding.of("serve", error)
-    if lost:
+    if waiting and config.serving.start == "auto":
         remedy = "Restore the adapter's files from a backup, or use flywheel deploy or flywheel rollback."
-        return Finding("serve", Result.WARNING, f"after a restart: {' '.join(lost)}", remedy)
+        why = "; ".join(f"{alias} answers 503: {why}" for alias, why in waiting.items())
+        return Finding("serve", Result.WARNING, f"after a restart, {why}", remedy)
     text = f"{config.max_adapters} adapters of rank {config.serving.max_lora_rank} or less"
     return Finding("serve", Result.OK, f"settings can be used: {text}")
 
@@ -106,7 +107,10 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
     targets = ", ".join(f"{name} → {each.target}" for name, each in aliases.items())
     result, text = Result.OK, f"{targets}; adapters: {', '.join(adapters) or 'none'}"
     remedy = ""
-    if lost := [each.target for each in aliases.values() if each.target not in models]:
+    if waiting := [f"{name} answers 503: {each.waiting}" for name, each in aliases.items() if each.waiting]:
+        result, text = Result.FAILED, f"{text}; {'; '.join(waiting)}"
+        remedy = "Start `flywheel run`, which restores or confirms what is deployed, or use `flywheel deploy`."
+    elif lost := [each.target for each in aliases.values() if each.target not in models]:
         result, text = Result.FAILED, f"{text}; {', '.join(lost)} is not loaded"
         remedy = "Restart it with `flywheel serve`; the daemon loads the adapter again."
     # A swap unloads old versions of its own alias, and needs a slot for the new one beside the one that serves.
