@@ -1,7 +1,9 @@
 # `make demo` runs the whole loop on a tiny model, `make demo-agent` for an agent with a tool, `make test` the tests.
 # `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
-# everything, including the long demos and the soak. `make docs` builds the documentation as a site, `make screenshots` its
-# images of the page. All of them install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
+# everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
+# versions that pyproject.toml permits, in .venv-lowest. `make docs` builds the documentation as a site, `make
+# screenshots` its images of the page. All of them install into .venv what is missing; `make install EXTRA=gpu` prepares
+# a machine with a GPU.
 
 PYTHON ?= python3
 EXTRA ?= cpu
@@ -17,7 +19,10 @@ PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
 WORKERS := -n 2 --no-loadscope-reorder
 
-.PHONY: install demo demo-agent test test-quick test-soak test-all check docs screenshots clean
+LOWEST := .venv-lowest
+TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
+
+.PHONY: install demo demo-agent test test-quick test-soak test-all check check-lowest docs screenshots clean
 
 install: $(READY)
 
@@ -46,6 +51,18 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+check-lowest: $(LOWEST)/installed
+	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -W ignore::DeprecationWarning tests/attacks
+
+# uv does not read pip's configuration, which may name another index.
+$(LOWEST)/installed: pyproject.toml requirements/dev.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet uv
+	index=$$($(LOWEST)/bin/python -m pip config get global.index-url 2>/dev/null) && export UV_DEFAULT_INDEX="$$index"; \
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml \
+	  && $(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python -c requirements/dev.txt $(TOOLS)
+	touch $@
+
 test: check
 	$(PYTEST) $(WORKERS)
 
@@ -65,4 +82,4 @@ screenshots: $(READY)
 	$(BIN)/python -m scripts.screenshots
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run
+	rm -rf $(VENV) $(LOWEST) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run
