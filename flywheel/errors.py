@@ -73,6 +73,10 @@ class CheckError(FlywheelError):
     """A criterion that needs no judge could not be decided."""
 
 
+class CostlyCheckError(CheckError):
+    """A criterion could not be decided within its limits of time and memory, and would exceed them again."""
+
+
 class JudgeError(FlywheelError):
     """The judge gave no verdict: it cannot be reached, refuses its calls, or its answers cannot be read."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from flywheel.trace import TOOL_ERROR, ChatMessage, get_path
+
+MAX_DIGITS: Final = 308
+"""Of a whole number. More are beyond the range of a double, in which other programs keep numbers."""
 
 
 @dataclass(slots=True)
@@ -70,8 +74,23 @@ def _call(step: Any) -> Call:
 
 
 def parse_json(text: str) -> Any:
-    """JSON without NaN and Infinity. Raises ValueError, and RecursionError if it is nested too deeply."""
-    return json.loads(text, parse_constant=_reject_constant)
+    """JSON without NaN, Infinity and numbers that a double cannot hold.
+
+    Raises ValueError, and RecursionError if it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_reject_constant, parse_int=_integer, parse_float=_float)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError("a number is too large")
+    return number
 
 
 def _reject_constant(constant: str) -> NoReturn:

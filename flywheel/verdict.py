@@ -94,6 +94,7 @@ class Verdict:
         judgements: Every opinion in order; empty where the judge was not asked. Those of earlier attempts come first
             while the verdict is undecided.
         broken: Undecided because grading itself failed on this exchange: it would fail again.
+        defect: Broken by an unexpected error.
     """
 
     outcome: Outcome
@@ -108,6 +109,7 @@ class Verdict:
     unreachable: bool = False
     judgements: tuple[Judgement, ...] = ()
     broken: bool = False
+    defect: bool = False
 
     @property
     def is_failed_attempt(self) -> bool:

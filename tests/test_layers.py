@@ -45,6 +45,7 @@ LAYERS: dict[str, int] = {
     "yaml_file": 1,
     "model_http_client": 1,
     "user_code": 1,
+    "json_schema": 1,
     "process_tuning": 1,
     "system": 1,
     "config": 2,

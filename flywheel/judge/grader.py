@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.config import JudgeSettings
-from flywheel.errors import CheckError, JudgeError
+from flywheel.errors import CheckError, CostlyCheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall
@@ -129,7 +129,8 @@ class Grader:
         try:
             checked = check_all(self.rubric, exchange)
         except CheckError as error:
-            return self._verdict(Judgement(Outcome.UNDECIDED, None, error=str(error)), [], started)
+            verdict = self._verdict(Judgement(Outcome.UNDECIDED, None, error=str(error)), [], started)
+            return replace(verdict, broken=isinstance(error, CostlyCheckError))
         if fails_required(self.rubric, checked):
             return self._verdict(Judgement(Outcome.REJECTED, 0.0, checked), [], started)
         if not self.rubric.asked:

@@ -73,7 +73,7 @@ def grade_batches(
     Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed `max_thread` times in a
     row (or every time), when the grader says that the judge is unusable, and when the budget is spent
     (BudgetSpentError). While it is unusable from the beginning, one thread asks it. An exchange that raises an
-    unexpected error gets an undecided verdict with `broken` set; MAX_BROKEN of them in a row end the grading with a
+    unexpected error gets an undecided verdict with `defect` set; MAX_BROKEN of them in a row end the grading with a
     FlywheelError.
     """
     pool = _Pool(
@@ -197,7 +197,7 @@ class _Pool(Generic[K]):
         except Exception as error:
             log.exception("grading broke")
             message = f"grading broke on it: {type(error).__name__}: {error}. This is a defect; please report it."
-            return Verdict(Outcome.UNDECIDED, None, error=message, broken=True)
+            return Verdict(Outcome.UNDECIDED, None, error=message, broken=True, defect=True)
 
     def batches(self, drain_seconds: float | None) -> Iterator[list[tuple[K, Verdict]]]:
         running = len(self.stored)
@@ -215,7 +215,7 @@ class _Pool(Generic[K]):
                 if verdict.unreachable and not verdict.calls and self.stop.is_set():
                     continue  # the stop ended its attempts
                 batch.append((key, verdict))
-                broken = broken + 1 if verdict.broken else 0
+                broken = broken + 1 if verdict.defect else 0
                 if broken == MAX_BROKEN:
                     self.closed.set()
                     self.error = self.error or FlywheelError(

@@ -82,13 +82,12 @@ def _check_schema(value: Any) -> None:
         return
     if not isinstance(value, dict):
         raise ValueError("must be a JSON Schema, or the name of a file that holds one")
-    from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
+    from jsonschema_rs import ValidationError, meta
 
     try:
-        validator_for(value).check_schema(value)
-    except SchemaError as error:
-        where = "".join(f".{part}" for part in error.absolute_path)
+        meta.validate(value)
+    except ValidationError as error:
+        where = "".join(f".{part}" for part in error.instance_path)
         raise ValueError(f"is no JSON Schema: at `value{where}`, {error.message}") from None
 
 

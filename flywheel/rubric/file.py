@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import jsonschema_rs
 import yaml
-from jsonschema import SchemaError
-from jsonschema.validators import validator_for
 from pydantic import ValidationError
 
 from flywheel.errors import ConfigError
@@ -202,9 +201,8 @@ def _read_files(
             if criterion.type == "python":
                 load(files[name], str(criterion.value).rpartition(":")[2])
             else:
-                schema = json.loads(files[name].text)
-                validator_for(schema).check_schema(schema)
-        except (OSError, ValueError, TypeError, AttributeError, SchemaError, ConfigError) as error:
+                jsonschema_rs.meta.validate(json.loads(files[name].text))
+        except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
             why = error.why if isinstance(error, ConfigError) else str(error).partition("\n")[0]
             message = f"`criteria.{index}`: {criterion.value} cannot be used: {why}"
             problems.append(Problem(*document.position(["criteria", index, "value"]), message))

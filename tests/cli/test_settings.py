@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft202012Validator
+from jsonschema_rs import Draft202012Validator, meta
 
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import Config, parse
@@ -99,7 +99,7 @@ def test_the_schemas_are_printed(flywheel: Run, name: str) -> None:
     shipped = json.loads((ROOT / SCHEMAS[name]).read_text())
     assert flywheel("config", "schema", name).json == shipped
     assert shipped["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    Draft202012Validator.check_schema(shipped)
+    meta.validate(shipped)
 
 
 def test_the_default_schema_is_that_of_configurations(flywheel: Run) -> None:

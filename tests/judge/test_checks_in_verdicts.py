@@ -81,3 +81,28 @@ def test_a_fraction_of_a_function_counts_in_the_score(tmp_path: Path) -> None:
         grader.close()
         assert judge.calls == 0
     assert (verdict.outcome, verdict.score, verdict.results[0].choice) == (Outcome.ACCEPTED, 0.5, "0.5")
+
+
+def test_schemas_over_the_limit_are_dead_letters_and_end_no_judging_however_many_there_are() -> None:
+    both = {"allOf": [{"properties": {"a": {"$ref": "#/$defs/n"}}}] * 2}
+    parameters = {"$defs": {"n": both}, "$ref": "#/$defs/n", "title": "of this test"}
+    function = {"name": "f", "parameters": parameters}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 60 + "{}" + "}" * 60}}
+    step = {"role": "assistant", "content": "", "tool_calls": [call]}
+    hostile = Exchange("q", "a", tools=({"type": "function", "function": function},), trajectory=(step,))
+    exchanges = [(n, hostile if n % 60 else Exchange("q", "a")) for n in range(121)]
+    with JudgeServer(lambda question, answer: True) as judge:
+        # Without a reference, a check before it is undecided as well, and would be tried again.
+        criteria = [{"id": "maths", "type": "math-equal", "weight": 0.1}, {"id": "fmt", "type": "call-format"}]
+        grader = Grader(rubric(criteria[1]), settings(judge))
+        done = dict(grade_all(grader, exchanges, 4))
+        grader.close()
+        twice = Grader(rubric(*criteria), settings(judge))
+        assert twice.grade(hostile).broken
+        assert not twice.grade(Exchange("q", "a")).broken
+        twice.close()
+    assert {n for n, verdict in done.items() if verdict.outcome is Outcome.ACCEPTED} == {0, 60, 120}
+    costly = [verdict for n, verdict in done.items() if n % 60]
+    assert len(costly) == 118
+    assert {verdict.outcome for verdict in costly} == {Outcome.UNDECIDED}
+    assert all(verdict.broken and not verdict.defect and "processor time" in verdict.error for verdict in costly)

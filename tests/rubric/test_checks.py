@@ -72,13 +72,13 @@ SCHEMA = {
         ('```json\n{"name": "Ada"}\n```', True, "allows"),
         ('~~~\n{"name": "Ada"}\n~~~\n', True, "allows"),
         ('{"name": "ada"}', False, r"at \$\.name"),
-        ('{"age": 3}', False, "'name' is a required property"),
+        ('{"age": 3}', False, '"name" is a required property'),
         ('{"name": "Ada", "age": 3.5}', False, r"at \$\.age"),
         ('Here it is: {"name": "Ada"}', False, "not JSON"),
         ('{"name": "Ada", "age": NaN}', False, "NaN is not valid in JSON"),
         ("[" * 100_000, False, "not JSON"),
         ("", False, "not JSON"),
-        ("[]", False, "not of type 'object'"),
+        ("[]", False, 'not of type "object"'),
     ],
 )
 def test_json_schema(answer: str, passed: bool, reason: str) -> None:

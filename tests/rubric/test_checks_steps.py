@@ -135,11 +135,11 @@ def test_step_efficiency(steps: tuple[Any, ...], options: dict[str, Any], value:
         ('["Oslo"]', "not an object"),
         ('"Oslo"', "not an object"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"q": 7}', "not of type 'string'"),
-        ('{"q": "Oslo", "limit": "3"}', "not of type 'integer'"),
-        ("{}", "'q' is a required property"),
-        ("", "'q' is a required property"),
-        (None, "'q' is a required property"),
+        ('{"q": 7}', 'not of type "string"'),
+        ('{"q": "Oslo", "limit": "3"}', 'not of type "integer"'),
+        ("{}", '"q" is a required property'),
+        ("", '"q" is a required property'),
+        (None, '"q" is a required property'),
     ],
 )
 def test_call_format(arguments: Any, problem: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 import regex
 
-from flywheel.errors import CheckError
+from flywheel.errors import CheckError, CostlyCheckError
 from flywheel.rubric.checks.call_format import check_call_format
 from flywheel.rubric.checks.degenerate import check_degenerate
 from flywheel.rubric.checks.json_schema import check_json_schema
@@ -119,7 +119,7 @@ def check_all(rubric: Rubric, exchange: Exchange) -> tuple[CriterionResult, ...]
         except CheckError as error:
             errors.append(error)
     if errors and not fails_required(rubric, results):
-        raise errors[0]
+        raise next((error for error in errors if isinstance(error, CostlyCheckError)), errors[0])
     return tuple(results)
 
 

@@ -6,16 +6,9 @@ import json
 import re
 from typing import Any, Final
 
-import regex
-from jsonschema import Draft202012Validator, ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import extend, validator_for
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-
-from flywheel.errors import CheckError
+from flywheel.errors import CheckError, CostlyCheckError
+from flywheel.json_schema import CostlySchemaError, SchemaError, problems
 from flywheel.rubric.criterion import Criterion
-from flywheel.rubric.pattern import search
 from flywheel.rubric.rubric import Rubric
 from flywheel.tool_calls import parse_json
 from flywheel.verdict import Exchange
@@ -34,33 +27,16 @@ def check_json_schema(criterion: Criterion, exchange: Exchange, rubric: Rubric |
         value = parse_json(text)
     except (ValueError, RecursionError) as error:
         return False, f"the answer is not JSON: {error}"
-    try:
-        problem = next(_validator(criterion, rubric).iter_errors(value), None)
-    except (Unresolvable, RecursionError) as error:
-        raise CheckError(
-            f"decide criterion {criterion.id}",
-            f"its schema cannot be used: {error}",
-            "Keep every $ref inside the schema: nothing is fetched.",
-        ) from None
-    if problem is None:
-        return True, "the answer is JSON that the schema allows"
-    return False, f"at {problem.json_path}: {problem.message}"[:300]
-
-
-def _validator(criterion: Criterion, rubric: Rubric | None) -> Validator:
     schema: Any = criterion.value
     if criterion.file:
         schema = json.loads(rubric.files[criterion.file].text) if rubric is not None else {}
-    return validator_of(schema)
-
-
-def validator_of(schema: Any) -> Validator:
-    """A validator whose patterns have a time limit and which fetches nothing."""
-    with_timeout = extend(validator_for(schema, Draft202012Validator), {"pattern": _match_pattern})
-    # The registry is empty: a reference to the network raises, and no request is sent.
-    return with_timeout(schema, registry=Registry())
-
-
-def _match_pattern(_validator: Validator, pattern: str, instance: Any, _schema: Any) -> Any:
-    if isinstance(instance, str) and not search(pattern, [instance], regex.DOTALL):
-        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+    attempted = f"decide criterion {criterion.id}"
+    try:
+        # The rubric's schema is used for every task, whatever an answer makes of it.
+        [problem] = problems(schema, [value], remember=False)
+    except CostlySchemaError as error:
+        raise CostlyCheckError(attempted, f"its schema {error}", "Simplify the schema, or drop the task.") from None
+    except SchemaError as error:
+        why = f"its schema cannot be used: {error}"
+        raise CheckError(attempted, why, "Keep every $ref inside the schema: nothing is fetched.") from None
+    return not problem, problem or "the answer is JSON that the schema allows"
