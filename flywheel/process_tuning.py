@@ -1,4 +1,4 @@
-"""Process-wide limits that suit a long-running process: glibc's malloc and the number of open files.
+"""What suits a long-running process: limits of glibc's malloc and of open files, and a closed memory.
 
 By default glibc creates one malloc arena per busy thread, and after it has freed a large block it keeps blocks of up
 to 32 MB for reuse. Python threads take turns, so extra arenas only retain memory: a first ingestion uses one sixth
@@ -13,6 +13,7 @@ from typing import Final
 
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
+_PR_SET_DUMPABLE: Final = 4
 
 ARENAS: Final = 2
 MMAP_THRESHOLD_BYTES: Final = 256 * 1024
@@ -22,12 +23,16 @@ OPEN_FILES: Final = 65_536
 
 
 def tune_process() -> None:
-    """Limit glibc's arenas and its mmap threshold, raise the limit of open files. Call it before starting threads.
+    """Limit glibc's arenas and its mmap threshold, raise the limit of open files, and keep other processes of this
+    user from reading its memory and environment. Call it before starting threads.
 
     Every JSONL file of a source stays open, because a file that is moved away is still read to its end.
     """
     import ctypes
 
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        # Users' functions run as the same user, and could read the keys of this process in /proc.
+        prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_ARENA_MAX, ARENAS)
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
