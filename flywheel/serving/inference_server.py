@@ -40,6 +40,8 @@ from flywheel.serving.environment_variables import (
     VLLM_KEY_VARIABLE,
     WAITING_VARIABLE,
 )
+from flywheel.serving.left_processes import environment as server_environment
+from flywheel.serving.left_processes import left_processes
 from flywheel.serving.middleware import AliasMiddleware
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.serving.startup_adapters import alias_file, base_name, call_log_file, deployed
@@ -152,7 +154,11 @@ def serve(config: Config, versions: Mapping[str, str] | None = None) -> None:
             "requests with tools are refused: no parser is known for %s. Set serving.tool_call_parser.",
             config.model.base,
         )
-    os.execve(arguments[0], arguments, {**os.environ, **environment})
+    for left in left_processes(config.state_dir):
+        log.warning("%s: it is ended", left)
+        if not left.end(config.state_dir):
+            log.error("process %d could not be ended and may keep memory of the GPU", left.pid)
+    os.execve(arguments[0], arguments, {**os.environ, **environment, **server_environment(config.state_dir)})
 
 
 def _built_for_cpu() -> bool:

@@ -13,6 +13,7 @@ from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.model_parsers import parsers_of
 from flywheel.serving.inference_server import command
+from flywheel.serving.left_processes import left_processes
 from flywheel.serving.replica_client import Alias, Replica
 from flywheel.serving.replica_errors import message_of
 from flywheel.serving.server_keys import admin_key
@@ -47,6 +48,10 @@ def check_serve(config: Config) -> Finding:
         command(config)
     except FlywheelError as error:
         return Finding.of("serve", error)
+    if left := list(left_processes(config.state_dir)):
+        pids = " ".join(str(each.pid) for each in left)
+        remedy = f"`flywheel serve` ends it at its start; by hand: kill -9 {pids}"
+        return Finding("serve", Result.WARNING, "; ".join(map(str, left)), remedy)
     if waiting and config.serving.start == "auto":
         remedy = "Restore the adapter's files from a backup, or use flywheel deploy or flywheel rollback."
         why = "; ".join(f"{alias} answers 503: {why}" for alias, why in waiting.items())
