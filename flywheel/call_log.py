@@ -30,8 +30,12 @@ BUSY_SECONDS: Final = 5.0
 CALLS_PER_STEP: Final = 100
 """Calls that one transaction of `prune` removes. A write that waits for it is delayed by a few milliseconds."""
 HASHES_PER_QUERY: Final = 500
+PAGE_BYTES: Final = 4_000_000
+"""Bodies that a page of several calls has at most."""
 EXPANSION: Final = 16
 """A page may be this much longer when the repeated parts of its requests are joined."""
+MAX_PAGE_BYTES: Final = 32 << 20
+"""The longest page, which has one call. Clients read no more."""
 
 _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS log (log_id TEXT NOT NULL, dropped INTEGER NOT NULL, "
@@ -82,29 +86,6 @@ class LogState(NamedTuple):
     oldest: int
     newest: int
     dropped: int
-
-
-class Page(NamedTuple):
-    """Calls with their numbers, and the state of the log they are from."""
-
-    state: LogState
-    calls: list[tuple[int, RecordedCall]]
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Reads `CallLog.page_json`. Raises ValueError for anything else."""
-        try:
-            page = json.loads(text)
-            texts = [part.encode("utf-8", "surrogateescape") for part in page["texts"]]
-            calls = []
-            for each in page["calls"]:
-                request = b"".join(texts[place] for place in each["request"])
-                response = each["response"].encode("utf-8", "surrogateescape")
-                plain = {name: each[name] for name in _PLAIN}
-                calls.append((int(each["number"]), RecordedCall(**plain, request=request, response=response)))
-            return cls(LogState(str(page["log"]), *(int(page[name]) for name in LogState._fields[1:])), calls)
-        except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a page of a call log: {error!r}") from None
 
 
 class CallLog:
@@ -184,8 +165,8 @@ class CallLog:
 
     def page_json(self, after: int, max_calls: int, max_bytes: int, dropped: int = 0) -> str:
         """The same page as JSON text, in which each part is written once: `{"log", "oldest", "newest", "dropped",
-        "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. Bytes that are not UTF-8 are
-        surrogates. `dropped` is added to the count of the file."""
+        "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. A text that is not UTF-8 is a
+        list of one text with a character for each byte. `dropped` is added to the count of the file."""
         with self.reading() as connection:
             contents: dict[int, bytes] = {}
             places: dict[int, int] = {}
@@ -193,11 +174,11 @@ class CallLog:
             for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents):
                 known = dict(zip(_PLAIN, row, strict=False))
                 request = [places.setdefault(part, len(places)) for part in parts]
-                response = zlib.decompress(row[-1]).decode("utf-8", "surrogateescape")
+                response = _text(zlib.decompress(row[-1]))
                 call = {"number": number, **known, "is_complete": bool(known["is_complete"])}
                 # One call at a time: a long call into C would hold the interpreter, and with it the server.
                 calls.append(json.dumps({**call, "request": request, "response": response}))
-            texts = [json.dumps(contents[part].decode("utf-8", "surrogateescape")) for part in places]
+            texts = [json.dumps(_text(contents[part])) for part in places]
             state = _state(connection)
         numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
         head = json.dumps({"log": state.log_id, **numbers})
@@ -417,6 +398,20 @@ def _parts(connection: sqlite3.Connection, request: bytes, contents: dict[int, b
     if missing := [part for part in parts if part not in contents]:
         raise sqlite3.DatabaseError(f"part {missing[0]} of a request is missing")
     return parts
+
+
+def _text(content: bytes) -> str | list[str]:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return [content.decode("latin-1")]
+
+
+def fits_a_page(call: RecordedCall) -> bool:
+    """Whether a page has room for the call: in JSON, a byte takes six at most."""
+    bodies = (call.request, call.response)
+    most = MAX_PAGE_BYTES - PAGE_BYTES
+    return sum(map(len, bodies)) * 6 < most or sum(len(json.dumps(_text(each))) for each in bodies) < most
 
 
 def _call(row: Sequence[Any], request: bytes) -> RecordedCall:

@@ -18,12 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-import certifi
 import httpcore2
 import httpx2
 import orjson
@@ -36,6 +35,7 @@ from tenacity import (
 )
 
 from flywheel.known_secrets import redact_secrets, register_secret
+from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, Body, ssl_context
 
 # openai loads its aiohttp transport where aiohttp is installed: 8 MB in the daemon, for a transport that is not used.
 _hides_aiohttp = sys.modules.setdefault("aiohttp", None) is None  # type: ignore[arg-type]
@@ -47,8 +47,6 @@ if _hides_aiohttp:
 OPENAI_URL: Final = "https://api.openai.com/v1"
 NEVER: Final = threading.Event()
 """A stop event that is never set."""
-MAX_BODY_BYTES: Final = 4 << 20
-"""Larger than any verdict."""
 HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "flywheel"}
 """A compressed body could expand to far more than the bytes that were read."""
 
@@ -91,7 +89,7 @@ class HttpAnswer:
 class ModelHttpClient:
     """Sends requests to one endpoint over connections that stay open. Thread-safe."""
 
-    def __init__(self, url: str, *, timeout_seconds: float, max_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, url: str, *, timeout_seconds: float, max_bytes: int = MAX_ANSWER_BYTES) -> None:
         """Args:
             url: Root of the API.
             timeout_seconds: Total time for a request and its response, connecting included.
@@ -142,7 +140,7 @@ class _BoundedTransport(httpx2.BaseTransport):
         scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
         self._seconds = seconds
         self._max_bytes = max_bytes
-        self._ssl_context = _ssl_context() if scheme == "https" else None
+        self._ssl_context = ssl_context() if scheme == "https" else None
         self._idle: deque[tuple[httpcore2.ConnectionPool, _DeadlineBackend]] = deque()
         self._proxy: httpx2.Proxy | None = None
         proxies = {} if proxy_bypass(host) else getproxies()
@@ -171,30 +169,24 @@ class _BoundedTransport(httpx2.BaseTransport):
                 request.method, target, headers=request.headers.raw, content=request.read()
             ) as response:
                 headers = httpx2.Headers(response.headers)
-                # Compression was not requested, but some servers compress all the same.
-                is_compressed = headers.pop("content-encoding", "") in ("gzip", "deflate")
-                unpack = zlib.decompressobj(_GZIP_OR_ZLIB) if is_compressed else None
-                body = bytearray()
+                body = Body(headers, self._max_bytes)
                 for piece in response.iter_stream():
-                    body += unpack.decompress(piece, self._max_bytes + 1) if unpack else piece
-                    if len(body) > self._max_bytes:
-                        problem = f"the response is larger than {self._max_bytes >> 20} MiB"
-                        raise ResponseTooLargeError(problem, final=True)
+                    body.add(piece)
+        except AnswerTooLargeError as error:
+            raise ResponseTooLargeError(str(error), final=True) from None
         except httpcore2.TimeoutException as error:
             raise CallError(f"no complete response within {self._seconds:g} s") from error
         except (*_FAILURES, OSError, ValueError, zlib.error) as error:
             raise CallError(redact_secrets(_root_cause(error))) from error
         finally:
             self._idle.append((connection, backend))
-        return httpx2.Response(response.status, headers=headers, content=bytes(body), request=request)
+        return httpx2.Response(response.status, headers=headers, content=bytes(body.content), request=request)
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop()[0].close()
 
 
-_GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
-"""For zlib: detect the header."""
 _FAILURES: Final = (
     httpcore2.NetworkError,
     httpcore2.ProtocolError,
@@ -323,17 +315,6 @@ def parse_retry_after(value: str) -> float | None:
         return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
-
-
-@cache
-def _ssl_context() -> ssl.SSLContext:
-    """The system's authorities, those of SSL_CERT_FILE, and Mozilla's for systems without any.
-
-    One context for all connections: each takes 33 ms and nearly a megabyte.
-    """
-    context = ssl.create_default_context()
-    context.load_verify_locations(certifi.where())
-    return context
 
 
 def _root_cause(error: BaseException) -> str:

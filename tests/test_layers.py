@@ -29,6 +29,7 @@ LAYERS: dict[str, int] = {
     "request_id": 1,
     "request_parts": 1,
     "call_log": 1,
+    "call_log_page": 1,
     "tool_results": 1,
     "round": 1,
     "round_progress": 1,

@@ -13,8 +13,9 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
-from flywheel.model_http_client import MAX_BODY_BYTES, CallError, ModelHttpClient, ResponseTooLargeError
+from flywheel.model_http_client import CallError, ModelHttpClient, ResponseTooLargeError
 from flywheel.rubric import Rubric
+from flywheel.system.http_client import MAX_ANSWER_BYTES
 from flywheel.verdict import Exchange
 
 Play = Callable[[BaseHTTPRequestHandler], None]
@@ -149,7 +150,7 @@ def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> No
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
-    with serving(answers(b" " * (MAX_BODY_BYTES + 1))) as served:
+    with serving(answers(b" " * (MAX_ANSWER_BYTES + 1))) as served:
         http = client(served.url)
         with pytest.raises(ResponseTooLargeError, match="4 MiB"):
             http.post("/v1", b"{}", "key")

@@ -133,6 +133,8 @@ class Target:
     async def _post(self, number: str, body: bytes) -> None:
         import httpx2
 
+        from flywheel.system.http_client import BoundedClient
+
         attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the receiver."
         url = self._settings.target
         try:
@@ -143,14 +145,13 @@ class Target:
         assert url is not None
         timeout = self._settings.timeout_seconds
         try:
-            async with (
-                asyncio.timeout(timeout),
-                httpx2.AsyncClient(timeout=timeout, follow_redirects=False) as client,
-            ):
-                answer = await client.post(url, content=body, headers=self._headers(number, body))
-        except TimeoutError:
+            async with BoundedClient(url, seconds=timeout, trust_env=True) as client:
+                # The status says it all: nothing else of the answer is read.
+                headers = self._headers(number, body)
+                answer = await client.post(url, content=body, headers=headers, extensions={"max_bytes": 0})
+        except httpx2.TimeoutException:
             raise NotifyError(attempted, f"no answer within {timeout:g} s", hint) from None
-        except (httpx2.HTTPError, OSError, ValueError) as error:
+        except (httpx2.HTTPError, OSError, ValueError, ImportError) as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise NotifyError(attempted, why.replace(url, "the URL"), hint) from None
         if not answer.is_success:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from flywheel.errors import ServeError
 from flywheel.sources.calls.parsing import error_in, events
+from flywheel.system.http_client import BoundedClient
 from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
 from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.trace import get_path
@@ -130,9 +131,9 @@ class _Proxy:
         self.calls: list[CheckedCall] = []
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        # Generating may take long. The environment's proxy is for the internet, not for our own servers.
-        timeout = httpx2.Timeout(None, connect=10)
-        self._http = httpx2.AsyncClient(base_url=self._server_url, headers=headers, timeout=timeout, trust_env=False)
+        # Generating may take long.
+        self._http = BoundedClient(self._server_url, seconds=None, headers=headers)
+        self._http.timeout = httpx2.Timeout(None, connect=10)
 
     async def __aenter__(self) -> _Proxy:
         methods = ["GET", "POST", "PUT", "DELETE"]
@@ -209,7 +210,7 @@ def _read_answer(call: CheckedCall, content: bytes) -> None:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value := json.loads(text), dict):
             return value
     return {}

@@ -6,14 +6,13 @@ import asyncio
 from typing import Final
 from urllib.parse import parse_qs
 
-from flywheel.call_log import CallLog
+from flywheel.call_log import PAGE_BYTES, CallLog
 from flywheel.errors import CallLogError
 from flywheel.serving.asgi import answer_json
 from flywheel.serving.call_recorder import CallRecorder
 from flywheel.system.server_limits import RefusedError, Scope, Send
 
 MAX_CALLS: Final = 1000
-PAGE_BYTES: Final = 4_000_000
 
 
 class CallEndpoint:

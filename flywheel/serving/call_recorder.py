@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
-from flywheel.call_log import CallLog, RecordedCall
+from flywheel.call_log import CallLog, RecordedCall, fits_a_page
 from flywheel.serving.asgi import with_body
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from flywheel.system.server_limits import App, Message, Receive, Scope, Send
@@ -204,15 +204,17 @@ class CallRecorder:
 
     def _write(self, batch: list[CallInProgress]) -> None:
         size = sum(call.size for call in batch)
+        calls = [call for call in (each.as_recorded() for each in batch) if fits_a_page(call)]
+        self._lost += len(batch) - len(calls)
         dropped = self.uncounted
         try:
             with self._log.transaction():
                 # Before it is exceeded: clients can fill the log faster than a timer would empty it.
                 self._log.prune(0, self._max_bytes - size)
-                self._log.append((call.as_recorded() for call in batch), dropped)
+                self._log.append(calls, dropped)
             self._counted += dropped
         except Exception as error:
-            self._lost += len(batch)
+            self._lost += len(calls)
             self._warn("requests are served, but not recorded", error)
         self._taken_bytes += size
 

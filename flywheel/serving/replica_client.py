@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
-import ssl
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import httpx2
 
-from flywheel.call_log import Page
+from flywheel.call_log import MAX_PAGE_BYTES
+from flywheel.call_log_page import Page, read_page
 from flywheel.errors import ServeError
 from flywheel.serving import routes
 from flywheel.serving.model_listing import OWNER
 from flywheel.serving.replica_condition import Condition
 from flywheel.serving.replica_errors import load_error, message_of, no_middleware, refused
+from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
 
 T = TypeVar("T")
 
@@ -49,26 +48,14 @@ class Alias:
         return "" if self.waiting else self.target
 
 
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    # Includes the private certificate authority in $SSL_CERT_FILE.
-    return httpx2.create_ssl_context()
-
-
 class Replica:
     """A vLLM server with the alias middleware. Every method raises ServeError."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_seconds: float = 120.0) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-        timeout = httpx2.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         self._seconds = timeout_seconds
-        # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
-        verify = _certificates() if self.url.lower().startswith("https:") else False
-        # The environment's proxy is for the internet, not for our own servers.
-        self._http = httpx2.AsyncClient(
-            base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
-        )
+        self._http = BoundedClient(self.url, seconds=timeout_seconds, headers=headers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -91,9 +78,9 @@ class Replica:
 
     async def _health(self) -> int | None:
         try:
-            async with asyncio.timeout(self._quick_seconds):
-                return (await self._http.get("/health")).status_code
-        except (httpx2.HTTPError, TimeoutError):
+            answer = await self._http.get("/health", timeout=self._quick_seconds, extensions={"max_bytes": 0})
+            return answer.status_code
+        except httpx2.HTTPError:
             return None
 
     async def models(self) -> dict[str, str]:
@@ -159,15 +146,15 @@ class Replica:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
         attempted = f"pull calls from {self.url}"
         path = f"{routes.CALLS}?after={after}&limit={limit}"
-        response = await self._call("GET", path, attempted)
+        response = await self._call("GET", path, attempted, max_bytes=MAX_PAGE_BYTES)
         if response.status_code == 404:
             return None
         if response.status_code != 200:
             raise refused(attempted, response)
         try:
-            return await asyncio.to_thread(Page.from_json, response.content)
-        except ValueError:
-            raise self._not_vllm(attempted) from None
+            return await asyncio.to_thread(read_page, response.content, after)
+        except ValueError as error:
+            raise self._not_vllm(attempted, f" and no page of a call log: {error}") from None
 
     async def flip(
         self,
@@ -253,21 +240,29 @@ class Replica:
         return min(self._seconds, QUICK_SECONDS)
 
     async def _call(
-        self, method: str, path: str, attempted: str, content: Any = None, seconds: float | None = None
+        self,
+        method: str,
+        path: str,
+        attempted: str,
+        content: Any = None,
+        seconds: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> httpx2.Response:
-        """The answer with headers and whole body, within `seconds`."""
+        """The answer with headers and whole body, within `seconds` and of `max_bytes` at most."""
+        timeout = httpx2.Timeout(seconds or self._quick_seconds, connect=CONNECT_SECONDS)
         try:
-            async with asyncio.timeout(seconds or self._quick_seconds):
-                response = await self._http.request(method, path, json=content)
-        except (httpx2.TimeoutException, TimeoutError) as error:
+            response = await self._http.request(
+                method, path, json=content, timeout=timeout, extensions={"max_bytes": max_bytes}
+            )
+        except httpx2.TimeoutException as error:
             raise ServeError(
                 attempted,
                 f"no answer within its time ({type(error).__name__})",
                 "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
                 retryable=True,
             ).of_condition(Condition.UNREACHABLE) from error
-        except httpx2.DecodingError:
-            raise self._not_vllm(attempted) from None
+        except (httpx2.DecodingError, AnswerTooLargeError) as error:
+            raise self._not_vllm(attempted, f": {error}") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 hint = "Name the file of the authority that signed it in SSL_CERT_FILE, or correct serving.urls."
@@ -302,16 +297,17 @@ class Replica:
             raise refused(attempted, response)
         try:
             answer = response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             raise self._not_vllm(attempted) from None
         if not isinstance(answer, dict):
             raise self._not_vllm(attempted)
         return answer
 
-    def _not_vllm(self, attempted: str) -> ServeError:
-        return ServeError(
-            attempted, "its answer is not what vLLM answers", f"See whether {self.url} is the inference server."
-        ).of_condition(Condition.MISCONFIGURED)
+    def _not_vllm(self, attempted: str, why: str = "") -> ServeError:
+        hint = f"See whether {self.url} is the inference server."
+        return ServeError(attempted, f"its answer is not what vLLM answers{why}", hint).of_condition(
+            Condition.MISCONFIGURED
+        )
 
 
 async def every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -78,6 +78,6 @@ def message_of(response: httpx2.Response) -> str:
     try:
         error = response.json()["error"]
         text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = response.text
     return " ".join(redact_secrets(str(text)).split())[:500] or "no explanation"

@@ -28,6 +28,8 @@ PAUSE_SECONDS: Final = 0.5
 """The least time between two pulls that wait for a call."""
 RECORDING_NS: Final = 1_000_000_000
 """A call is in a server's log so long after its end at the latest, usually at once. Clocks may differ as much."""
+PULL_SECONDS: Final = 60.0
+"""One pull of a server takes so long at most, unless it is awaited to its end: others wait for it."""
 LONGEST_BACKOFF_SECONDS: Final = 15.0
 """A server that is away is asked again after this time at most."""
 
@@ -91,15 +93,17 @@ class CallPuller:
         if not self._pulled_at:
             await self.pull()
 
-    async def pull(self, *, at_once: bool = False) -> None:
-        """Pull all servers to the ends of their logs, `at_once` also those that have just failed. An error of one
-        server is noted in the mirror, and it is asked again later. Raises CallLogError.
+    async def pull(self, *, at_once: bool = False, seconds: float = PULL_SECONDS) -> None:
+        """Pull all servers to the ends of their logs, or for so many seconds, `at_once` also those that have just
+        failed. An error of one server is noted in the mirror, and it is asked again later. Raises CallLogError.
         """
         async with self._lock:
             began_ns = time.time_ns()
             # Each time, as the file may have been removed meanwhile.
             self._servers = await asyncio.to_thread(self.mirror.servers)
-            done = await asyncio.gather(*(self._pull(url, at_once) for url in self._config.serving.urls))
+            done = await asyncio.gather(
+                *(self._pull(url, at_once, time.monotonic() + seconds) for url in self._config.serving.urls)
+            )
             if all(done):
                 self._complete_ns = began_ns - RECORDING_NS
             self._pulled_at = time.monotonic()
@@ -117,39 +121,43 @@ class CallPuller:
         """Remove calls that are too old or too many; returns their number. Raises CallLogError."""
         return self.mirror.prune(time.time_ns() - self._settings.keep_ns, self._settings.max_bytes)
 
-    async def _pull(self, url: str, at_once: bool) -> bool:
+    async def _pull(self, url: str, at_once: bool, until: float) -> bool:
         """Pull one server; whether everything that it has recorded is in the mirror."""
         assert self._servers is not None
         failures, next_at = self._failures.get(url, (0, 0.0))
         if not at_once and time.monotonic() < next_at:
             return self._servers.get(url, PulledServer(url)).condition == OFF
         try:
-            is_on = await self._pull_pages(url)
+            condition = await self._pull_pages(url, until)
         except ServeError as error:
             self._failures[url] = (failures + 1, time.monotonic() + min(2.0**failures, LONGEST_BACKOFF_SECONDS))
             await self._note(url, error.condition, str(error), warn=at_once)
             return False
         self._failures.pop(url, None)
-        if not is_on:
+        if condition == OFF:
             self._failures[url] = (0, time.monotonic() + LONGEST_BACKOFF_SECONDS)
             why = "it records no calls: serving.call_log is false there, or it is an earlier version"
             await self._note(url, OFF, why, warn=False)
-        return not self._stopped
+        return bool(condition)
 
-    async def _pull_pages(self, url: str) -> bool:
-        """Pull one server to its end; whether it has a log."""
+    async def _pull_pages(self, url: str, until: float) -> str:
+        """Pull one server: its condition, empty if its end was not reached."""
         assert self._servers is not None
         replica = await self._replica(url)
-        while not self._stopped:
+        is_first = True
+        while not self._stopped and (is_first or time.monotonic() < until):
             server = self._servers.get(url, PulledServer(url))
             if (page := await replica.calls(server.after, PAGE_CALLS)) is None:
-                return False
+                return OFF
             state = page.state
             is_same = (state.log_id, state.newest, state.dropped) == (server.log_id, server.after, server.log_dropped)
             if is_same and server.condition == OK:
-                break
+                return OK
             if server.after and (state.log_id != server.log_id or state.newest < server.after):
                 # Another log, or an older copy of it: it was asked for numbers that it does not have yet.
+                if not is_first:
+                    hint = f"See whether one server alone answers at {url}. It is asked again."
+                    raise ServeError(f"pull calls from {url}", "its log changes while it is read", hint)
                 page = await replica.calls(0, PAGE_CALLS) or page
             more = await asyncio.to_thread(self.mirror.store_page, url, page)
             await asyncio.to_thread(self.prune)
@@ -158,8 +166,9 @@ class CallPuller:
                 self._warned.discard(url)
                 log.info("%s: its calls are pulled again", url)
             if not more:
-                break
-        return True
+                return OK
+            is_first = False
+        return ""
 
     async def _replica(self, url: str) -> Replica:
         """The client of a server; its key may have been created or changed meanwhile."""

@@ -482,7 +482,7 @@ class Ingestion:
     ) -> None:
         """Pull recorded calls, and find their conversations. Raises CallLogError and ReceiverError."""
         assert self.calls is not None
-        await self.calls.pull(at_once=True)
+        await self.calls.pull(at_once=True, seconds=math.inf)
         await finder.update(self.calls.read_to_ns, final=final, stop=stop)
 
     async def _reopened(self) -> list[SourceIngestion]:

@@ -18,7 +18,8 @@ import yaml
 from sqlalchemy import Connection, select
 
 from flywheel import exclusion
-from flywheel.call_log import Page, RecordedCall
+from flywheel.call_log import RecordedCall
+from flywheel.call_log_page import Page
 from flywheel.config import Config, parse
 from flywheel.diagnostics.audit import deep_audit
 from flywheel.request_id import new_request_id, request_id_in

@@ -20,7 +20,8 @@ import httpx2
 import openai
 import pytest
 
-from flywheel.call_log import CallLog, Page, RecordedCall
+from flywheel.call_log import CallLog, RecordedCall
+from flywheel.call_log_page import read_page
 from flywheel.config.file import parse
 from flywheel.diagnostics.doctor.servers import check_servers
 from flywheel.request_id import BASE_VERSION, mark_of
@@ -249,11 +250,11 @@ def test_the_log_is_read_in_pages(server: Server) -> None:
     for at in range(5):
         server.ask({**CHAT, "seed": at})
     told = server.recorded(5)
-    page = Page.from_json(pages(server, "?after=1&limit=2").content)
+    page = read_page(pages(server, "?after=1&limit=2").content, 1)
     assert page.calls == [(2, told[1]), (3, told[2])]
     assert page.state[1:] == (1, 5, 0)
-    assert [number for number, _ in Page.from_json(pages(server).content).calls] == [1, 2, 3, 4, 5]
-    assert Page.from_json(pages(server, "?after=5").content).calls == []
+    assert [number for number, _ in read_page(pages(server).content, 0).calls] == [1, 2, 3, 4, 5]
+    assert read_page(pages(server, "?after=5").content, 5).calls == []
     assert pages(server).json()["calls"][0]["number"] == 1
 
 
@@ -485,7 +486,7 @@ def test_serving_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
         server.ask(CHAT)
         wait_for(lambda: pages(server).json()["calls"][-1]["response"], "the page", seconds=60)
         found = wait_for(
-            lambda: (page := Page.from_json(pages(server).content)).state.newest + page.state.dropped == 31 and page,
+            lambda: (page := read_page(pages(server).content, 0)).state.newest + page.state.dropped == 31 and page,
             "all calls recorded or counted",
             seconds=60,
         )

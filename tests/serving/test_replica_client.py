@@ -16,6 +16,7 @@ import pytest
 from flywheel.errors import ServeError
 from flywheel.serving import replica_client as client_module
 from flywheel.serving.replica_client import Alias, Replica
+from flywheel.system.http_client import ssl_context
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 
@@ -253,14 +254,14 @@ async def test_a_certificate_is_believed_when_its_authority_is_named(
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    client_module._certificates.cache_clear()
+    ssl_context.cache_clear()
     async with server:
         async with Replica(url) as client:
             with pytest.raises(ServeError, match="its certificate is not trusted") as refused:
                 await client.models()
         assert "SSL_CERT_FILE" in refused.value.hint
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        client_module._certificates.cache_clear()
+        ssl_context.cache_clear()
         async with Replica(url) as client:
             assert await client.models() == {}
-    client_module._certificates.cache_clear()
+    ssl_context.cache_clear()

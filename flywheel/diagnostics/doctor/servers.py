@@ -19,6 +19,7 @@ from flywheel.serving.replica_errors import message_of
 from flywheel.serving.server_keys import admin_key
 from flywheel.serving.startup_adapters import base_name, deployed
 from flywheel.sources.calls.mirror import PulledServer, mirror_path, pulled_servers
+from flywheel.system.http_client import BoundedClient
 from flywheel.system.server_limits import is_loopback
 
 TIMEOUT_SECONDS: Final = 10.0
@@ -69,7 +70,7 @@ async def check_servers(config: Config) -> AsyncIterator[Finding]:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             async with (
                 Replica(url, key, timeout_seconds=TIMEOUT_SECONDS) as replica,
-                httpx2.AsyncClient(trust_env=False, headers=headers) as http,
+                BoundedClient(url, seconds=TIMEOUT_SECONDS, headers=headers) as http,
             ):
                 found, aliases[url] = await _server(config, replica, http)
                 yield found
@@ -100,8 +101,8 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
         raise ServeError(f"train for {replica.url}", why, remedy)
     try:
         # The route accepts POST only, so GET changes nothing; without run-time loading vLLM has no such route.
-        answer = await http.get(f"{replica.url}/v1/load_lora_adapter", timeout=TIMEOUT_SECONDS)
-    except httpx2.TransportError as error:
+        answer = await http.get("/v1/load_lora_adapter")
+    except httpx2.HTTPError as error:
         why = str(error) or type(error).__name__
         raise ServeError(f"ask {replica.url}", why, "Look at the server's log.", retryable=True) from error
     if answer.status_code == 404:
@@ -157,7 +158,7 @@ async def _tools(config: Config, url: str, model: str, http: httpx2.AsyncClient)
     """The server's answer to one request with a tool. One to the alias would be recorded as an agent's."""
     request = {**_TOOL_REQUEST, "model": model}
     try:
-        response = await http.post(f"{url}/v1/chat/completions", json=request, timeout=TOOL_TIMEOUT_SECONDS)
+        response = await http.post("/v1/chat/completions", json=request, timeout=TOOL_TIMEOUT_SECONDS)
     except httpx2.HTTPError as error:
         why = f"a request with a tool got no answer: {str(error) or type(error).__name__}"
         return Result.WARNING, why, "Look at the server's log."
@@ -173,7 +174,7 @@ async def _tools(config: Config, url: str, model: str, http: httpx2.AsyncClient)
     try:
         message = response.json()["choices"][0]["message"]
         called, text = bool(message.get("tool_calls")), str(message.get("content") or "")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         why = "the answer to a request with a tool is not what vLLM answers"
         return Result.WARNING, why, f"Check that {url} is the inference server."
     if not called and TOOL in text:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from flywheel.call_log import CallLog, Page
+from flywheel.call_log import CallLog
+from flywheel.call_log_page import Page
 from flywheel.model_call import ModelCall
 from flywheel.sources.calls.parsing import parse
 

@@ -21,6 +21,8 @@ from flywheel.sources.calls import responses_api
 from flywheel.trace import get_path
 
 RESPONSES_PATH: Final = "/v1/responses"
+MAX_BRACKETS: Final = 1_000_000
+"""An empty list takes 2 bytes as JSON, and 64 as an object."""
 _NO_PARAMETERS: Final = frozenset({"model", "messages", "tools", "stream", "stream_options", "user", "request_id"})
 _ERROR_CHARACTERS: Final = 500
 
@@ -230,6 +232,8 @@ def error_in(body: dict[str, Any]) -> str:
 
 def _json(body: bytes) -> Any:
     """The value of a JSON text; None if it is none. Lone surrogates are allowed."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        return None
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
