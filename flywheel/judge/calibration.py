@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-from scipy.stats import bootstrap
-
-from flywheel.judge.agreement import Confusion, Kappa, confusion
+from flywheel.judge.agreement import Confusion, Kappa, confusion, kappa_of
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.judge.labels import Label
@@ -21,10 +16,6 @@ from flywheel.verdict import Outcome, Verdict
 
 WORST: Final = 10
 """How many disagreements are reported."""
-RESAMPLES: Final = 9999
-SEED: Final = 0
-_CELLS: Final = 5_000_000
-"""Entries of one batch of resamples: it bounds the memory for any number of labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +105,10 @@ def _summary(
     worst.sort(key=lambda each: each.margin, reverse=True)
     everything = [verdict for given in verdicts for verdict in given]
     repeated = [accepts for accepts in decisions if len(accepts) > 1]
+    table = confusion(people, judge)
     return Calibration(
-        confusion=confusion(people, judge),
-        kappa=kappa_of(people, judge),
+        confusion=table,
+        kappa=kappa_of(table),
         undecided=tuple(undecided),
         consistency=consistency(decisions),
         unanimous=sum(len(set(accepts)) == 1 for accepts in repeated) / len(repeated) if repeated else None,
@@ -126,45 +118,6 @@ def _summary(
         prompt_tokens=sum(verdict.prompt_tokens for verdict in everything),
         completion_tokens=sum(verdict.completion_tokens for verdict in everything),
     )
-
-
-def kappa_of(people: Sequence[bool], judge: Sequence[bool]) -> Kappa:
-    """Kappa with a percentile bootstrap interval over the pairs (9,999 resamples, a fixed seed).
-
-    A resample in which both always decide the same counts as 0: it shows no agreement beyond chance.
-    """
-    first, second = np.asarray(people, bool), np.asarray(judge, bool)
-    if not len(first) or np.isnan(value := _kappa(first, second)):
-        return Kappa(None, None, None)
-    if len(first) < 2:
-        return Kappa(float(value), None, None)
-    with warnings.catch_warnings():
-        # All resamples can be equal: then the interval is a point.
-        warnings.simplefilter("ignore")
-        interval = bootstrap(
-            (first, second),
-            lambda a, b, axis: np.nan_to_num(_kappa(a, b, axis)),
-            paired=True,
-            vectorized=True,
-            n_resamples=RESAMPLES,
-            batch=max(1, _CELLS // len(first)),
-            method="percentile",
-            rng=np.random.default_rng(SEED),
-        ).confidence_interval
-    return Kappa(float(value), float(interval.low), float(interval.high))
-
-
-def _kappa(people: NDArray[np.bool_], judge: NDArray[np.bool_], axis: int = -1) -> Any:
-    """Cohen's kappa (Cohen 1960, "A coefficient of agreement for nominal scales"): (p_o - p_e) / (1 - p_e).
-
-    p_o is the observed agreement, p_e that of raters who decide by chance at their own rates. NaN where p_e is 1: if
-    both always decide the same, nothing is known about agreement.
-    """
-    observed = np.mean(people == judge, axis=axis)
-    first, second = np.mean(people, axis=axis), np.mean(judge, axis=axis)
-    expected = first * second + (1 - first) * (1 - second)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(expected < 1, (observed - expected) / (1 - expected), np.nan)
 
 
 def consistency(repeats: Sequence[Sequence[bool]]) -> float | None:
