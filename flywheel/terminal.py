@@ -47,6 +47,15 @@ def quantity(number: int, one: str, several: str = "") -> str:
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
+def percent(share: float) -> str:
+    """A share in whole percent: `94 %`. Next to 0 and 100, as many decimals as tell it from them: `99.8 %`."""
+    for digits in range(5):
+        text = f"{100 * share:.{digits}f}"
+        if share in (0, 1) or 0.5 / 10**digits <= 100 * share < 100 - 0.5 / 10**digits:
+            break
+    return f"{text} %"
+
+
 def duration(seconds: float) -> str:
     """Seconds in words: `8 s`, `2 min 5 s`, `3 h 20 min`."""
     minutes, rest = divmod(round(seconds), 60)

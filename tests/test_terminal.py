@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel import log
-from flywheel.terminal import duration, escape_terminal, quantity
+from flywheel.terminal import duration, escape_terminal, percent, quantity
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))
 
@@ -64,3 +64,19 @@ def test_most_nouns_take_an_s() -> None:
 )
 def test_durations_read_as_people_say_them(seconds: float, told: str) -> None:
     assert duration(seconds) == told
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.939207, "94 %"),
+        (0, "0 %"),
+        (1, "100 %"),
+        (0.5, "50 %"),
+        (0.9976, "99.8 %"),
+        (0.0004, "0.04 %"),
+        (0.99, "99 %"),
+    ],
+)
+def test_a_share_is_in_whole_percent_unless_that_would_be_all_or_nothing(share: float, text: str) -> None:
+    assert percent(share) == text

@@ -95,6 +95,14 @@ class Commands(Group):
             ctx.fail(f"No such command {args[0]!r}. Use `flywheel {HINTS[args[0]]}`.")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # Typer passes on the words of the library that checks values.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         super().format_commands(ctx, formatter)
         with formatter.section("Other names"):

@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
     from flywheel.config import Config
 
-NEXT: Final = {
-    "judged": "the task is pending again: the daemon or `flywheel filter` judges it",
-    "read": "the daemon or `flywheel ingest` reads its trace again",
-    "swept": "its checkpoint is removed: the daemon or `flywheel ingest --sweep` finds it by a full scan",
-    "reread": "the daemon or `flywheel ingest` reads its file again from the beginning",
-    "alive": "it is no longer dead: nothing is left to do",
-}
-"""What happens after a retry, by `flywheel.store.dead_letters.Next`."""
 COLUMNS: Final = ("id", "kind", "source", "subject", "when", "state", "error")
 WIDE: Final = 100
 """Terminals of this width have room for a dead letter in one row."""
@@ -89,6 +81,7 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
 
 def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: bool) -> None:
     """Retry or drop these dead letters, all open ones without `ids`."""
+    from flywheel.store.dead_letters import AFTER_RETRY
     from flywheel.store.requests import Kind
 
     done = ask(config, Kind.RETRY if retries else Kind.DROP, {"ids": ids})
@@ -101,7 +94,7 @@ def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: boo
         typer.echo("no dead letter is open")
     elif retries:
         for letter in report["retried"]:
-            typer.echo(f"{letter['id']}: {escape_terminal(letter['subject'])}: {NEXT[letter['next']]}")
+            typer.echo(f"{letter['id']}: {escape_terminal(letter['subject'])}: {AFTER_RETRY[letter['next']]}")
         typer.echo(f"{len(report['retried'])} retried; what fails again is opened again")
     else:
         typer.echo(f"{len(report['dropped'])} dropped; their rows and tasks stay dead, and `--all` lists them")

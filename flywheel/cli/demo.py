@@ -20,6 +20,7 @@ import typer
 from flywheel.cli.app import app, open_state, run_async
 from flywheel.errors import ExportError
 from flywheel.process_tuning import tune_process
+from flywheel.request_id import UNRECORDED
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -156,7 +157,8 @@ def _print(results: dict[str, Any]) -> None:
     for each in results["by_adapter"]:
         judged = each["accepted"] + each["rejected"]
         share = "–" if each["acceptance"] is None else f"{each['acceptance']:.0%}"
-        rows.append(Row((each["adapter"] or "base model", str(judged), str(each["accepted"]), share), ()))
+        name = {"": "base model", UNRECORDED: "no recorded model"}.get(each["adapter"], each["adapter"])
+        rows.append(Row((name, str(judged), str(each["accepted"]), share), ()))
     print_rows(console, ("answered by", "judged", "accepted", "share"), rows, wide=0, fold=())
     failures = Counter(name for verdict in verdicts for name in verdict["failed"])
     missed = ", ".join(f"{name} {number}" for name, number in failures.most_common())

@@ -112,6 +112,12 @@ def labels(
     if shown:
         rows = [Row(_cells(each), (each["comment"],)) for each in escape_terminal(shown, one_line=True)]
         print_rows(stdout(), COLUMNS, rows, wide=WIDE, fold=("criterion", "by", "comment"))
+    if not found:
+        typer.echo(
+            "There are no labels"
+            + (" like that." if by is not None or criterion is not None else " yet: `flywheel label` makes one.")
+        )
+        return
     shortened = f"{len(shown):,} of {quantity(len(found), 'label')}; --limit N shows more"
     typer.echo(quantity(len(found), "label") if len(shown) == len(found) else shortened)
     for name, each in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,10 +79,14 @@ def show(
 
     wanted = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
-    found, total = run_async(
+    found, total, choices = run_async(
         read_state(
             load_config(config),
-            lambda conn: (task_list.listed(conn, wanted, most), task_list.count(conn, wanted)),
+            lambda conn: (
+                task_list.listed(conn, wanted, most),
+                task_list.count(conn, wanted),
+                task_list.choices(conn),
+            ),
         )
     )
     shown = [task_list.summary(row) for row in found]
@@ -90,9 +95,25 @@ def show(
         return
     if shown:
         _print(stdout(), escape_terminal(shown, one_line=True))
+    if not total:
+        typer.echo(_nothing(choices, wanted != [], criterion=criterion, adapter=adapter))
+        return
     kind = f" {state.value}" if state is not None else ""
     shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"
     typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)
+
+
+def _nothing(choices: dict[str, list[str]], is_selection: bool, **given: str | None) -> str:
+    """That a list is empty; a value that no task has may be a mistyped one."""
+    if not is_selection:
+        return "There are no tasks yet: `flywheel ingest` reads the sources."
+    said = ["No task matches."]
+    for name, value in given.items():
+        if value is not None and value not in choices[name]:
+            close = difflib.get_close_matches(value, choices[name], n=1)
+            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices[name]) or 'none yet'}."
+            said.append(f"No {name} of the newest verdicts is {value}: {meant}")
+    return escape_terminal(" ".join(said))
 
 
 def _print(console: Console, shown: list[dict[str, Any]]) -> None:

@@ -250,7 +250,7 @@ class Rounds:
         except OSError as error:
             why = f"{error.filename or result.adapter.path}: {error.strerror or error}"
             await self._note(f"{row.name} cannot be decided: {why}")
-            attempted, hint = f"read the adapter of {row.name}", "Correct that; the round is retried automatically."
+            attempted, hint = f"read the adapter of {row.name}", "Correct that: the daemon decides the round again."
             raise TrainError(attempted, why, hint, retryable=True) from error
         if found != result.adapter.sha256:
             await self._fail(row, RoundState.EVALUATING, f"the files in {result.adapter.path} have changed")

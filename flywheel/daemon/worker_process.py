@@ -20,6 +20,7 @@ from flywheel.files import PRIVATE, make_private, private, write_atomic
 from flywheel.known_secrets import redact_secrets
 from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 from flywheel.round_progress import PROGRESS_FILE
+from flywheel.yaml_file import explain
 
 STOP_SECONDS = 20.0
 ADOPTED_POLL_SECONDS = 1.0
@@ -130,7 +131,7 @@ def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
             return RoundResult.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
             # After an update, the worker of another version may have written it.
-            why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+            why = error.strerror if isinstance(error, OSError) else explain(error, RoundResult)
             raise TrainError(
                 attempted, f"{path} cannot be read ({why})", "The round is retried.", retryable=True
             ) from error

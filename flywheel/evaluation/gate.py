@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flywheel.config import GateSettings
 from flywheel.round import Comparison, CriterionComparison, GateDecision, Ground
-from flywheel.terminal import quantity
+from flywheel.terminal import percent, quantity
 
 
 def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
@@ -13,7 +13,7 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     A criterion with a margin must also be shown to be worse by less than the margin.
     """
     figures = (
-        f"gain {comparison.gain:+.3f}, {100 * comparison.confidence:.6g}% interval {comparison.lower:+.3f} to"
+        f"gain {comparison.gain:+.3f}, {percent(comparison.confidence)} interval {comparison.lower:+.3f} to"
         f" {comparison.upper:+.3f}; candidate {comparison.candidate_mean:.3f}, deployed"
         f" {comparison.deployed_mean:.3f}, on {_count(comparison.tasks)}"
     )

@@ -12,6 +12,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, select
 
 from flywheel.exclusion import TrainedModels
+from flywheel.request_id import UNRECORDED
 from flywheel.states import TaskState
 from flywheel.store.schema import tasks
 
@@ -20,7 +21,7 @@ _ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSU
 
 
 def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Counts of the tasks that each adapter answered, by outcome; "" is the base model.
+    """Counts of the tasks that each adapter answered, by outcome; "" is the base model, UNRECORDED no known model.
 
     `acceptance` is the share of accepted tasks among accepted and rejected ones. Tasks of other models than the
     alias, its versions and its base are counted apart, by the name of the model, the most first.
@@ -32,7 +33,7 @@ def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, 
         if not models.is_own(model, adapter):
             others[model] += number
             continue
-        entry = counts.setdefault(adapter, {"accepted": 0, "rejected": 0, "undecided": 0, "other": 0})
+        entry = counts.setdefault(_name(adapter, model), {"accepted": 0, "rejected": 0, "undecided": 0, "other": 0})
         kind = "accepted" if state in _ACCEPTED else state if state in ("rejected", "undecided") else "other"
         entry[kind] += number
     own = []
@@ -40,6 +41,10 @@ def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, 
         judged = entry["accepted"] + entry["rejected"]
         own.append({"adapter": adapter, **entry, "acceptance": entry["accepted"] / judged if judged else None})
     return own, dict(others.most_common())
+
+
+def _name(adapter: str, model: str) -> str:
+    return adapter or ("" if model else UNRECORDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,9 @@ def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Per
     counts: dict[tuple[int, str], tuple[int, int]] = {}
     for at, adapter, model, good, every in rows:
         if models.is_own(model, adapter):
-            before = counts.get((int(at), adapter), (0, 0))
-            counts[int(at), adapter] = before[0] + good, before[1] + every
+            name = _name(adapter, model)
+            before = counts.get((int(at), name), (0, 0))
+            counts[int(at), name] = before[0] + good, before[1] + every
     return [
         Period(adapter, begin + at * length, begin + (at + 1) * length, good, every, *wilson(good, every))
         for (at, adapter), (good, every) in sorted(counts.items())

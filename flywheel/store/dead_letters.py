@@ -59,6 +59,16 @@ class Next(StrEnum):
     """nothing: it is not dead any more"""
 
 
+AFTER_RETRY: Final = {
+    Next.JUDGED: "the task is pending again: the daemon or `flywheel filter` judges it",
+    Next.READ: "the daemon or `flywheel ingest` reads its trace again",
+    Next.SWEPT: "its checkpoint is removed: the daemon or `flywheel ingest --sweep` finds it by a full scan",
+    Next.REREAD: "the daemon or `flywheel ingest` reads its file again from the beginning",
+    Next.ALIVE: "it is no longer dead: nothing is left to do",
+}
+"""What happens after a retry, in words. Nothing does before the next pass of the daemon or of that command."""
+
+
 def dead_letter(
     conn: Connection, kind: str, subject: str, error: str, excerpt: str = "", source: int | None = None
 ) -> None:

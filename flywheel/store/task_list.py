@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_, select, true
 
-from flywheel.request_id import BASE_VERSION
+from flywheel.request_id import BASE_VERSION, UNRECORDED
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import rows_in
-from flywheel.store.schema import fingerprints, influences, judge_models, replies, sources, tasks, verdicts
+from flywheel.store.schema import adapters, fingerprints, influences, judge_models, replies, sources, tasks, verdicts
 
 _leader = tasks.alias("leader")
 _later = verdicts.alias("later")
@@ -30,6 +30,8 @@ _FIRST_STEP: Final = 500
 _LONGEST_STEP: Final = 4_000
 """How many ids a search looks at in one statement, at first and at most: the time is checked between them."""
 
+SEEN: Final = 200
+"""The newest tasks and verdicts, whose agents and criteria are offered as choices."""
 Conditions = Sequence[ColumnElement[bool]]
 
 
@@ -49,7 +51,8 @@ def conditions(
 ) -> list[ColumnElement[bool]]:
     """The conditions of a selection; None selects all.
 
-    `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest
+    `adapter` is a version with or without its alias, "base" for the base model or "unrecorded" where no
+    model is known; `criterion` is one that the newest
     verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters. `lowest` and
     `highest` bound the newest verdict's score. `judge` is the model or the hash of the newest verdict's judge,
     `source` the path of a source, `target` one of the `targets`.
@@ -69,7 +72,9 @@ def conditions(
         found.append(tasks.c.state == state.value)
     if adapter is not None:
         names = tasks.c.adapter
-        is_it = names == "" if adapter == BASE_VERSION else names.endswith("@" + adapter, autoescape=True)
+        is_it = names.endswith("@" + adapter, autoescape=True)
+        if adapter in (BASE_VERSION, UNRECORDED):
+            is_it = (names == "") & ((tasks.c.model != "") if adapter == BASE_VERSION else (tasks.c.model == ""))
         found.append(or_(is_it, names == adapter))
     if criterion is not None:
         result = func.json_each(verdicts.c.results).table_valued("value")
@@ -88,6 +93,23 @@ def conditions(
         texts = [func.json_extract(tasks.c.payload, path) for path in ("$.main_query", "$.answer")]
         found.append(or_(*(each.icontains(text, autoescape=True) for each in texts)))
     return found
+
+
+def choices(conn: Connection) -> dict[str, list[str]]:
+    """Values that tasks have, by what they are selected by. Agents and criteria are those of the newest tasks."""
+    newest = select(tasks.c.agent).order_by(tasks.c.id.desc()).limit(SEEN).subquery()
+    results = select(verdicts.c.results).order_by(verdicts.c.id.desc()).limit(SEEN).subquery()
+    result = func.json_each(results.c.results).table_valued("value")
+    criterion = func.json_extract(result.c.value, "$.criterion")
+    queries = {
+        "agent": select(newest.c.agent).where(newest.c.agent != "").distinct().order_by(newest.c.agent),
+        "adapter": select(adapters.c.name).order_by(adapters.c.id.desc()),
+        "criterion": select(criterion).select_from(results.join(result, true())).distinct().order_by(criterion),
+        "judge": select(judge_models.c.model).distinct().order_by(judge_models.c.model),
+        "source": select(sources.c.path).order_by(sources.c.path),
+    }
+    found = {name: list(conn.execute(query).scalars()) for name, query in queries.items()}
+    return {**found, "adapter": [BASE_VERSION, UNRECORDED, *found["adapter"]]}
 
 
 def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Sequence[Row[Any]]:

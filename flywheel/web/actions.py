@@ -16,7 +16,8 @@ from starlette.responses import RedirectResponse, Response
 
 from flywheel.daemon.requests import perform
 from flywheel.states import RequestState
-from flywheel.store import requests
+from flywheel.store import dead_letters, requests
+from flywheel.store.dead_letters import Next
 from flywheel.store.requests import Kind
 from flywheel.terminal import quantity
 from flywheel.web.site import site_of
@@ -81,15 +82,6 @@ def outcome(request: requests.Request, units: int | None = None) -> dict[str, An
     }
 
 
-_NEXT: Final[Mapping[str, str]] = {
-    "judged": "judged again",
-    "read": "read again",
-    "swept": "looked for by a full scan",
-    "reread": "read again with its file",
-    "alive": "not dead any more",
-}
-
-
 def _done(name: str, value: Any) -> str:
     if not isinstance(value, list):
         return "stored"
@@ -98,5 +90,5 @@ def _done(name: str, value: Any) -> str:
     counts: dict[str, int] = {}
     for each in value:
         counts[each["next"]] = counts.get(each["next"], 0) + 1
-    more = ", ".join(f"{count:,} {_NEXT.get(then, then)}" for then, count in counts.items())
-    return f"{len(value):,} retried: {more}" if value else "none was open"
+    then = "; ".join(f"{count:,} × {dead_letters.AFTER_RETRY[Next(after)]}" for after, count in counts.items())
+    return f"{len(value):,} retried. {then}" if value else "none was open"

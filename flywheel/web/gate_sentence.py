@@ -9,7 +9,7 @@ from flywheel.round import Comparison, CriterionComparison, GateDecision, Ground
 from flywheel.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK, Service
 from flywheel.store.gate_outcomes import GateOutcome
-from flywheel.terminal import quantity
+from flywheel.terminal import percent, quantity
 
 _ROLLED_BACK: Final = "; rolled back since"
 _NOT_DEPLOYED: Final = "not deployed: "
@@ -79,7 +79,7 @@ def level(alpha: float) -> str:
 
 
 def interval(comparison: Comparison) -> str:
-    return f"{100 * comparison.confidence:.4g} % interval {comparison.lower:+.3f} to {comparison.upper:+.3f}"
+    return f"{percent(comparison.confidence)} interval {comparison.lower:+.3f} to {comparison.upper:+.3f}"
 
 
 def _better(outcome: GateOutcome, seen: Comparison, decision: GateDecision | None) -> str:

@@ -10,18 +10,17 @@ from typing import Any, Final, Self
 from urllib.parse import urlencode
 
 import orjson
-from sqlalchemy import Connection, func, select, true
+from sqlalchemy import Connection, select
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from flywheel.exclusion import Taken
-from flywheel.request_id import BASE_VERSION
 from flywheel.states import Split, TaskState
 from flywheel.store import funnel, lineage, task_list
 from flywheel.store.bulk import count_rows
-from flywheel.store.schema import adapters, judge_models, sources, tasks, verdicts
+from flywheel.store.schema import tasks, verdicts
 from flywheel.web import actions, labels
 from flywheel.web.paging import position
 from flywheel.web.site import site_of
@@ -30,8 +29,6 @@ PER_PAGE: Final = 50
 SEARCH_SECONDS: Final = 0.05
 """After this time, a list shows what it has found; a link continues the search."""
 EXPORTED_AT_ONCE: Final = 200
-SEEN: Final = 200
-"""The newest tasks and verdicts, whose agents and criteria are offered as choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,9 @@ class Selection:
     def conditions(self, takes: Taken) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
         stages = funnel.stages(takes.train)
-        if self.stage and self.stage not in stages:
-            raise ValueError(f"{self.stage!r} is none of {', '.join(stages)}")
+        for value, known in ((self.stage, stages), (self.state, list(TaskState)), (self.split, list(Split))):
+            if value and value not in known:
+                raise ValueError(f"{value!r} is none of {', '.join(known)}")
         of_stage = [stages[self.stage]] if self.stage else []
         return of_stage + task_list.conditions(
             TaskState(self.state) if self.state else None,
@@ -75,8 +73,8 @@ class Selection:
             self.text or None,
             agent=self.agent or None,
             split=Split(self.split) if self.split else None,
-            lowest=float(self.lowest) if self.lowest else None,
-            highest=float(self.highest) if self.highest else None,
+            lowest=_number(self.lowest),
+            highest=_number(self.highest),
             judge=self.judge or None,
             source=self.source or None,
             target=self.target or None,
@@ -87,6 +85,13 @@ class Selection:
         """Whether more than a state and a place in the list was chosen."""
         own = ("state", "before")
         return any(getattr(self, field.name) for field in fields(self) if field.name not in own)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
 
 
 async def show_list(request: Request) -> Response:
@@ -127,7 +132,7 @@ def _page(
         "total": total,
         "older": older,
         "is_whole": older is None or len(rows) == PER_PAGE,
-        "choices": _choices(conn),
+        "choices": task_list.choices(conn),
     }
 
 
@@ -146,23 +151,6 @@ async def export(request: Request) -> Response:
 
     headers = {"content-disposition": 'attachment; filename="tasks.jsonl"'}
     return StreamingResponse(lines(), media_type="application/jsonl", headers=headers)
-
-
-def _choices(conn: Connection) -> dict[str, list[str]]:
-    """What can be chosen from; other values can be typed."""
-    newest = select(tasks.c.agent).order_by(tasks.c.id.desc()).limit(SEEN).subquery()
-    results = select(verdicts.c.results).order_by(verdicts.c.id.desc()).limit(SEEN).subquery()
-    result = func.json_each(results.c.results).table_valued("value")
-    criterion = func.json_extract(result.c.value, "$.criterion")
-    queries = {
-        "agent": select(newest.c.agent).where(newest.c.agent != "").distinct().order_by(newest.c.agent),
-        "adapter": select(adapters.c.name).order_by(adapters.c.id.desc()),
-        "criterion": select(criterion).select_from(results.join(result, true())).distinct().order_by(criterion),
-        "judge": select(judge_models.c.model).distinct().order_by(judge_models.c.model),
-        "source": select(sources.c.path).order_by(sources.c.path),
-    }
-    found = {name: list(conn.execute(query).scalars()) for name, query in queries.items()}
-    return {**found, "adapter": [BASE_VERSION, *found["adapter"]]}
 
 
 async def show(request: Request) -> Response:

@@ -13,6 +13,8 @@ from urllib.parse import quote
 import orjson
 from markupsafe import Markup, escape
 
+from flywheel import terminal
+
 _UNSEEN: Final = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # control characters except tab and line feed
     "\\u00ad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"  # formatting, invisible
@@ -54,7 +56,7 @@ def score(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
+    return "–" if value is None else terminal.percent(value)
 
 
 def compact(value: float | None) -> str:

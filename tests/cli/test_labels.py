@@ -89,4 +89,4 @@ def test_what_is_labelled_wrongly_is_explained(
 def test_without_a_state_nothing_is_made(flywheel: Run, tmp_path: Path) -> None:
     assert flywheel("label", "t-1", "accept").code == 1
     assert not (tmp_path / "home" / "state.db").exists()
-    assert flywheel("labels").out.endswith("0 labels\n")
+    assert flywheel("labels").out.endswith("There are no labels yet: `flywheel label` makes one.\n")

@@ -99,7 +99,17 @@ def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_p
 
 
 def test_nothing_is_held_in_an_empty_state(flywheel: Run) -> None:
-    assert flywheel("tasks", "--state", "held").out == "0 held\n"
+    assert flywheel("tasks", "--state", "held").out == "No task matches.\n"
+    assert flywheel("tasks").out == "There are no tasks yet: `flywheel ingest` reads the sources.\n"
+
+
+def test_a_mistyped_choice_is_suggested(flywheel: Run, held: list[str]) -> None:
+    told = flywheel("tasks", "--adapter", "bsae").out
+    assert told == "No task matches. No adapter of the newest verdicts is bsae: did you mean base?\n"
+    ran = flywheel("tasks", "--state", "helt")
+    assert ran.code == 2
+    assert "'helt' is not one of 'pending'" in ran.err
+    assert "Value error" not in ran.err
 
 
 def test_options_before_the_verb_count_as_those_behind_it(flywheel: Run, held: list[str], tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_gain_whose_interval_is_above_zero_is_promoted() -> None:
     decision = decide(comparison(), GATE)
     assert decision.promote
     assert decision.reason == (
-        "better: gain +0.200, 95% interval +0.100 to +0.300; candidate 0.700, deployed 0.500, on 50 held-out tasks"
+        "better: gain +0.200, 95 % interval +0.100 to +0.300; candidate 0.700, deployed 0.500, on 50 held-out tasks"
     )
 
 

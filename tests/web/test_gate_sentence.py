@@ -17,7 +17,7 @@ from flywheel.store.gate_outcomes import GateOutcome
 from flywheel.web.gate_sentence import later, sentence
 from tests.web.gate_rounds import AT, GUARDED, comparison, criterion, put_deployment, put_round
 
-GAIN = "(99.51 % interval"
+GAIN = "(99.5 % interval"
 CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "promoted": (
         RoundState.PROMOTED,

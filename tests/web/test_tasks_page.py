@@ -45,8 +45,8 @@ def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, addr
 
 @pytest.mark.parametrize(
     "query",
-    ["state=rejected", "criterion=correct", "lowest=0.9", "highest=0.1&adapter=base", "adapter=base", "adapter=r0001",
-     "split=held-out", "stage=usable", "text=desrever",
+    ["state=rejected", "criterion=correct", "lowest=0.9", "highest=0.1&adapter=unrecorded", "adapter=unrecorded",
+     "adapter=r0001", "split=held-out", "stage=usable", "text=desrever",
      "judge=a-judge", "source=/no/such/file", "state=accepted&before=300"],
 )  # fmt: skip
 def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, query: str) -> None:
@@ -65,6 +65,21 @@ def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, q
         address = html.unescape(following[1]) if following else ""
     assert [json.loads(line)["task_id"] for line in lines] == found == [row.key for row in rows]
     assert bool(rows) is ("no/such" not in query)
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [("state=foo", "'foo' is none of pending, judging"), ("split=x", "'x' is none of train, held-out"),
+     ("lowest=low", "'low' is not a number")],
+)  # fmt: skip
+def test_a_selection_that_cannot_be_is_explained_on_a_page_with_navigation(
+    shared_state: Config, query: str, why: str
+) -> None:
+    answer = client_of(shared_state).get(f"/tasks?{query}")
+    assert answer.status_code == 400
+    assert why in html.unescape(answer.text)
+    assert '<nav aria-label="Pages">' in answer.text
+    assert '<nav aria-label="Pages">' in client_of(shared_state).get("/nothing").text
 
 
 def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeypatch: pytest.MonkeyPatch) -> None:
