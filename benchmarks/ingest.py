@@ -2,8 +2,8 @@
 
 `cold_vs_floor` is the speed of reading rows to whole replies relative to that loop, `ingest_vs_floor` that of a whole
 first ingestion with state and task file, `rss_growth_mb` what the latter adds to the memory of its process. One
-repetition with a million spans takes about three minutes on two quiet cores, and a minute more where the database has
-to be made; more repetitions say more on a machine that others use, too.
+repetition with a million spans needs 228 s of processor time, most of it on two cores at once, and a minute more if
+the database has to be made; more repetitions say more on a machine that others use, too.
 """
 
 from __future__ import annotations
