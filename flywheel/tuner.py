@@ -79,7 +79,8 @@ def tune(
         config: Settings as a mapping or a YAML file, in Flywheel's keys, or those of the tuner (`repeat_times`,
             `batch_size`, …) or of a Trinity file.
         train_dataset: A file of JSON lines, one task each, or an object with such a `path`.
-        eval_dataset: The same for the tasks of the comparison. Default: a fifth of the others.
+        eval_dataset: The same for the tasks of the comparison. Default: whole conversations of the others, until
+            they have the share that `ingest.train_ratio` leaves (30 of 100 tasks), and at least `gate.min_tasks`.
         judge_func: A function that rewards the workflow's response.
         model: The base model's path or name, or a `TunerModelConfig`.
         auxiliary_models: Further models by name, each with `base_url`, `model` and perhaps `api_key_env`.

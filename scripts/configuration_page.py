@@ -24,8 +24,8 @@ One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in 
 default; an unknown one is an error that names its path, and so is one that is written twice. `~` expands, relative
 paths are relative to the file, and secrets are never in it: it names the environment variables that hold them.
 
-A configuration made for AgentJet or ASTuner works as it is: `feedback_tracing`, at the root or in `task_reader` below
-`ajet:` or `astuner:`, is read with its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
+Configurations made for AgentJet or ASTuner are read: `feedback_tracing`, at the root or in `task_reader` below
+`ajet:` or `astuner:`, has its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
 `alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. Below `ajet:`
 or `astuner:`, `model.path` is taken as `model.base`, `rollout.num_repeat` as `training.group_size`, and
 `rollout.temperature` as Flywheel's; `task_reader.type` is `tracing` or, for a file of tasks, `jsonl` (or

@@ -1,4 +1,4 @@
-"""A configuration made for AgentJet or ASTuner works as it is."""
+"""What is read of a configuration made for AgentJet or ASTuner, and what is refused."""
 
 from __future__ import annotations
 
