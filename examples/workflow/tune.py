@@ -1,6 +1,7 @@
 """Tunes the agent beside it on a file of tasks, without a daemon: `python tune.py TASKS.jsonl MODEL`.
 
-A fifth of the tasks, and at least `gate.min_tasks` (8), is held out to compare the adapter with the model.
+What `ingest.train_ratio` leaves of the tasks (30 of 100), and at least `gate.min_tasks` (8), is held out to compare
+the adapter with the model.
 """
 
 import sys
