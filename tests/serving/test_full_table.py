@@ -47,9 +47,15 @@ async def replica(server: Config) -> AsyncIterator[Replica]:
         yield client
 
 
+def managing(config: Config) -> dict[str, str]:
+    """Only the admin key may ask for a version by name."""
+    key = admin_key(config, config.serving.urls[0], "ask the tests' server")
+    return {"authorization": f"Bearer {key}"}
+
+
 async def answers(config: Config, models: list[str]) -> list[str]:
     """Greedy answers to different questions, asked at the same time."""
-    async with httpx2.AsyncClient(base_url=config.serving.urls[0], timeout=120) as client:
+    async with httpx2.AsyncClient(base_url=config.serving.urls[0], timeout=120, headers=managing(config)) as client:
 
         async def ask(number: int, model: str) -> str:
             request = {"model": model, "prompt": f"How much is {number} plus 7?", "max_tokens": 48, "temperature": 0}
@@ -89,9 +95,7 @@ async def test_each_of_vllms_endpoints_refuses_the_load_that_would_take_the_last
         if len(await replica.models()) < 3:
             await replica.load(name, adapters["good"].path)
     path = adapters["other"].path
-    async with httpx2.AsyncClient(base_url=server.serving.urls[0], timeout=120) as client:
-        key = admin_key(server, server.serving.urls[0], "ask the tests' server")
-        client.headers["authorization"] = f"Bearer {key}"
+    async with httpx2.AsyncClient(base_url=server.serving.urls[0], timeout=120, headers=managing(server)) as client:
         loads = {
             "/v1/load_lora_adapter": {"lora_name": "three", "lora_path": path},
             "/v1/load_lora_adapter/": {"lora_name": "three", "lora_path": path},
