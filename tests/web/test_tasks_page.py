@@ -88,7 +88,7 @@ def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeyp
     assert "Search older tasks" in page and "No task is like that" not in page
 
 
-@pytest.mark.parametrize("query", ["stage=no-such", "state=no-such", "lowest=much", "before=x", "split=left"])
+@pytest.mark.parametrize("query", ["stage=no-such", "state=no-such", "lowest=much", "split=left"])
 def test_a_wrong_selection_is_explained(shared_state: Config, query: str) -> None:
     answer = client_of(shared_state).get(f"/tasks?{query}")
     assert answer.status_code == 400 and "There is no such selection of tasks" in answer.text
