@@ -20,17 +20,21 @@ from tests.conftest import free_port, serve_config
 from tests.waiting import wait_for
 
 SERVER = """
-import os, signal, subprocess, sys
+import importlib.util, os, signal, subprocess, sys
 from pathlib import Path
 from flywheel.serving.left_processes import environment
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+if importlib.util.find_spec("setproctitle"):
+    code += "import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); "
+code += "print(1, flush=True); time.sleep(600)"
 engine = [sys.executable, "-c", code]
 child = "import os, subprocess, sys; "
 child += "e = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, start_new_session=True); "
 child += "e.stdout.readline(); print(e.pid, flush=True); sys.stdin.read()"
 os.execve(sys.executable, [sys.executable, "-c", child, *engine], {**os.environ, **environment(Path(sys.argv[1]))})
 """
-"""Becomes another program, as `flywheel serve` becomes vLLM, which starts an engine that ignores SIGTERM."""
+"""Becomes another program, as `flywheel serve` becomes vLLM, which starts an engine that ignores SIGTERM
+and, as vLLM's does, overwrites its title."""
 
 Start = Callable[[Path], tuple[subprocess.Popen[str], int]]
 
