@@ -215,28 +215,32 @@ class GateDecision(Frozen):
     """The largest acceptable loss of each criterion that has a margin."""
 
 
-class Probe(Frozen):
-    """Log-probabilities of given tokens, by which a server is verified to answer with an adapter's weights.
+class Recording(Frozen):
+    """Log-probabilities in nats at the places of a probe, measured once."""
 
-    The lists of log-probabilities have the length of `token_ids`.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    """The continuation of the prompt."""
-    adapter_logprobs: list[float]
-    base_logprobs: list[float]
-    parent_logprobs: list[float] | None = None
-    """None without a parent, and for older rounds."""
-    places: list[int] = []
-    """Indices of the tokens that are compared; empty for all."""
-    noise: float = 0.0
-    """Difference between two measurements of the adapter at these tokens, nats per token."""
+    adapter: list[float]
+    base: list[float]
+    parent: list[float] | None = None
+    """None without a parent."""
 
     @property
-    def compared(self) -> list[int]:
-        """Indices of the tokens that are compared."""
-        return self.places or list(range(len(self.token_ids)))
+    def versions(self) -> list[list[float]]:
+        """Each one next to the one that it was trained from: base model, parent if there is one, adapter."""
+        return [self.base, *([] if self.parent is None else [self.parent]), self.adapter]
+
+
+class Probe(Frozen):
+    """Tokens by whose log-probabilities a server is verified to answer with an adapter's weights, recorded twice in
+    different batch shapes, so that the errors of the two recordings are independent."""
+
+    texts: list[list[int]]
+    """Token ids: prompts with continuations sampled from the adapter."""
+    places: list[tuple[int, int]]
+    """The text and the position in it of each token, those that tell most first."""
+    first: Recording
+    """Texts as a whole. It has chosen the places."""
+    second: Recording
+    """Token by token, as a server measures them."""
 
 
 class SystemPrompt(Frozen):

@@ -173,7 +173,7 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeAdapter]:
-    """`good` and `other` of rank 8, `small` of rank 4, and `wide` of rank 16: more than `vllm_server` takes."""
+    """Those of `tests.serving.make_adapters`: of rank 8, `small` of 4, and `wide` of 16: too large for the server."""
     out = tmp_path_factory.mktemp("adapters")
     arguments = [sys.executable, "-m", "tests.serving.make_adapters", str(POLICY), str(out)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

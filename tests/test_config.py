@@ -34,6 +34,10 @@ from flywheel.errors import ConfigError
         ),
         ({"sources": [{"type": "jsonl"}]}, r"`sources\.0\.path`: it is required"),
         ({"training": {"lora": {"rank": 3}}}, r"unknown key `training\.lora\.rank`"),
+        (
+            {"serving": {"probe_tolerance": 0.1}},
+            r"`serving`: .*probe_tolerance is no setting: the proof of an adapter's weights measures its own error",
+        ),
         ({"judgement": {}}, r"unknown key `judgement` \(did you mean `judge`\?\)"),
         ({"trigger": {"min_samples": "many"}}, r"`trigger\.min_samples`: it must be a whole number, not `many`"),
         ({"training": {"group_size": 3}}, r"`training\.group_size`: .*4"),

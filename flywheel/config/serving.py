@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -144,14 +144,20 @@ class ServingSettings(Section):
     """Size of the key-value cache without a GPU, in GiB."""
     load_timeout_seconds: float = Field(default=120.0, gt=0)
     """Timeout in seconds for loading an adapter."""
-    probe_tolerance: float = Field(default=0.1, gt=0)
-    """Maximum tolerance of the probe: mean difference of log-probabilities between the round's measurement and the
-    server, in nats."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """Seconds that the old adapter stays loaded for requests in flight."""
     call_log: Annotated[CallLogSettings | None, BeforeValidator(_call_log)] = CallLogSettings()
     extra_args: list[str] = []
     """Additional arguments for vLLM's server."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_tolerance(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "probe_tolerance" in raw:
+            raise ValueError(
+                "probe_tolerance is no setting: the proof of an adapter's weights measures its own error. Remove it"
+            )
+        return raw
 
 
 class DaemonSettings(Section):

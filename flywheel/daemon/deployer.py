@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
 from flywheel.adapter_files import unsafe_weights
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
+NO_PROBE = "its round left no probe that could prove it"
 
 
 class Deployer:
@@ -77,8 +79,8 @@ class Deployer:
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
-            raise ServeError(attempted, "its round left no probe that could prove it", "Deploy another adapter.")
-        probe = Probe.model_validate(row.probe) if row is not None else None
+            raise ServeError(attempted, NO_PROBE, "Deploy another adapter.")
+        probe = _probe(row, attempted)
         async with self._replicas(WAIT_SECONDS) as servers:
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
@@ -92,7 +94,7 @@ class Deployer:
                     await self._activate(number, report)
 
             try:
-                report = await swap(servers, self._alias, _ref(row), probe, self._config.serving, on_state)
+                report = await swap(servers, self._alias, _ref(row), probe, on_state)
             except BaseException as error:
                 await self._fail(number, error)
                 raise
@@ -170,7 +172,7 @@ class Deployer:
                 await self._make_room(servers, target)
             number = await self._request(target, deployments.ROLLBACK)
             try:
-                report = await rollback(servers, self._alias, _ref(row), self._config.serving)
+                report = await rollback(servers, self._alias, _ref(row))
             except RollbackError as error:
                 # Once recorded, `reconcile` rolls the other replicas back too.
                 if any(not replica.error for replica in error.report.replicas):
@@ -228,16 +230,15 @@ class Deployer:
             # A first swap that died leaves nothing active and may have moved aliases: back to the base model.
             adapter = active.adapter if active is not None else None
             row = await self._store.read(rounds.adapter, adapter) if adapter else None
-            probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
+            probe = _probe(row, f"prove adapter {adapter}")
 
             async def check() -> None:
                 attempted = f"load adapter {adapter} again"
                 hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
                 self._check_base(await self._checked(adapter, attempted), attempted, hint)
 
-            serving = self._config.serving
             before = await self._store.read(deployments.replica_states, self._alias)
-            report = await reconcile(servers, self._alias, _ref(row), probe, serving, check, self._proven)
+            report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven)
             await self._store.write(_noted, report)
             for each in report.changed:
                 served = (each.previous, before.get(each.url, {}).get("serves"))
@@ -272,6 +273,14 @@ def _noted(conn: Connection, report: SwapReport) -> None:
 
 def _ref(row: Row[Any] | None) -> AdapterRef | None:
     return AdapterRef(name=row.name, path=row.path, sha256=row.sha256) if row is not None else None
+
+
+def _probe(row: Row[Any] | None, attempted: str) -> Probe | None:
+    """Raises ServeError for a probe that this version does not read."""
+    try:
+        return Probe.model_validate(row.probe) if row is not None and row.probe else None
+    except ValidationError:
+        raise ServeError(attempted, NO_PROBE, "Deploy another adapter, or `base`.") from None
 
 
 def _hash_of(path: Path) -> tuple[str, str]:

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.round import AdapterRef, Probe
 from flywheel.serving.health_check import if_healthy
-from flywheel.serving.replica_client import QUICK_SECONDS, Alias, Replica, every
+from flywheel.serving.replica_client import Alias, Replica, every
 from flywheel.serving.replica_condition import Condition
 from flywheel.serving.swap_report import ReplicaReport, RollbackError, SwapReport
 from flywheel.serving.weight_verification import ProbeFigures, prove
@@ -26,6 +25,8 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
+PROVE_SECONDS = 60.0
+"""Timeout in seconds for verifying what serves already."""
 Proven = tuple[str, str]
 """The verified adapter of a replica, and the start of its server."""
 
@@ -77,7 +78,6 @@ async def swap(
     alias: str,
     adapter: AdapterRef | None,
     probe: Probe | None,
-    settings: ServingSettings,
     on_state: OnState,
 ) -> SwapReport:
     """Point `alias` to `adapter` (None: the base model) on every replica, or on none.
@@ -92,7 +92,7 @@ async def swap(
         await every([_prepare(replica, alias, adapter, steps) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
-            await every([_prove(step, probe, settings.probe_tolerance) for step in steps])
+            await every([_prove(step, probe) for step in steps])
         if target:
             await every([_still_there(step) for step in steps])
         for step in steps:
@@ -113,15 +113,13 @@ async def swap(
     return report
 
 
-async def rollback(
-    replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None, settings: ServingSettings
-) -> SwapReport:
+async def rollback(replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None) -> SwapReport:
     """Return to a version that has served before (None: the base model) on every reachable replica.
 
     Unlike a swap, an unreachable replica does not prevent the others from going back. Raises RollbackError, which
     names the replicas that did not follow, at the end or when it is stopped while it waits.
     """
-    going = [asyncio.create_task(_restore(each, alias, adapter, None, settings)) for each in replicas]
+    going = [asyncio.create_task(_restore(each, alias, adapter, None)) for each in replicas]
     stopped = None
     try:
         await asyncio.wait(going)
@@ -146,7 +144,6 @@ async def reconcile(
     alias: str,
     adapter: AdapterRef | None,
     probe: Probe | None,
-    settings: ServingSettings,
     check: Check | None = None,
     proven: MutableMapping[str, Proven] | None = None,
 ) -> SwapReport:
@@ -158,7 +155,7 @@ async def reconcile(
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, settings, check, proven))
+        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, check, proven))
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
@@ -187,7 +184,6 @@ async def _restore(
     alias: str,
     adapter: AdapterRef | None,
     probe: Probe | None,
-    settings: ServingSettings,
     check: Check | None = None,
     proven: MutableMapping[str, Proven] | None = None,
 ) -> ReplicaReport:
@@ -200,9 +196,9 @@ async def _restore(
         if adapter is not None and probe is not None:
             # Also if it was loaded before: it may have failed its last verification.
             if step.loaded or step.moves:
-                await _prove(step, probe, settings.probe_tolerance)
+                await _prove(step, probe)
             elif proven is not None and step.before.instance and proven.get(replica.url) != state:
-                await _prove_soon(step, probe, settings.probe_tolerance)
+                await _prove_soon(step, probe)
         if proven is not None:
             proven[replica.url] = state
         if step.moves or step.before.waiting or _lacks_digest(step.before, adapter):
@@ -219,21 +215,19 @@ def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
     return adapter is not None and before.sha256 not in (None, adapter.sha256)
 
 
-async def _prove(step: _Step, probe: Probe, tolerance: float) -> None:
-    step.probe = await prove(step.replica, step.target, step.before.base_model, probe, tolerance)
-    if step.probe.doubt:
-        log.warning("%s on %s passes, but it is %s", step.target, step.replica.url, step.probe.doubt)
+async def _prove(step: _Step, probe: Probe) -> None:
+    step.probe = await prove(step.replica, step.target, step.before.base_model, probe)
 
 
-async def _prove_soon(step: _Step, probe: Probe, tolerance: float) -> None:
+async def _prove_soon(step: _Step, probe: Probe) -> None:
     """Verify the adapter that already serves; no other change of the servers can run meanwhile."""
     try:
-        async with asyncio.timeout(QUICK_SECONDS):
-            await _prove(step, probe, tolerance)
+        async with asyncio.timeout(PROVE_SECONDS):
+            await _prove(step, probe)
     except TimeoutError:
         raise ServeError(
             f"prove {step.target} on {step.replica.url}",
-            f"its engine gave no answer within {QUICK_SECONDS:g} s",
+            f"its engine gave no answer within {PROVE_SECONDS:g} s",
             "See whether the server is overloaded or hangs; it is asked again.",
             retryable=True,
         ).of_condition(Condition.UNREACHABLE) from None

@@ -182,26 +182,23 @@ class Replica:
         if response.status_code != 200:
             raise refused(attempted, response)
 
-    async def logprobs(
-        self, model: str, prompt_token_ids: list[int], token_ids: list[int], places: Sequence[int] | None = None
-    ) -> list[float]:
-        """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`, or of
-        those at some `places`.
+    async def logprobs(self, model: str, texts: Sequence[Sequence[int]]) -> list[float]:
+        """The log-probability, in nats, of the last token of each text (token ids) under `model`.
 
         One request per token, with that token as the only allowed one: vLLM reports the log-probability before this
-        restriction. `prompt_logprobs` would need a single request, but on a CPU vLLM 0.32 computes it with a wrong
-        shape when LoRA is enabled and other requests run, and the engine dies.
+        restriction. `prompt_logprobs` would need a single request per text, but on a CPU vLLM 0.32 computes it with a
+        wrong shape when LoRA is enabled and other requests run, and the engine dies.
         """
         attempted = f"measure {model} on {self.url}"
         free = asyncio.Semaphore(MEASURED_AT_ONCE)
 
-        async def measure(before: list[int], token: int) -> float:
+        async def measure(text: Sequence[int]) -> float:
             request = {
                 "model": model,
-                "prompt": before,
+                "prompt": text[:-1],
                 "max_tokens": 1,
                 "temperature": 0,
-                "allowed_token_ids": [token],
+                "allowed_token_ids": [text[-1]],
                 "logprobs": 0,
             }
             async with free:
@@ -218,11 +215,7 @@ class Replica:
             except (KeyError, IndexError, TypeError, ValueError):
                 raise self._not_vllm(attempted) from None
 
-        ids = prompt_token_ids + token_ids
-        start = len(prompt_token_ids)
-        return await asyncio.gather(
-            *(measure(ids[: start + at], ids[start + at]) for at in places or range(len(token_ids)))
-        )
+        return await asyncio.gather(*map(measure, texts))
 
     async def has(self, name: str, path: str) -> bool:
         """Whether the adapter is loaded. Raises ServeError when another one has its name."""

@@ -306,13 +306,11 @@ class Engine(RoundActor):
             raise self._llm.dead_error
         return completion
 
-    async def continue_greedily(
-        self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int
-    ) -> list[int]:
-        """The greedy continuation, exactly `length` tokens long."""
+    async def sample(self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int) -> list[int]:
+        """A continuation at temperature 1, exactly `tokens` long."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=self._settings.seed)
         output = await self._run(token_ids, sampling, adapter)
         return list(output.outputs[0].token_ids)
 
@@ -326,6 +324,14 @@ class Engine(RoundActor):
         output = await self._run([*token_ids, *continuation], sampling, adapter)
         at = output.prompt_logprobs[len(token_ids) :]
         return [float(here[token].logprob) for here, token in zip(at, continuation, strict=True)]
+
+    async def score_next(self, token_ids: Sequence[int], token: int, adapter: LoadedAdapter | None) -> float:
+        """The logprob of one token after `token_ids`, at temperature 1; many such requests may run at once."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=1.0, max_tokens=1, logprob_token_ids=[token], seed=self._settings.seed)
+        output = await self._run(token_ids, sampling, adapter)
+        return float(output.outputs[0].logprobs[0][token].logprob)
 
     def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
         """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""

@@ -47,8 +47,7 @@ async def show(request: Request) -> Response:
 ALIAS: Final = "alias"
 REPORTED: Final = ("url", "previous", "loaded", "flipped", "probe", "error", "serves", "condition")
 FIGURES: Final = (
-    "tokens", "to_adapter", "to_base", "to_parent", "apart_base", "apart_parent", "noise", "allowed", "indistinct",
-    "passed",
+    "tokens", "parent_slope", "adapter_slope", "standard_error", "noise", "residual", "indistinct", "passed",
 )  # fmt: skip
 """The fields of `ReplicaReport` and `ProbeFigures`, whose modules would bring an HTTP client into this process."""
 

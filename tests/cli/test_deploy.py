@@ -31,7 +31,7 @@ from tests.waiting import wait_for
 
 @pytest.fixture
 def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = FakeVllm({BASE: PROBE.second.base})
     with replica(app) as url:
         yield app, url
 
@@ -54,7 +54,7 @@ def two_adapters(tmp_path: Path, server: tuple[FakeVllm, str]) -> None:
             path = tmp_path / f"r{number:04d}"
             path.mkdir()
             (path / "weights").write_text(str(number))
-            server[0].weights[str(path)] = PROBE.adapter_logprobs
+            server[0].weights[str(path)] = PROBE.second.adapter
             await store.write(put_adapter, number, path)
         await store.close()
 

@@ -62,6 +62,6 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 @pytest.fixture
 def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = FakeVllm({BASE: PROBE.second.base})
     with replica(app) as url:
         yield app, url

@@ -15,7 +15,7 @@ from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middlew
 
 
 async def test_both_aliases_flip_and_each_goes_back_by_itself(tmp_path: Path) -> None:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = FakeVllm({BASE: PROBE.second.base})
 
     async def answered_by(alias: str) -> str:
         request = {"model": alias, "messages": []}
@@ -40,7 +40,7 @@ async def test_both_aliases_flip_and_each_goes_back_by_itself(tmp_path: Path) ->
                 path = tmp_path / f"r{number:04d}"
                 path.mkdir()
                 (path / "weights").write_text(str(number))
-                app.weights[str(path)] = PROBE.adapter_logprobs
+                app.weights[str(path)] = PROBE.second.adapter
                 await store.write(put_adapter, number, path)
             planner, doer = (Deployer(store, own) for own in config.by_target().values())
             await planner.deploy("r0001", "test")

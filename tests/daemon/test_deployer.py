@@ -81,7 +81,7 @@ class Fleet:
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
-        apps = [FakeVllm({BASE: PROBE.base_logprobs}) for _ in range(2)]
+        apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
         urls = [stack.enter_context(replica(app)) for app in apps]
         config = parse(
             {
@@ -99,7 +99,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
             path.mkdir()
             (path / "weights").write_text(str(number))
             for app in apps:
-                app.weights[str(path)] = PROBE.adapter_logprobs
+                app.weights[str(path)] = PROBE.second.adapter
             await store.write(put_adapter, number, path)
         yield Fleet(store, config, apps, tmp_path)
         await store.close()
@@ -108,12 +108,22 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 R1, R2 = "agent@r0001", "agent@r0002"
 
 
+async def test_an_adapter_whose_probe_has_another_form_is_not_deployed(fleet: Fleet) -> None:
+    old = {"prompt_token_ids": [1], "token_ids": [2], "adapter_logprobs": [-1.0], "base_logprobs": [-2.0]}
+    await fleet.deployer.deploy("r0001", "test")
+    for probe in (old, None):
+        await fleet.store.write(lambda conn, kept: conn.execute(update(schema.adapters).values(probe=kept)), probe)
+        with pytest.raises(ServeError, match=r"deploy adapter r0002: its round left no probe that could prove it"):
+            await fleet.deployer.deploy("r0002", "test")
+    assert await fleet.targets() == [R1, R1]
+
+
 async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them(fleet: Fleet) -> None:
     """Not at the second look either, when the adapter is loaded already."""
     await fleet.deployer.deploy("r0001", "test")
     forgetful = fleet.apps[0]
     forgetful.loaded.clear()
-    forgetful.weights[str(fleet.path("r0001"))] = PROBE.base_logprobs
+    forgetful.weights[str(fleet.path("r0001"))] = PROBE.second.base
     async with Replica(fleet.config.serving.urls[0]) as restarted:
         await restarted.flip("agent", BASE, R1)
     for _ in range(3):
@@ -121,7 +131,7 @@ async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them
         assert report is not None
         assert "prove agent@r0001" in report.errors[0]
         assert await fleet.targets() == [BASE, R1]
-    forgetful.weights[str(fleet.path("r0001"))] = PROBE.adapter_logprobs
+    forgetful.weights[str(fleet.path("r0001"))] = PROBE.second.adapter
     await fleet.deployer.reconcile()
     assert await fleet.targets() == [R1, R1]
 
@@ -480,11 +490,11 @@ async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(f
 
     await fleet.deployer.deploy("r0001", "test")
     assert await known() == [hashes["r0001"]] * 2
-    fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.base_logprobs
+    fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.second.base
     with pytest.raises(ServeError, match="prove"):
         await fleet.deployer.deploy("r0002", "test")
     assert await known() == [hashes["r0001"]] * 2
-    fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.adapter_logprobs
+    fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.second.adapter
     await fleet.deployer.deploy("r0002", "test")
     assert await known() == [hashes["r0002"]] * 2
     await fleet.deployer.rollback()
@@ -525,11 +535,11 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [("unreachable", R1), ("ok", R1)]
     fleet.apps[0].faults = {}
-    fleet.apps[0].weights[str(fleet.path("r0001"))] = PROBE.base_logprobs
+    fleet.apps[0].weights[str(fleet.path("r0001"))] = PROBE.second.base
     await forget(fleet, 0, R1)
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [("wrong weights", BASE), ("ok", R1)]
-    fleet.apps[0].weights[str(fleet.path("r0001"))] = PROBE.adapter_logprobs
+    fleet.apps[0].weights[str(fleet.path("r0001"))] = PROBE.second.adapter
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
     history = [(old, new) for old, new, _ in await fleet.store.read(events_of, "replicas")]
@@ -581,7 +591,7 @@ async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(f
 
 async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_once(tmp_path: Path) -> None:
     """By somebody who started it in another precision, say: the alias stands for the adapter from the start."""
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = FakeVllm({BASE: PROBE.second.base})
     started = Restarts(app, tmp_path / "aliases.json")
     with running(started) as url:
         config = parse(
@@ -598,7 +608,7 @@ async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_o
         path = tmp_path / "r0001"
         path.mkdir()
         (path / "weights").write_text("1")
-        app.weights[str(path)] = PROBE.adapter_logprobs
+        app.weights[str(path)] = PROBE.second.adapter
         await store.write(put_adapter, 1, path)
         daemon = Deployer(store, config)
         await daemon.deploy("r0001", "test")
@@ -615,10 +625,10 @@ async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_o
         assert await condition() == "ok"
         assert proofs() == before, "what is proven is not measured again"
         started.anew()
-        app.weights[str(path)] = PROBE.base_logprobs
+        app.weights[str(path)] = PROBE.second.base
         for _ in range(2):
             assert await condition() == "wrong weights"
-        app.weights[str(path)] = PROBE.adapter_logprobs
+        app.weights[str(path)] = PROBE.second.adapter
         assert await condition() == "ok"
         before = proofs()
         assert await condition() == "ok"
@@ -721,15 +731,15 @@ async def test_a_trouble_whose_figures_vary_is_logged_once(fleet: Fleet, caplog:
     service = Service(fleet.config, fleet.store)
     path = str(fleet.path("r0001"))
     await forget(fleet, 0, R1)
-    for figures in ([-3.0, -4.0], [-3.01, -4.02], [-3.3, -4.1]):
-        fleet.apps[0].weights[path] = figures
+    for further in (0.0, 0.01, -0.01, 0.1):
+        fleet.apps[0].weights[path] = [value + further for value in PROBE.second.base]
         await service._do_reconcile()
     assert len([line for line in caplog.messages if "prove agent@r0001" in line]) == 1
     fleet.apps[0].faults["/v1/models"] = (500, "broken")
     await service._do_reconcile()
     assert "broken" in caplog.messages[-1]
     fleet.apps[0].faults.clear()
-    fleet.apps[0].weights[path] = PROBE.adapter_logprobs
+    fleet.apps[0].weights[path] = PROBE.second.adapter
     await service._do_reconcile()
     assert "all inference servers have recovered" in caplog.messages
 

@@ -90,7 +90,7 @@ def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
     if adapter:
         (directory / "adapter").mkdir()
         (directory / "adapter" / "weights").write_text(directory.name)
-        server.weights[str(directory / "adapter")] = PROBE.adapter_logprobs
+        server.weights[str(directory / "adapter")] = PROBE.second.adapter
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def leave_result(wheel: Wheel, directory: Path, *, lower: float = 0.5, weights: 
     adapter = directory / "adapter"
     adapter.mkdir()
     (adapter / "weights").write_text(weights)
-    wheel.server.weights[str(adapter)] = PROBE.adapter_logprobs if weights == "good" else PROBE.base_logprobs
+    wheel.server.weights[str(adapter)] = PROBE.second.adapter if weights == "good" else PROBE.second.base
     defaults: dict[str, Any] = {
         "outcome": "trained",
         "adapter": AdapterRef(name=directory.name, path=str(adapter), sha256=tree_sha256(adapter)),

@@ -39,7 +39,7 @@ from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, with_middlew
 
 @pytest.fixture
 def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = Vllm({BASE: PROBE.base_logprobs})
+    app = Vllm({BASE: PROBE.second.base})
     with replica(app, partial(with_middleware, FLYWHEEL_ALIAS="planner\nwork")) as url:
         yield app, url
 
@@ -73,7 +73,7 @@ async def _round(store: Store, config: Config, wheel: Rounds, app: FakeVllm) -> 
     adapter = config.state_dir / "rounds" / name / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "weights").write_text(name)
-    app.weights[str(adapter)] = PROBE.adapter_logprobs
+    app.weights[str(adapter)] = PROBE.second.adapter
     result = RoundResult(
         round_id=name, outcome="trained", comparison=comparison(0.5), probe=PROBE,
         adapter=AdapterRef(name=name, path=str(adapter), sha256=tree_sha256(adapter)),

@@ -20,14 +20,24 @@ from unittest import mock
 
 import uvicorn
 
-from flywheel.round import Probe
+from flywheel.round import Probe, Recording
 from flywheel.serving.middleware import AliasMiddleware
 
 BASE = "tiny"
-PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
-"""What a round measured for its adapter."""
 PROMPT_TOKENS = 3
 """How long the prompts are whose continuation is measured."""
+TOKENS = 64
+RECORDED = Recording(
+    adapter=[-0.5 - 0.001 * place for place in range(TOKENS)],
+    base=[-1.0 - 0.02 * place for place in range(TOKENS)],
+)
+PROBE = Probe(
+    texts=[list(range(PROMPT_TOKENS + TOKENS))],
+    places=[(0, PROMPT_TOKENS + place) for place in range(TOKENS)],
+    first=RECORDED,
+    second=RECORDED,
+)
+"""What a round recorded for its adapter."""
 
 
 class FakeVllm:

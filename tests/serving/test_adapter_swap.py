@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,17 +18,10 @@ from flywheel.serving.adapter_swap import reconcile, rollback, swap
 from flywheel.serving.adapter_unloading import retire
 from flywheel.serving.replica_client import Replica
 from flywheel.serving.swap_report import SwapReport
-from flywheel.serving.weight_verification import compare
 from flywheel.states import TRANSITIONS, DeploymentState
-from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
-SETTINGS = ServingSettings(probe_tolerance=0.1, drain_seconds=0)
-PROBE = Probe(
-    prompt_token_ids=[1, 2, 3],
-    token_ids=[4, 5],
-    adapter_logprobs=[-0.5, -0.25],
-    base_logprobs=[-2.0, -3.0],
-)
+SETTINGS = ServingSettings(drain_seconds=0)
 
 
 class Fleet:
@@ -45,9 +37,9 @@ class Fleet:
             (Path(path) / "weights").write_text(name)
         for app in apps:
             app.weights = {
-                self.paths["r0001"]: [-1.0, -1.0],
-                self.paths["r0002"]: [-0.504, -0.25],
-                self.paths["r0003"]: [-2.0, -3.0],
+                self.paths["r0001"]: [-1.0] * len(PROBE.places),
+                self.paths["r0002"]: [value - 0.004 for value in PROBE.second.adapter],
+                self.paths["r0003"]: PROBE.second.base,
             }
 
     async def on_state(self, state: DeploymentState, _: SwapReport | None = None) -> None:
@@ -66,7 +58,7 @@ class Fleet:
         return [answer.json()["model"] for answer in asked]
 
     async def swap(self, name: str | None = "r0002", probe: Probe | None = PROBE) -> object:
-        return await swap(self.replicas, "agent", self.ref(name) if name else None, probe, SETTINGS, self.on_state)
+        return await swap(self.replicas, "agent", self.ref(name) if name else None, probe, self.on_state)
 
     def ref(self, name: str) -> AdapterRef:
         return AdapterRef(name=name, path=self.paths[name], sha256=f"the hash of {name}")
@@ -75,7 +67,7 @@ class Fleet:
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
-        apps = [FakeVllm({BASE: PROBE.base_logprobs}) for _ in range(2)]
+        apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
         urls = [stack.enter_context(replica(app)) for app in apps]
         replicas = [await stack.enter_async_context(Replica(url, timeout_seconds=30)) for url in urls]
         fleet = Fleet(tmp_path, apps, replicas)
@@ -89,7 +81,7 @@ OLD, NEW = "agent@r0001", "agent@r0002"
 
 
 async def test_a_swap(fleet: Fleet) -> None:
-    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, fleet.on_state)
+    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, fleet.on_state)
     assert await fleet.answers() == [NEW, NEW]
     assert fleet.states[1:] == [DeploymentState.LOADING, DeploymentState.PROBING, DeploymentState.ACTIVE]
     assert report.changed
@@ -98,9 +90,8 @@ async def test_a_swap(fleet: Fleet) -> None:
     for each, app in zip(shown["replicas"], fleet.apps, strict=True):
         assert each["previous"] == OLD
         assert each["loaded"] and each["flipped"] and not each["error"]
-        assert each["probe"]["to_adapter"] == pytest.approx(0.002)
-        assert each["probe"]["to_base"] > 1
-        assert each["probe"]["indistinct"] == []
+        assert each["probe"]["adapter_slope"] == pytest.approx(1, abs=0.01)
+        assert (each["probe"]["parent_slope"], each["probe"]["passed"]) == (None, True)
         assert set(app.loaded) == {OLD, NEW}
 
 
@@ -113,7 +104,7 @@ async def test_a_swap_to_the_base_model(fleet: Fleet) -> None:
 async def test_swapping_again_to_what_serves_changes_nothing(fleet: Fleet) -> None:
     await fleet.swap()
     fleet.states = [DeploymentState.REQUESTED]
-    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, fleet.on_state)
+    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, fleet.on_state)
     assert not report.changed
     assert await fleet.answers() == [NEW, NEW]
 
@@ -138,8 +129,8 @@ async def test_one_replica_fails_before_the_flip(fleet: Fleet, which: int, path:
 
 
 async def test_wrong_weights_on_one_replica(fleet: Fleet) -> None:
-    fleet.apps[1].weights[fleet.paths["r0002"]] = PROBE.base_logprobs
-    with pytest.raises(ServeError, match=r"prove agent@r0002 .* nats from the adapter's, 0\.000 from the base"):
+    fleet.apps[1].weights[fleet.paths["r0002"]] = PROBE.second.base
+    with pytest.raises(ServeError, match=r"prove agent@r0002 .* shows 0\.00 of the adapter's"):
         await fleet.swap()
     assert await fleet.answers() == [OLD, OLD]
 
@@ -168,7 +159,7 @@ class FlipFault:
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_the_second_flip_fails(fleet: Fleet, tmp_path: Path, lost: bool) -> None:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = FakeVllm({BASE: PROBE.second.base})
     app.weights = fleet.apps[0].weights
     faulty = FlipFault(with_middleware(app), lost, times=0)
     with running(faulty) as url:
@@ -203,7 +194,7 @@ async def test_the_store_fails_after_the_flips(fleet: Fleet) -> None:
             raise StoreError("write the deployment", "the disk is full")
 
     with pytest.raises(StoreError, match="disk is full"):
-        await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, on_state)
+        await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, on_state)
     assert await fleet.answers() == [OLD, OLD]
 
 
@@ -215,7 +206,7 @@ async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
             flipped.set()
             await asyncio.sleep(600)
 
-    swapping = asyncio.create_task(swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, on_state))
+    swapping = asyncio.create_task(swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, on_state))
     await asyncio.wait_for(flipped.wait(), 60)
     assert await fleet.answers() == [NEW, NEW]
     swapping.cancel()
@@ -227,10 +218,10 @@ async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
 async def test_a_rollback_reloads_what_was_unloaded(fleet: Fleet) -> None:
     await fleet.swap()
     assert await retire(fleet.replicas, "agent", [], 0) == {r.url: [OLD] for r in fleet.replicas}
-    report = await rollback(fleet.replicas, "agent", fleet.ref("r0001"), SETTINGS)
+    report = await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
     assert await fleet.answers() == [OLD, OLD]
     assert all(each.loaded and each.flipped for each in report.replicas)
-    await rollback(fleet.replicas, "agent", None, SETTINGS)
+    await rollback(fleet.replicas, "agent", None)
     assert await fleet.answers() == [BASE, BASE]
 
 
@@ -238,7 +229,7 @@ async def test_a_dead_replica_does_not_keep_the_others_from_going_back(fleet: Fl
     await fleet.swap()
     async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
         with pytest.raises(ServeError, match=r"roll agent back to agent@r0001.*127\.0\.0\.1:9"):
-            await rollback([dead, *fleet.replicas], "agent", fleet.ref("r0001"), SETTINGS)
+            await rollback([dead, *fleet.replicas], "agent", fleet.ref("r0001"))
     assert await fleet.answers() == [OLD, OLD]
 
 
@@ -257,7 +248,7 @@ async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> 
     await fleet.swap()
     retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], 0.5))
     await asyncio.sleep(0.1)
-    await rollback(fleet.replicas, "agent", fleet.ref("r0001"), SETTINGS)
+    await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
     await retiring
     assert await fleet.answers() == [OLD, OLD]
 
@@ -274,126 +265,49 @@ async def test_a_server_that_forgot_is_brought_back(fleet: Fleet) -> None:
     forgetful = fleet.replicas[0]
     fleet.apps[0].loaded.clear()
     await forgetful.flip("agent", BASE, NEW)
-    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS)
+    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
     assert await fleet.answers() == [NEW, NEW]
     assert [(each.loaded, each.flipped) for each in report.replicas] == [(True, True), (False, False)]
     assert report.replicas[0].probe is not None
-    again = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS)
+    again = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
     assert not again.changed
     assert not again.errors
 
 
 async def test_a_server_that_came_back_with_wrong_weights_is_not_pointed_at_them(fleet: Fleet) -> None:
-    fleet.apps[0].weights[fleet.paths["r0002"]] = PROBE.base_logprobs
-    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS)
+    fleet.apps[0].weights[fleet.paths["r0002"]] = PROBE.second.base
+    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
     assert await fleet.answers() == [OLD, NEW]
     assert "prove agent@r0002" in report.errors[0]
 
 
 async def test_reconcile_reports_a_dead_server_and_goes_on(fleet: Fleet) -> None:
     async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
-        report = await reconcile([dead, *fleet.replicas], "agent", fleet.ref("r0002"), None, SETTINGS)
+        report = await reconcile([dead, *fleet.replicas], "agent", fleet.ref("r0002"), None)
     assert await fleet.answers() == [NEW, NEW]
     assert "cannot be reached" in report.replicas[0].error
 
 
-BASE_LOGPROBS = PROBE.base_logprobs
+def with_parent(step: float) -> Probe:
+    """A probe whose parent lies between the base model and the adapter, a `step` from it in every other token."""
+    parent = [value + step * (place % 2) for place, value in enumerate(PROBE.second.adapter)]
+    recorded = PROBE.second.model_copy(update={"parent": parent})
+    return PROBE.model_copy(update={"first": recorded, "second": recorded})
 
 
-@pytest.mark.parametrize(
-    ("measured", "passed"),
-    [
-        ([-0.5, -0.25], True),
-        ([-0.53, -0.28], True),
-        ([-0.55, -0.30], False),
-        ([-0.8, -0.25], False),
-        ([math.nan, -0.25], False),
-        ([-math.inf, -0.25], False),
-    ],
-)
-def test_what_is_allowed_is_four_times_the_noise(measured: list[float], passed: bool) -> None:
-    noisy = PROBE.model_copy(update={"noise": 0.01})
-    figures = compare(measured, BASE_LOGPROBS, noisy, 0.1)
-    assert figures.allowed == pytest.approx(0.04)
-    assert figures.passed is passed
-
-
-def test_noise_is_also_what_the_base_model_shows_on_the_server() -> None:
-    """Another precision or other kernels: the same weights give other figures, the adapter's too."""
-    shifted = [value + 0.02 for value in BASE_LOGPROBS]
-    assert compare([-0.53, -0.28], BASE_LOGPROBS, PROBE, 0.1).passed is False
-    figures = compare([-0.53, -0.28], shifted, PROBE, 0.1)
-    assert (figures.passed, figures.noise) == (True, pytest.approx(0.02))
-    assert compare([-0.53, -0.28], shifted, PROBE, 0.02).passed is False, "probe_tolerance is an upper bound"
-
-
-def test_no_noise_allows_for_more_than_the_tolerance() -> None:
-    """Of another base model, everything is far off."""
-    another = [value + 3 for value in BASE_LOGPROBS]
-    assert compare([-0.7, -0.45], another, PROBE, 0.1).passed is False
-
-
-@pytest.mark.parametrize("other", ["parent_logprobs", "base_logprobs"])
-def test_weights_0_05_nats_off_are_those_of_another(other: str) -> None:
-    """As near as a parent's are after a round of small steps; the old tolerance of 0.1 let them pass."""
-    near = PROBE.model_copy(update={other: [-0.55, -0.30], "noise": 0.001})
-    base = near.base_logprobs
-    assert compare([-0.5, -0.25], base, near, 0.1).passed
-    wrong = compare([-0.55, -0.30], base, near, 0.1)
-    assert not wrong.passed
-    assert wrong.indistinct == ()
-
-
-def test_nearer_to_another_fails_within_what_noise_allows() -> None:
-    near = PROBE.model_copy(update={"parent_logprobs": [-0.56, -0.31], "noise": 0.0125})
-    assert compare([-0.54, -0.29], BASE_LOGPROBS, near, 0.1).passed is False
-    assert compare([-0.51, -0.26], BASE_LOGPROBS, near, 0.1).passed is True
-
-
-def test_what_is_too_near_to_tell_is_said() -> None:
-    near = PROBE.model_copy(update={"parent_logprobs": [-0.52, -0.25], "noise": 0.005})
-    figures = compare([-0.52, -0.25], BASE_LOGPROBS, near, 0.1)
-    assert figures.passed
-    assert figures.indistinct == ("its parent",)
-    assert figures.doubt == ("too near to tell it from its parent (0.0100 nats apart) where 0.0200 nats may be noise")
-    assert compare([-0.5, -0.25], BASE_LOGPROBS, PROBE, 0.1).doubt == ""
-
-
-def test_only_the_chosen_tokens_are_compared() -> None:
-    chosen = PROBE.model_copy(update={"places": [1], "parent_logprobs": [-0.5, -0.35]})
-    assert compare([-0.25], [-3.0], chosen, 0.1).passed
-    assert not compare([-0.35], [-3.0], chosen, 0.1).passed
-
-
-def test_a_probe_that_an_older_round_wrote_down_proves_its_adapter() -> None:
-    old = Probe.model_validate(
-        {
-            "prompt_token_ids": [1],
-            "token_ids": [2, 3],
-            "adapter_logprobs": [-1.0, -2.0],
-            "base_logprobs": [-2.0, -2.5],
-        }
-    )
-    assert compare([-1.001, -2.0], [-2.0, -2.5], old, 0.1).passed
-    assert not compare([-2.0, -2.5], [-2.0, -2.5], old, 0.1).passed
-
-
-async def test_a_server_that_answers_with_the_parents_weights_is_not_swapped_to(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_answers_with_the_parents_weights_is_not_swapped_to(fleet: Fleet) -> None:
     """r0002 has been loaded, and its parent r0001, 0.05 nats off, answers under its name."""
-    near = PROBE.model_copy(update={"parent_logprobs": [-0.55, -0.30], "noise": 0.002})
-    fleet.apps[1].weights[fleet.paths["r0002"]] = [-0.55, -0.30]
-    with pytest.raises(ServeError, match=r"prove agent@r0002 .* 0\.000 from its parent's and .* from the base"):
-        await fleet.swap(probe=near)
+    probe = with_parent(0.05)
+    assert probe.second.parent is not None
+    fleet.apps[1].weights[fleet.paths["r0002"]] = probe.second.parent
+    with pytest.raises(
+        ServeError, match=r"prove agent@r0002 .* shows 1\.00 of its parent's .* and 0\.00 of the adapter"
+    ):
+        await fleet.swap(probe=probe)
     assert await fleet.answers() == [OLD, OLD]
 
 
-async def test_a_swap_to_what_cannot_be_told_from_its_parent_says_so(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
-    near = PROBE.model_copy(update={"parent_logprobs": [-0.51, -0.25], "noise": 0.005})
-    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), near, SETTINGS, fleet.on_state)
-    assert [each.probe.indistinct for each in report.replicas if each.probe] == [("its parent",)] * 2
-    assert "agent@r0002 on" in caplog.text
-    assert "too near to tell it from its parent" in caplog.text
+async def test_what_cannot_be_told_from_its_parent_is_not_swapped_to(fleet: Fleet) -> None:
+    with pytest.raises(ServeError, match=r"cannot tell it from its parent and the base model.*no number of tokens"):
+        await fleet.swap(probe=with_parent(0.0))
+    assert await fleet.answers() == [OLD, OLD]

@@ -123,7 +123,7 @@ async def test_an_adapter_that_vllm_cannot_serve_is_not_tried_for_ever(
 
 async def test_a_server_that_restarted_before_it_was_asked_is_asked_again(client: Replica) -> None:
     with pytest.raises(ServeError, match="does not exist") as refused:
-        await client.logprobs("agent@r0001", [1, 2], [3])
+        await client.logprobs("agent@r0001", [[1, 2, 3]])
     assert refused.value.retryable
 
 
@@ -188,14 +188,14 @@ async def test_other_refusals_carry_the_servers_words(
 ) -> None:
     app.faults["/v1/completions"] = (status, "the engine\n is dead")
     with pytest.raises(ServeError) as refused:
-        await client.logprobs(BASE, [1, 2], [3])
+        await client.logprobs(BASE, [[1, 2, 3]])
     assert refused.value.retryable is retryable
     assert "the engine is dead" in refused.value.why or status == 503
 
 
 async def test_logprobs_of_the_continuation(client: Replica, app: FakeVllm) -> None:
     app.logprobs[BASE] = [-0.5, -1.5]
-    assert await client.logprobs(BASE, [7, 8, 9], [5, 5]) == [-0.5, -1.5]
+    assert await client.logprobs(BASE, [[7, 8, 9, 5], [7, 8, 9, 5, 5]]) == [-0.5, -1.5]
 
 
 @pytest.mark.parametrize("encoding", [None, b"gzip"])

@@ -23,6 +23,7 @@ from flywheel.serving.adapter_swap import rollback, swap
 from flywheel.serving.adapter_unloading import retire
 from flywheel.serving.replica_client import Replica
 from flywheel.serving.swap_report import SwapReport
+from flywheel.serving.weight_verification import prove
 from flywheel.sources.calls.parsing import parse
 from flywheel.states import DeploymentState
 from tests.conftest import MadeAdapter, VllmServer
@@ -51,7 +52,7 @@ async def put(
 
     probe = probed.probe if probed else None
     adapter = ref(version, path) if version else None
-    return await swap([replica], alias, adapter, probe, server.config.serving, ignore)
+    return await swap([replica], alias, adapter, probe, ignore)
 
 
 def ref(version: str, path: str) -> AdapterRef:
@@ -79,13 +80,13 @@ async def test_a_version_is_proven_and_swapped_in_and_back(
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0001"
     probe = first.replicas[0].probe
     assert probe is not None
-    assert probe.indistinct == ()
-    assert probe.to_adapter < 0.01  # float32 on both sides
+    assert probe.passed
+    assert probe.adapter_slope == pytest.approx(1, abs=0.01)  # float32 on both sides
     await put(replica, vllm_server, "swap-agent", "r0002", other.path, other)
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0002"
-    await rollback([replica], "swap-agent", ref("r0001", good.path), vllm_server.config.serving)
+    await rollback([replica], "swap-agent", ref("r0001", good.path))
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0001"
-    await rollback([replica], "swap-agent", None, vllm_server.config.serving)
+    await rollback([replica], "swap-agent", None)
     assert await answered_by(vllm_server, "swap-agent") == vllm_server.base_model
 
 
@@ -100,6 +101,35 @@ async def test_wrong_weights_are_noticed(
     assert "wrong-agent@r0002" not in await replica.models()
 
 
+@pytest.mark.parametrize("wrong", ["zeroed", "half", "parent", "other"])
+@pytest.mark.parametrize("recorded", ["next", "shifted"])
+async def test_no_wrong_weights_are_swapped_in_under_the_name_of_an_adapter(
+    vllm_server: VllmServer, replica: Replica, adapters: dict[str, MadeAdapter], wrong: str, recorded: str
+) -> None:
+    """Weights that do nothing, those of the parent, half of them and another adapter's, on a server with the base
+    model of the round and on one where it is shifted."""
+    alias = f"{wrong}-{recorded}"
+    with pytest.raises(ServeError, match=f"prove {alias}@r0002"):
+        await put(replica, vllm_server, alias, "r0002", adapters[wrong].path, adapters[recorded])
+    assert (await replica.alias(alias)).target == vllm_server.base_model
+    assert f"{alias}@r0002" not in await replica.models()
+
+
+@pytest.mark.parametrize("recorded", ["next", "shifted"])
+async def test_the_base_model_proves_no_adapter_and_right_weights_pass(
+    vllm_server: VllmServer, replica: Replica, adapters: dict[str, MadeAdapter], recorded: str
+) -> None:
+    base, probe = vllm_server.base_model, adapters[recorded].probe
+    with pytest.raises(ServeError, match=f"prove {base} .* shows 0.00 of its parent's"):
+        await prove(replica, base, base, probe)
+    alias = f"right-{recorded}"
+    report = await put(replica, vllm_server, alias, "r0002", adapters["next"].path, adapters[recorded])
+    figures = report.replicas[0].probe
+    assert figures is not None and figures.passed
+    await rollback([replica], alias, None)
+    assert await replica.unload(f"{alias}@r0002")
+
+
 async def test_what_vllm_refuses_has_a_name(
     vllm_server: VllmServer, replica: Replica, adapters: dict[str, MadeAdapter], tmp_path: Path
 ) -> None:
@@ -108,7 +138,7 @@ async def test_what_vllm_refuses_has_a_name(
     with pytest.raises(ServeError, match="finds no adapter in"):
         await replica.load("refused@r0001", str(tmp_path / "gone"))
     with pytest.raises(ServeError, match="does not exist"):
-        await replica.logprobs("refused@r0001", [1, 2], [3])
+        await replica.logprobs("refused@r0001", [[1, 2, 3]])
     assert await replica.load("twice@r0001", adapters["good"].path) is True
     assert await replica.load("twice@r0001", adapters["good"].path) is False
     assert await replica.unload("twice@r0001") is True
@@ -242,7 +272,7 @@ async def test_the_response_id_says_which_version_answered(
                 marks = [mark_of(each) for each in found]
                 assert [(mark.instance, mark.version) for mark in marks if mark] == [(instance, version)] * 2
                 assert found[0] != found[1], "each request has an id of its own"
-            await rollback([replica], "told-agent", None, vllm_server.config.serving)
+            await rollback([replica], "told-agent", None)
 
 
 async def recorded(replica: Replica, mark: str) -> list[RecordedCall]:

@@ -1,4 +1,4 @@
-"""The tokens by which an adapter is proven: those that tell it best from what is nearest to it."""
+"""The tokens by which an adapter is proven: those that tell it best from its parent and the base model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from flywheel.round import Probe
 from flywheel.training import probe_measurement as probe_module
-from flywheel.training.probe_measurement import COMPARED, PROMPTS, TOKENS, make_probe
+from flywheel.training.probe_measurement import PLACES, PROMPTS, TOKENS, make_probe
 from flywheel.training.rollout import LoadedAdapter
 from tests.training.rollouts import prompt
 
@@ -24,71 +25,85 @@ class Method:
 
 
 class Weights:
-    """An engine whose log-probabilities are known: the parent's differ in every second token, by 0.2 behind the
-    telling prompt and by 0.01 behind others; the base model's everywhere and by far. A second measurement is off by
-    `noise`."""
+    """An engine whose log-probabilities are known: adapter and parent differ in every second token, by 0.2 behind the
+    telling prompt and by 0.01 behind others, and the base model differs from both in the tokens between, by as much.
+    What is measured token by token is off by `noise`."""
 
     def __init__(self, noise: float = 0.0) -> None:
         self.noise = noise
-        self.continue_greedily = Method(lambda ids, adapter, tokens: [ids[0]] * tokens)
-        self.score = Method(self._score)
+        self.sampled: list[int] = []
+        self.measured: list[tuple[str, int]] = []
+        self.sample = Method(self._sample)
+        self.score = Method(
+            lambda ids, tokens, adapter: [self._logprob(ids, at, adapter) for at in range(len(tokens))]
+        )
+        self.score_next = Method(self._score_next)
 
-    def _score(self, ids: Sequence[int], tokens: Sequence[int], adapter: LoadedAdapter | None) -> list[float]:
-        start = {1: 10, 2: 12}.get(ids[0], 20)
+    def _sample(self, ids: Sequence[int], adapter: LoadedAdapter, tokens: int) -> list[int]:
+        assert adapter is NEW
+        self.sampled.append(len(ids))
+        return [ids[0]] * tokens
+
+    def _score_next(self, ids: Sequence[int], token: int, adapter: LoadedAdapter | None) -> float:
+        assert token == ids[0]
+        start = {1: 10, 2: 12}[ids[0]] if ids[0] in (1, 2) else 20
+        self.measured.append((adapter.name if adapter else "base", len(ids)))
+        return self._logprob(ids[:start], len(ids) - start, adapter) + self.noise
+
+    @staticmethod
+    def _logprob(ids: Sequence[int], place: int, adapter: LoadedAdapter | None) -> float:
         far = 0.2 if ids[0] == 2 else 0.01
-        found = []
-        for place in range(len(ids) - start, len(ids) - start + len(tokens)):
-            apart = 0.0
-            if adapter is None:
-                apart = 1.0
-            elif adapter is PARENT:
-                apart = far * (place % 2)
-            elif len(tokens) == 1:
-                apart = self.noise
-            found.append(-2.0 + apart)
-        return found
+        if adapter is None:
+            return -2.0 + far * (1 - place % 2)
+        return -2.0 + far * (place % 2) * (adapter is PARENT)
 
 
-def made(engine: Weights, parent: LoadedAdapter | None, monkeypatch: pytest.MonkeyPatch) -> Any:
+def made(
+    engine: Weights, parent: LoadedAdapter | None, monkeypatch: pytest.MonkeyPatch, context: int = 4096
+) -> Probe:
     monkeypatch.setattr(probe_module, "wait", lambda values: values)
     return make_probe(engine, [*LONG, SHORT, TELLING], NEW, parent, max_model_len=4096)
 
 
-def test_the_text_and_the_tokens_that_tell_it_best_from_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_that_tell_most_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = made(Weights(), PARENT, monkeypatch)
-    assert probe.prompt_token_ids == [2] * 12
-    assert len(probe.token_ids) == TOKENS
-    assert probe.places == list(range(1, TOKENS, 2))
-    assert len(probe.places) == COMPARED
-    assert [probe.parent_logprobs[place] for place in probe.places] == pytest.approx([-1.8] * COMPARED)
-    assert probe.adapter_logprobs == [-2.0] * TOKENS
-    assert probe.base_logprobs == [-1.0] * TOKENS
-    assert probe.noise == 0
+    assert len(probe.texts) == PROMPTS
+    assert [len(text) for text in probe.texts[:2]] == [10 + TOKENS, 12 + TOKENS]
+    assert len(set(probe.places)) == len(probe.places) == PLACES
+    assert {text for text, _ in probe.places[:128]} == {1}, "the telling one is the second shortest"
+    assert all(12 <= place < 12 + TOKENS for text, place in probe.places if text == 1)
 
 
-def test_noise_is_how_far_a_second_measurement_of_the_adapter_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert made(Weights(noise=0.03), PARENT, monkeypatch).noise == pytest.approx(0.03)
+def test_each_token_is_recorded_in_two_batch_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Weights(noise=0.03)
+    probe = made(engine, PARENT, monkeypatch)
+    for name in ("adapter", "base", "parent"):
+        first, second = getattr(probe.first, name), getattr(probe.second, name)
+        assert len(first) == len(second) == PLACES
+        assert second == pytest.approx([value + 0.03 for value in first])
+    for (text, place), logprob in zip(probe.places, probe.first.base, strict=True):
+        assert logprob == pytest.approx(
+            Weights._logprob(probe.texts[text], place - len(probe.texts[text]) + TOKENS, None)
+        )
+    assert [name for name, _ in engine.measured] == ["r0002"] * PLACES + ["base"] * PLACES + ["r0001"] * PLACES
+    assert [length for _, length in engine.measured[:PLACES]] == [place for _, place in probe.places]
 
 
-def test_without_a_parent_the_base_model_is_what_it_is_told_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_parent_there_is_one_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = made(Weights(), None, monkeypatch)
-    assert probe.parent_logprobs is None
-    assert len(probe.places) == COMPARED
+    assert probe.first.parent is probe.second.parent is None
+    assert probe.first.versions == [probe.first.base, probe.first.adapter]
+    assert len(probe.places) == PLACES
 
 
 def test_long_prompts_are_not_measured_where_there_are_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-probabilities of a long prompt fill the memory of a GPU."""
     engine = Weights()
-    lengths: list[int] = []
-    greedily = engine.continue_greedily.remote
-    engine.continue_greedily = Method(
-        lambda ids, adapter, tokens: lengths.append(len(ids)) or greedily(ids, adapter, tokens)
-    )
     made(engine, PARENT, monkeypatch)
-    assert sorted(lengths) == [10, 12, *range(20, 20 + PROMPTS - 2)]
+    assert sorted(engine.sampled) == [10, 12, *range(20, 20 + PROMPTS - 2)]
 
 
-def test_a_prompt_at_the_end_of_the_context_has_a_token_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuations_end_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "wait", lambda values: values)
     probe = make_probe(Weights(), [SHORT], NEW, PARENT, max_model_len=12)
-    assert (len(probe.token_ids), probe.places) == (1, [0])
+    assert (len(probe.texts[0]), probe.places) == (11, [(0, 10)])

@@ -503,26 +503,26 @@ def test_the_deployed_side_is_really_the_deployed_adapter(trained: Done, continu
 
 
 def test_the_probe_tells_the_adapter_from_parent_and_base(trained: Done, continued: Done) -> None:
-    """By the tokens where it differs most from the one that is nearer."""
+    """Two recordings of the tokens that tell most agree with each other and with a third measurement."""
     for done, parent in ((trained, None), (continued, trained.result.adapter)):
         probe, adapter = done.result.probe, done.result.adapter
         assert probe is not None
         assert adapter is not None
-        assert len(probe.token_ids) == 32
-        assert len(set(probe.places)) == 16
-        measured = logprobs_of([adapter, *([parent] if parent else [])], probe.prompt_token_ids, probe.token_ids)
-        told = [probe.base_logprobs, probe.adapter_logprobs, *([probe.parent_logprobs] if parent else [])]
-        assert (probe.parent_logprobs is None) is (parent is None)
+        assert len(probe.texts) == 8
+        assert len(set(probe.places)) == 512
+        assert (probe.second.parent is None) is (parent is None)
+        for first, second in zip(probe.first.versions, probe.second.versions, strict=True):
+            assert first == pytest.approx(second, abs=1e-3), "both are computed in float32"
+        text = probe.texts[0]
+        chosen = [number for number, (of_text, _) in enumerate(probe.places) if of_text == 0]
+        measured = logprobs_of([adapter, *([parent] if parent else [])], text[:1], text[1:])
+        recorded = probe.second
+        told = [recorded.base, recorded.adapter, *([recorded.parent] if recorded.parent else [])]
         for here, there in zip(measured, told, strict=True):
-            assert here == pytest.approx(there, abs=1e-3)
-        assert probe.noise < 1e-3, "both are computed in float32"
-        figures = compare(
-            [probe.adapter_logprobs[at] for at in probe.places],
-            [probe.base_logprobs[at] for at in probe.places],
-            probe,
-            0.1,
-        )
-        assert (figures.passed, figures.indistinct) == (True, ())
+            at = [probe.places[number][1] - 1 for number in chosen]
+            assert [here[place] for place in at] == pytest.approx([there[number] for number in chosen], abs=1e-3)
+        assert compare(recorded.adapter[:64], recorded.base[:64], probe).passed
+        assert not compare(recorded.base[:64], recorded.base[:64], probe).passed
 
 
 def logprobs_of(adapters: list[AdapterRef], prompt: list[int], tokens: list[int]) -> list[list[float]]:

@@ -93,8 +93,8 @@ def put_deployment(conn: Connection, adapter: str | None, reason: str, **values:
         "replicas": [
             {"url": "http://127.0.0.1:8000", "previous": "base", "loaded": True, "flipped": True, "error": "",
              "serves": f"agent@{adapter}", "condition": "ok",
-             "probe": {"tokens": 16, "to_adapter": 0.0001, "to_base": 0.2, "to_parent": None, "apart_base": 0.2,
-                       "apart_parent": None, "noise": 0.0001, "allowed": 0.005, "indistinct": [], "passed": True}}
+             "probe": {"tokens": 64, "parent_slope": None, "adapter_slope": 0.97, "standard_error": 0.0421,
+                       "noise": 0.0001, "residual": 0.00015, "indistinct": False, "passed": True}}
         ],
     }  # fmt: skip
     state = DeploymentState.RETIRED if is_retired else DeploymentState.ACTIVE

@@ -113,7 +113,8 @@ def test_an_id_that_names_nothing_and_an_alias(http: TestClient) -> None:
 def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:
     page = http.get("/deployments/2").text
     assert "verified" in page
-    assert "0.20000" in page
+    assert "0.97" in page
+    assert "Standard error: 0.042" in page
     failed = http.get("/deployments/3").text
     assert "the swap failed before it was recorded" in failed
     assert "cannot reach it" in failed

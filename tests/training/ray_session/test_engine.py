@@ -240,8 +240,14 @@ def test_scores_are_those_of_the_tokens_it_generated(engine: Any, prompts: list[
     [completion] = generate(engine, requests(prompts[:1], None))
     [scores] = ray_cluster.wait([engine.score.remote(prompts[0].token_ids, completion.token_ids, None)])
     assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
-    [greedy] = ray_cluster.wait([engine.continue_greedily.remote(prompts[0].token_ids, None, tokens=16)])
-    assert len(greedy) == 16
+    ids = [*prompts[0].token_ids, *completion.token_ids]
+    by_token = ray_cluster.wait(
+        [engine.score_next.remote(ids[:at], ids[at], None) for at in range(len(prompts[0].token_ids), len(ids))]
+    )
+    assert by_token == pytest.approx(scores, abs=1e-3)
+    first, again = ray_cluster.wait([engine.sample.remote(prompts[0].token_ids, None, tokens=16) for _ in range(2)])
+    assert len(first) == 16
+    assert first == again
 
 
 def test_rollouts_to_learn_from_are_drawn_from_the_policy_whatever_its_defaults_are(
