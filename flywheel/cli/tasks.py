@@ -50,7 +50,8 @@ def show(
     config: ConfigOption = None,
     state: Annotated[TaskState | None, typer.Option(help="Only this state.")] = None,
     adapter: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only answers of this adapter; `base` is the base model.")
+        str | None,
+        typer.Option(metavar="NAME", help="Only of this adapter; `base`: the base model; `unrecorded`: not known."),
     ] = None,
     criterion: Annotated[str | None, typer.Option(metavar="ID", help="Only if it failed this criterion.")] = None,
     text: Annotated[str | None, typer.Option(metavar="TEXT", help="Question or answer contains this.")] = None,
