@@ -28,7 +28,8 @@ Configurations made for AgentJet or ASTuner are read: `feedback_tracing`, at the
 `ajet:` or `astuner:`, has its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
 `alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. Below `ajet:`
 or `astuner:`, `model.path` is taken as `model.base`, `rollout.num_repeat` as `training.group_size`, and
-`rollout.temperature` as Flywheel's; `task_reader.type` is `tracing` or, for a file of tasks, `jsonl` (or
+`rollout.temperature` as Flywheel's, and `rollout.user_workflow` with `task_judge.judge_protocol` as the agent of
+rollouts and its reward; `task_reader.type` is `tracing` or, for a file of tasks, `jsonl` (or
 `jsonl_dataset_file`). Any other type is an error, and so is a missing model. What else stands there is told of once
 and left alone. Flywheel's own sections may be added and count more. Where `train_output_path` is a file that AgentJet
 wrote, it is renamed to `tasks-1.jsonl`, and nothing that is in it is judged or written again.
