@@ -337,3 +337,12 @@ def test_a_file_that_is_missing_is_named_with_the_line_of_the_configuration(tmp_
     with pytest.raises(ConfigError, match="there is no such file") as caught:
         rubric_of(load(path))
     assert caught.value.hint == f"Correct filter.{key} on line 4 of {path}."
+
+
+def test_every_problem_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("judge: {base_url: 127.0.0.1:9/v1}\nserving:\n  urls: [localhost:8000]\ngate: {max_task: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    for problem in ("line 1: `judge.base_url`", "line 3: `serving.urls.0`", "line 4: unknown key `gate.max_task`"):
+        assert problem in caught.value.why
