@@ -12,9 +12,9 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
 
 BASE_VERSION: Final = "base"
+"""The version for the base model, whose name can be a path that responses must not show. No adapter is named so."""
 UNRECORDED: Final = "unrecorded"
 """In the place of a version: nothing says which model gave a reply."""
-"""The version for the base model, whose name can be a path that responses must not show. No adapter is named so."""
 
 _ID = re.compile(r"fw-([0-9a-f]{16})-([\w.@~%-]{1,200})-([0-9a-f]{16})(?![0-9a-f])", re.ASCII)
 _BEGIN = re.compile(rb"fw-[0-9a-f]{16}-")
