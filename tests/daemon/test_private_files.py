@@ -107,7 +107,7 @@ async def test_what_libraries_write_for_a_round_is_for_its_user_alone(tmp_path: 
 @pytest.mark.usefixtures("_umask")
 async def test_the_aliases_of_a_server_are_for_its_user_alone(tmp_path: Path) -> None:
     file = tmp_path / "aliases.json"
-    await AliasTable(["agent"], "base", file, ["r0001"]).point("agent", Target("r0001"))
+    await AliasTable(["agent"], "base", file, ["r0001"], {}).point("agent", Target("r0001"))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 

@@ -18,7 +18,7 @@ import msgspec
 _MSG: Final = "Msg(id='"
 _NAME: Final = "', name='"
 _CONTENT: Final = "', content="
-_TOKEN: Final = re.compile(r"""('[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*"|[a-z_]+=)""")
+_TOKEN: Final = re.compile(r"""('[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*"|(?<![a-z_])[a-z_]+=)""")
 """A string, or the name of a keyword argument."""
 _UNLIKE_JSON: Final = ("\\u", "\\/", '\\"')
 """Escapes that mean something else in JSON, or that no repr has."""
