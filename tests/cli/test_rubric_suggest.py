@@ -169,13 +169,13 @@ def test_a_wrong_draft_is_asked_for_once_more(
     assert problem in author.requests[1]["messages"][1]["content"]
     author.drafts = [{"description": "", **draft}] * 2
     ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config, "--out", "never.yaml")
-    assert (ran.code, problem in ran.err, Path("never.yaml").exists()) == (1, True, False)
+    assert (ran.code, problem in ran.err, Path("never.yaml").exists()) == (69, True, False)
 
 
 def test_a_judge_that_writes_no_json(flywheel: Run, config: Path, author: Author) -> None:
     author.drafts = ["I would rather not.", "{}"]
     ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config)
-    assert (ran.code, "it is no JSON object with `criteria`" in ran.err, author.calls) == (1, True, 2)
+    assert (ran.code, "it is no JSON object with `criteria`" in ran.err, author.calls) == (69, True, 2)
 
 
 def test_labels_are_spread_and_shown_between_delimiters_only() -> None:

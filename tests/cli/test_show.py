@@ -47,7 +47,7 @@ def test_tasks_are_found_by_state_adapter_criterion_and_text(judged: Bench) -> N
     assert ids(judged, "--criterion", "boxed") == everything[1:2]
     assert ids(judged, "--criterion", "correct") == everything[1:3]
     assert ids(judged, "--adapter", "r0001") == ids(judged, "--adapter", "agent@r0001") == everything[3:]
-    assert ids(judged, "--adapter", "base") == everything[:3]
+    assert ids(judged, "--adapter", "unrecorded") == everything[:3]
     assert ids(judged, "--adapter", "0001") == []
     assert ids(judged, "--text", "WITHOUT A BOX") == everything[1:2]
     assert ids(judged, "--text", "is 1 plus") == everything[2:3]

@@ -671,7 +671,7 @@ async def test_deploying_by_hand_again_and_again_leaves_three_adapters(four_slot
             path.mkdir()
             (path / "weights").write_text(str(number))
             for app in fleet.apps:
-                app.weights[str(path)] = PROBE.adapter_logprobs
+                app.weights[str(path)] = PROBE.second.adapter
             await fleet.store.write(put_adapter, number, path)
         await fleet.deployer.deploy(f"r{number:04}", "by hand")
     # The one to roll back to before the last swap, the one to roll back to now, and the one that serves.
@@ -793,7 +793,7 @@ class Waits(Restarts):
 
 async def test_a_server_that_waits_is_told_what_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
     """Where nothing was ever deployed, where the base model was, and where an adapter is."""
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = FakeVllm({BASE: PROBE.second.base})
     app.weights = fleet.apps[0].weights
     waits = Waits(app, tmp_path / "aliases.json")
     with running(waits) as url:
@@ -817,7 +817,7 @@ async def test_a_server_that_waits_is_told_what_is_deployed(fleet: Fleet, tmp_pa
             assert answered() == (200, target)
             assert not (await daemon.reconcile()).changed
         waits.anew()
-        app.weights = {str(fleet.path("r0001")): PROBE.base_logprobs}
+        app.weights = {str(fleet.path("r0001")): PROBE.second.base}
         await daemon.reconcile()
         assert answered() == (503, ""), "no server answers with weights that were not proven"
         await daemon.rollback("base")

@@ -16,7 +16,6 @@ from flywheel.serving.health_check import look
 from flywheel.serving.replica_client import Replica
 from flywheel.states import DeploymentState
 from tests.cases import for_each
-from tests.conftest import free_port, serve_config
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 
 WAITS = {"FLYWHEEL_WAITING_ALIASES": '{"agent": "nobody has said so"}'}
@@ -105,14 +104,13 @@ async def test_a_swap_that_is_taken_back_leaves_the_alias_waiting(tmp_path: Path
     """Also where the alias waits for a version that is not loaded: it must not be pointed at it."""
     saved = tmp_path / "aliases.json"
     saved.write_text(json.dumps({"agent": {"target": VERSION, "path": "/gone"}}))
-    apps = [FakeVllm({BASE: PROBE.base_logprobs}), FakeVllm({BASE: PROBE.base_logprobs})]
+    apps = [FakeVllm({BASE: PROBE.second.base}), FakeVllm({BASE: PROBE.second.base})]
     waits = [{"FLYWHEEL_ALIAS_FILE": str(saved)}, WAITS]
 
     async def fail(state: DeploymentState, _: object = None) -> None:
         if state is DeploymentState.ACTIVE:
             raise ServeError("write it down", "the disk is full", "")
 
-    settings = serve_config(tmp_path, free_port()).serving
     with (
         running(with_middleware(apps[0], **waits[0])) as one,
         running(with_middleware(apps[1], **waits[1])) as two,
@@ -121,7 +119,7 @@ async def test_a_swap_that_is_taken_back_leaves_the_alias_waiting(tmp_path: Path
             before = [await each.alias("agent") for each in (first, second)]
             assert [each.serves for each in before] == ["", ""]
             with pytest.raises(ServeError, match="disk is full"):
-                await swap([first, second], "agent", None, None, settings, fail)
+                await swap([first, second], "agent", None, None, fail)
             assert [await each.alias("agent") for each in (first, second)] == before
             assert [ask(url).status_code for url in (one, two)] == [503, 503]
             # A server that waits for a version may belong to another state: only its own daemon knows.

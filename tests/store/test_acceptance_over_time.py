@@ -32,7 +32,12 @@ async def test_each_judged_reply_of_the_alias_is_in_one_period(tmp_path: Path) -
 
     def fill(conn: Connection) -> None:
         replies = [
-            reply(number, started_at=START + timedelta(hours=number), adapter=("", "agent@r0001")[number % 2])
+            reply(
+                number,
+                started_at=START + timedelta(hours=number),
+                adapter=("", "agent@r0001")[number % 2],
+                model="agent",
+            )
             for number in range(24)
         ]
         other = reply(100, started_at=START, model="other")
