@@ -24,9 +24,11 @@ from flywheel.states import TaskState
 from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import Console
+    from sqlalchemy import Connection
 
 tasks_app = typer.Typer(
     cls=Group,
@@ -80,16 +82,13 @@ def show(
 
     wanted = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
-    found, total, choices = run_async(
-        read_state(
-            load_config(config),
-            lambda conn: (
-                task_list.listed(conn, wanted, most),
-                task_list.count(conn, wanted),
-                task_list.choices(conn),
-            ),
-        )
-    )
+
+    def look(conn: Connection) -> tuple[Sequence[Any], int, dict[str, list[str]]]:
+        total = task_list.count(conn, wanted)
+        # Only an empty list explains itself by what can be chosen.
+        return task_list.listed(conn, wanted, most), total, {} if total else task_list.choices(conn)
+
+    found, total, choices = run_async(read_state(load_config(config), look))
     shown = [task_list.summary(row) for row in found]
     if as_json:
         print_json({"total": total, "tasks": shown})

@@ -179,6 +179,7 @@ def test_parameters_that_the_endpoint_rejects_are_left_out(model: ToolModel) -> 
 @for_each(
     ("settings", "why"),
     [
+        ({"base_url": None}, "its endpoint is no URL"),
         (
             {"base_url": "https://api.openai.com/v1", "api_key_env": "NO_KEY"},
             "NO_KEY with its key is not set",
@@ -190,6 +191,7 @@ def test_settings_that_cannot_work_are_named_before_the_first_call(
     settings: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ODD_KEY", "schlüssel")
+    monkeypatch.setenv("OPENAI_BASE_URL", "localhost")
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(TrainError, match=why):
         Simulator(
