@@ -1,1 +1,1 @@
-"""What Flywheel needs of the operating system and the network, without a word about agents or training."""
+"""The operating system and the network: child processes, and HTTP clients and servers with limits."""
