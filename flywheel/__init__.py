@@ -1,4 +1,4 @@
-"""Flywheel: traces of AgentScope agents in, proven LoRA adapters out."""
+"""Flywheel: a closed loop for LLM agents: traces in, judged samples, LoRA adapters that are proven better out."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -112,7 +112,7 @@ class Commands(Group):
 app = typer.Typer(
     name="flywheel",
     cls=Commands,
-    help="A closed loop for AgentScope agents: traces, judged samples, GRPO rounds, tested adapters.",
+    help="A closed loop for LLM agents: traces, judged samples, GRPO rounds, tested adapters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

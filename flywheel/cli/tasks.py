@@ -112,7 +112,7 @@ def _nothing(choices: dict[str, list[str]], is_selection: bool, **given: str | N
         if value is not None and value not in choices[name]:
             close = difflib.get_close_matches(value, choices[name], n=1)
             meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices[name]) or 'none yet'}."
-            said.append(f"No {name} of the newest verdicts is {value}: {meant}")
+            said.append(f"There is no {name} {value}: {meant}")
     return escape_terminal(" ".join(said))
 
 

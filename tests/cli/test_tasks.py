@@ -105,7 +105,7 @@ def test_nothing_is_held_in_an_empty_state(flywheel: Run) -> None:
 
 def test_a_mistyped_choice_is_suggested(flywheel: Run, held: list[str]) -> None:
     told = flywheel("tasks", "--adapter", "bsae").out
-    assert told == "No task matches. No adapter of the newest verdicts is bsae: did you mean base?\n"
+    assert told == "No task matches. There is no adapter bsae: did you mean base?\n"
     ran = flywheel("tasks", "--state", "helt")
     assert ran.code == 2
     assert "'helt' is not one of 'pending'" in ran.err
