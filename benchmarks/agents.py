@@ -20,11 +20,11 @@ from typing import Any, Final
 
 from benchmarks import measurement
 from benchmarks.merged_turns import merge_speedup
-from flywheel.demo.questions import questions
-from flywheel.round import RoundTask
-from flywheel.training.engine import Engine, EngineSettings
-from flywheel.training.prompts import Prompt, seed_of
-from flywheel.training.rollout import RolloutRequest
+from flywheel.cli.demo.questions import questions
+from flywheel.records.round import RoundTask
+from flywheel.training.data.prompts import Prompt, seed_of
+from flywheel.training.data.rollout import RolloutRequest
+from flywheel.training.engine.engine import Engine, EngineSettings
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 IN_FLIGHT: Final = 16

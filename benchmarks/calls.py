@@ -28,9 +28,9 @@ import uvicorn
 
 from benchmarks import measurement
 from benchmarks.templates import WORDS
-from flywheel.call_log import CallLog
+from flywheel.serving.calls.call_log import CallLog
 from flywheel.serving.environment_variables import ALIAS_VARIABLE, BASE_VARIABLE, CALL_LOG_VARIABLE
-from flywheel.serving.middleware import AliasMiddleware
+from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.system.server_limits import Receive, Scope, Send
 
 CLIENTS: Final = 16

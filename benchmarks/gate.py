@@ -29,10 +29,10 @@ from scipy import stats
 
 from benchmarks import measurement
 from flywheel.config import GateSettings
-from flywheel.evaluation import alpha_spending, power
-from flywheel.evaluation.gate import decide
-from flywheel.evaluation.paired_comparison import Paired, compare
-from flywheel.round import Comparison, GateTest, SpentTest
+from flywheel.records.round import Comparison, GateTest, SpentTest
+from flywheel.training.gate import alpha_spending, power
+from flywheel.training.gate.gate import decide
+from flywheel.training.gate.paired_comparison import Paired, compare
 
 ROUNDS: Final = 20
 MEAN: Final = 0.6

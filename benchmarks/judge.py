@@ -22,9 +22,9 @@ from flywheel.config import JudgeSettings
 from flywheel.judge import prompt
 from flywheel.judge.answer import response_format
 from flywheel.judge.grader import Grader
+from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Outcome
+from flywheel.records.verdict import Exchange, Outcome
 
 CLIENT_THREADS: Final = 16
 RUBRIC: Final = Rubric.model_validate(

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any, Final
 
 from flywheel.config import Config
-from flywheel.training.agent.timelines import CallTokens, timelines
-from flywheel.training.samples import Row, token_counts
+from flywheel.training.data.samples import Row, token_counts
+from flywheel.training.data.timelines import CallTokens, timelines
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 TURNS: Final = 5
@@ -36,8 +36,8 @@ def merge_speedup(begin: Callable[[], None], quick: bool) -> dict[str, Any]:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from transformers import AutoTokenizer, TrainerCallback
 
-    from flywheel.training.grpo import RoundTrainer, grpo_config, step_dataset
-    from flywheel.training.policy import load_policy
+    from flywheel.training.engine.policy import load_policy
+    from flywheel.training.optim.grpo import RoundTrainer, grpo_config, step_dataset
 
     steps = 2 * (repeats + 1)
     settings = Config.model_validate(

@@ -22,7 +22,7 @@ from benchmarks.databases import SCHEMAS, Database, cached
 from benchmarks.writer import Writer, copy
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 NEW_SPANS = 100
 

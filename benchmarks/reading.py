@@ -43,9 +43,9 @@ def cold(begin: Begin, path: Path, folder: Path) -> int:
     Returns the number of replies and dead rows.
     """
     from flywheel.config import parse
+    from flywheel.records.trace import Cursor
     from flywheel.sources.studio_connector import StudioConnector
-    from flywheel.store.database import Store
-    from flywheel.trace import Cursor
+    from flywheel.store.kernel.database import Store
 
     async def run() -> int:
         config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)
@@ -70,9 +70,9 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
     With a `folder` that it has filled before, it is a second pass. Returns the source's report.
     """
     from flywheel.config import parse
-    from flywheel.process_tuning import tune_process
     from flywheel.sources.ingestion import Ingestion
-    from flywheel.store.database import Store
+    from flywheel.store.kernel.database import Store
+    from flywheel.system.process_tuning import tune_process
 
     async def run() -> dict[str, Any]:
         config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)

@@ -24,11 +24,11 @@ from benchmarks import measurement
 from benchmarks.judge_endpoint import CRITERIA, answer_to
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.rubric import Rubric
-from flywheel.states import Split, TaskState
-from flywheel.store import schema
-from flywheel.store.database import Store
-from flywheel.store.transitions import utcnow
+from flywheel.judge.rubric import Rubric
+from flywheel.records.states import Split, TaskState
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import utcnow
 
 NEW: Final = 5
 CHUNK: Final = 2_000

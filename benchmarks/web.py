@@ -27,13 +27,13 @@ from sqlalchemy import Connection, bindparam, insert, select, update
 
 from benchmarks import measurement
 from benchmarks.measurement import percentile
-from flywheel.batch import Batch, entry_of
-from flywheel.exclusion import ANY_MODEL
-from flywheel.states import TaskState
+from flywheel.records.batch import Batch, entry_of
+from flywheel.records.exclusion import ANY_MODEL
+from flywheel.records.states import TaskState
+from flywheel.records.trace import Cursor, Reply
 from flywheel.store import ledger
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks, verdicts
-from flywheel.trace import Cursor, Reply
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks, verdicts
 
 AT_ONCE: Final = 5_000
 SETTLE_SECONDS: Final = 15

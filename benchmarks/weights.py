@@ -26,10 +26,10 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks import measurement
-from flywheel.round import Probe, Recording
-from flywheel.serving import weight_verification
-from flywheel.serving.weight_verification import compare
-from flywheel.training.probe_measurement import PLACES, PROMPTS, TOKENS, most_telling
+from flywheel.records.round import Probe, Recording
+from flywheel.serving.client import weight_verification
+from flywheel.serving.client.weight_verification import compare
+from flywheel.training.optim.probe_measurement import PLACES, PROMPTS, TOKENS, most_telling
 
 NOISES: Final = (0.005, 0.01, 0.02, 0.05)
 DIFFERENCES: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1)

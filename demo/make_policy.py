@@ -1,8 +1,8 @@
 """Makes the demo's policy, the checkpoint in `demo/policy/`: `python -m demo.make_policy [DIRECTORY]`.
 
-A Qwen3 of 0.6 million float32 parameters, made from nothing but the questions of `flywheel.demo.questions` and this
-file's seed in some minutes on two cores. It is supervised on answers that are boxed 30 % of the time and right 88 %
-of the time, so that it knows how to do better than it does: what GRPO needs to show a gain.
+A Qwen3 of 0.6 million float32 parameters, made from nothing but the questions of `flywheel.cli.demo.questions` and
+this file's seed in some minutes on two cores. It is supervised on answers that are boxed 30 % of the time and right
+88 % of the time, so that it knows how to do better than it does: what GRPO needs to show a gain.
 
 Owns the recipe. Nothing else in the demo needs this module, or torch.
 """
@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from demo.tiny_model import END, START, batch, make_model, make_tokenizer, row, supervise
-from flywheel.demo.questions import SYSTEM_PROMPT, Question, questions, sample
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions, sample
 
 SEED: Final = 20
 BOXED_SHARE: Final = 0.3

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from demo.tiny_model import END, START, Row, batch, make_model, make_tokenizer, row, supervise
 from demo.tool_prompt import ADD, REMINDER
-from flywheel.demo.questions import SYSTEM_PROMPT, large_sum
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, large_sum
 
 SEED: Final = 20
 CALL_SHARE: Final = 0.3

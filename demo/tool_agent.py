@@ -11,7 +11,7 @@ from agentscope.model import OpenAIChatModel
 
 from demo.tool_workflow import answer
 from demo.users import Users
-from flywheel.demo.questions import large_sum
+from flywheel.cli.demo.questions import large_sum
 
 
 class AgentUsers(Users):

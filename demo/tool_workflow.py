@@ -14,7 +14,7 @@ from agentscope.message import UserMsg
 from agentscope.model import ChatModelBase
 from agentscope.tool import FunctionTool, Toolkit
 
-from flywheel.demo.questions import SYSTEM_PROMPT
+from flywheel.cli.demo.questions import SYSTEM_PROMPT
 
 NAME: Final = "calculator"
 

@@ -18,7 +18,7 @@ import httpx2
 
 from demo.studio import Row, StudioDatabase, Turn, agent_row, call_row
 from demo.users import IN_FLIGHT, Users
-from flywheel.demo.questions import SYSTEM_PROMPT, sample
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, sample
 
 AGENT: Final = "Tutor"
 MAX_TOKENS: Final = 32

@@ -25,11 +25,11 @@ from rich.live import Live
 from demo import panel
 from demo.parts import Part, adopt_orphans, end_descendants
 from demo.users import Users
+from flywheel.cli.demo import judge
 from flywheel.config import Config, load
 from flywheel.daemon.status import metrics_of, snapshot
-from flywheel.demo import judge
 from flywheel.errors import StoreError
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 ROOT: Final = Path(__file__).parent.parent
 QUIET_RATE: Final = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from flywheel.known_secrets import redact_secrets
+from flywheel.secrets import redact_secrets
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

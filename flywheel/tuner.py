@@ -17,18 +17,18 @@ from typing import Any, Final
 
 from flywheel.config import Config, parse
 from flywheel.config.tuner import merged, translated
-from flywheel.daemon.judge_setup import rubric_of
-from flywheel.daemon.round_tasks import round_task
-from flywheel.daemon.rounds import WorkerWatch
-from flywheel.daemon.worker_process import WorkerProcess, result_of
+from flywheel.daemon.judging.judge_setup import rubric_of
+from flywheel.daemon.rounds.round_tasks import round_task
+from flywheel.daemon.rounds.rounds import WorkerWatch
+from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ConfigError, TrainError
-from flywheel.evaluation.alpha_spending import alpha_of
-from flywheel.evaluation.gate import decide
-from flywheel.round import Comparison, GateTest, RoundSpec, RoundTask
+from flywheel.records.round import Comparison, GateTest, RoundSpec, RoundTask
 from flywheel.sources.jsonl.record import tasks_of_file
-from flywheel.training.workflow import function_name
-from flywheel.training.workflow.program_child import MARK
-from flywheel.yaml_file import read_yaml
+from flywheel.system.yaml_file import read_yaml
+from flywheel.training.gate.alpha_spending import alpha_of
+from flywheel.training.gate.gate import decide
+from flywheel.training.program import function_name
+from flywheel.training.program.program_child import MARK
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import Config
-from flywheel.yaml_file import sections_in
+from flywheel.system.yaml_file import sections_in
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from demo import studio
 from demo.studio import StudioDatabase, Turn, agent_row, call_row
-from flywheel.demo.questions import SYSTEM_PROMPT, Question, sample
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, sample
 
 TARGET = Path(__file__).parent.parent / "flywheel" / "demo" / "replies.sqlite.xz"
 REPLIES = 100

@@ -22,10 +22,10 @@ import hypothesis
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.round import Probe
-from flywheel.serving import inference_server
+from flywheel.records.round import Probe
+from flywheel.serving.server import inference_server
+from flywheel.serving.server.startup_adapters import alias_file, base_name
 from flywheel.serving.server_keys import admin_key
-from flywheel.serving.startup_adapters import alias_file, base_name
 from tests import warm
 from tests.waiting import StartError
 
@@ -34,16 +34,18 @@ POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300
 SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
 GROUPS = {
-    "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
-    "vllm": ("serving/test_vllm.py", "serving/test_full_table.py", "judge/test_vllm.py",
-             "training/test_chat_rendering.py", "training/test_cpu_lora.py"),
-    "ray": ("training/ray_session/test_collector.py", "training/ray_session/test_engine.py",
-            "training/ray_session/test_endpoint.py", "training/ray_session/test_program_engine.py",
-            "training/ray_session/test_recorded_engine.py", "training/ray_session/test_engine_memory.py",
-            "training/test_two_nodes.py"),
+    "rounds": ("training/worker/test_round.py", "sources/studio/test_manners.py"),
+    "vllm": ("serving/server/test_vllm.py", "serving/server/test_full_table.py", "judge/test_vllm.py",
+             "training/engine/test_chat_rendering.py", "training/engine/test_cpu_lora.py"),
+    "ray": ("training/engine/ray_session/test_collector.py", "training/engine/ray_session/test_engine.py",
+            "training/engine/ray_session/test_endpoint.py", "training/engine/ray_session/test_program_engine.py",
+            "training/engine/ray_session/test_recorded_engine.py",
+            "training/engine/ray_session/test_engine_memory.py", "training/engine/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),
-    "torch": ("formats/test_agentscope.py", "formats/test_fixtures.py", "formats/test_trl.py", "formats/test_verl.py",
-              "training/test_grpo.py", "training/test_trajectory_gradient.py", "training/test_recorded_tokens.py"),
+    "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_fixtures.py",
+              "training/data/formats/test_trl.py", "training/data/formats/test_verl.py",
+              "training/optim/test_grpo.py", "training/optim/test_trajectory_gradient.py",
+              "training/engine/test_recorded_tokens.py"),
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}

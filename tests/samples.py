@@ -7,13 +7,13 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from flywheel.batch import Batch, entry_of
-from flywheel.exclusion import ANY_MODEL, TrainedModels
-from flywheel.states import Split
+from flywheel.records.batch import Batch, entry_of
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.states import Split
+from flywheel.records.task import split_of
+from flywheel.records.trace import Cursor, Reply
+from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, verdicts
-from flywheel.task import split_of
-from flywheel.trace import Cursor, Reply
-from flywheel.verdict import CriterionResult, Outcome, Verdict
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
 from flywheel.config import load
-from flywheel.rubric.file import load_rubric
+from flywheel.judge.rubric.file import load_rubric
 from flywheel.system.server_limits import is_loopback
 
 ROOT = Path(__file__).parent.parent

@@ -19,19 +19,19 @@ from pydantic import BaseModel
 from flywheel.cli.app import MODULES, app
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import parse
-from flywheel.files import DOCUMENTATION_KINDS
-from flywheel.filtering.chain import FILTERS, load_chain
-from flywheel.filtering.fingerprint import Deduplication
-from flywheel.filtering.influence import Influence
-from flywheel.filtering.llm_evaluate import LlmEvaluate
-from flywheel.filtering.pii import Pii
-from flywheel.filtering.rules import Rules
-from flywheel.formats import FORMATS
-from flywheel.rubric.criterion import KINDS
-from flywheel.rubric.file import parse_rubric
-from flywheel.serving.replica_condition import Condition
-from flywheel.states import SkipReason, TaskState
-from flywheel.store.schema import SCHEMA_VERSION, metadata
+from flywheel.judge.filters.chain import FILTERS, load_chain
+from flywheel.judge.filters.fingerprint import Deduplication
+from flywheel.judge.filters.influence import Influence
+from flywheel.judge.filters.llm_evaluate import LlmEvaluate
+from flywheel.judge.filters.pii import Pii
+from flywheel.judge.filters.rules import Rules
+from flywheel.judge.rubric.criterion import KINDS
+from flywheel.judge.rubric.file import parse_rubric
+from flywheel.records.states import SkipReason, TaskState
+from flywheel.serving.client.replica_condition import Condition
+from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
+from flywheel.system.files import DOCUMENTATION_KINDS
+from flywheel.training.data.formats import FORMATS
 from scripts.configuration_page import PAGE, page
 from scripts.reference_pages import CLI_PAGE, JSON_PAGE, cli_page, json_page
 

@@ -1,4 +1,4 @@
-"""Imports go only downwards, never sideways between the packages of one layer."""
+"""Rooms import only from rooms above them, in one order."""
 
 from __future__ import annotations
 
@@ -9,87 +9,44 @@ import pytest
 
 from tests.cases import for_each
 
-PACKAGE = Path(__file__).parent.parent / "flywheel"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flywheel"
 
-LAYERS: dict[str, int] = {
-    "errors": 0,
-    "states": 0,
-    "known_secrets": 0,
-    "trace": 1,
-    "exclusion": 1,
-    "tool_calls": 1,
-    "tool_exclusion": 1,
-    "finish_functions": 1,
-    "model_call": 1,
-    "task": 1,
-    "batch": 1,
-    "similarity": 1,
-    "rubric": 1,
-    "verdict": 1,
-    "request_id": 1,
-    "request_parts": 1,
-    "call_log": 1,
-    "call_log_page": 1,
-    "tool_results": 1,
-    "round": 1,
-    "round_progress": 1,
-    "rollout_file": 1,
-    "rollout_index": 1,
-    "evaluation_file": 1,
-    "gpu_placement": 1,
-    "judge_usage": 1,
-    "files": 1,
-    "adapter_files": 1,
-    "model_parsers": 1,
-    "log": 1,
-    "terminal": 1,
-    "yaml_file": 1,
-    "model_http_client": 1,
-    "user_code": 1,
-    "json_schema": 1,
-    "process_tuning": 1,
-    "system": 1,
-    "config": 2,
-    "sources.studio": 3,
-    "sources.jsonl": 3,
-    "sources.otlp": 3,
-    "formats": 3,
-    "store": 3,
-    "judge": 3,
-    "filtering": 3,
-    "training": 3,
-    "serving": 3,
-    "evaluation": 3,
-    "sources": 4,
-    "worker": 4,
-    "daemon": 5,
-    "diagnostics": 6,
-    "web": 6,
-    "cli": 7,
-    "demo": 6,
-    "tuner": 6,
-    "__init__": 7,
-    "__main__": 7,
+ROOMS: tuple[set[str], ...] = (
+    {"errors", "secrets"},
+    {"system"},
+    {"records"},
+    {"config"},
+    {"judge"},
+    {"store", "serving"},
+    {"sources", "training"},
+    {"daemon"},
+    {"web"},
+    {"cli"},
+    {"tuner"},
+)
+"""A room imports from earlier lines only; those of one line do not import each other, but for the first."""
+INSIDE: dict[str, tuple[set[str], ...]] = {
+    "store": ({"kernel", ""}, {"views"}),
+    "training": ({"data"}, {"gate"}, {"recorded", "program"}, {"engine"}, {"optim"}, {"worker"}),
 }
-WITHIN_A_LAYER = {0, 1}
-"""Words and nouns may use each other; parts, wiring and faces may not."""
+"""The same for the folders of a room; "" are the modules that lie in the room itself."""
+READERS = {"studio", "spans", "otlp", "calls", "jsonl"}
+"""Folders of `sources/` that know neither the store nor a server, only the call log's format: connectors do."""
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "ray"}
-MAY_BE_HEAVY = {"worker", "training"}
+MAY_BE_HEAVY = {"data", "engine", "optim", "worker"}
 
 
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem not in TOP)
 
 
-def room(dotted: str) -> str:
-    """The package or module of LAYERS that a name below `flywheel` belongs to: the longest that matches."""
-    first, _, rest = dotted.partition(".")
-    nested = f"{first}.{rest.partition('.')[0]}"
-    return nested if nested in LAYERS else first
+TOP = {"__init__", "__main__"}
 
 
-def room_of(path: Path) -> str:
-    return room(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+def parts_of(path: Path) -> list[str]:
+    """The names below `flywheel`, without `__init__`."""
+    return [each for each in path.relative_to(PACKAGE).with_suffix("").parts if each != "__init__"]
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -100,45 +57,69 @@ def imports(path: Path) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
-            if node.module == "flywheel":
-                found += [(node.lineno, f"flywheel.{alias.name}") for alias in node.names]
-            else:
-                found.append((node.lineno, node.module))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
 
 
+def line_of(name: str, order: tuple[set[str], ...]) -> int:
+    lines = [number for number, names in enumerate(order) if name in names]
+    assert lines, f"{name} has no place in the order: name it in tests/test_layers.py and on the architecture page"
+    return lines[0]
+
+
+def folder_in(parts: list[str]) -> str:
+    """The folder of a room in which a module lies; empty if it lies in the room itself."""
+    return parts[1] if (PACKAGE / parts[0] / parts[1]).is_dir() else ""
+
+
 def violations(path: Path) -> list[str]:
-    here = room_of(path)
-    found = []
+    here, found = parts_of(path), []
     for line, name in imports(path):
-        parts = name.split(".")
-        if parts[0] in HEAVY and here not in MAY_BE_HEAVY:
-            found.append(f"{path.name}:{line}: {here} imports {name}")
-        if parts[0] != "flywheel" or len(parts) == 1 or parts[1] == "__version__":
+        there = name.split(".")[1:]
+        problem = ""
+        if name.split(".")[0] in HEAVY:
+            is_allowed = here[0] == "training" and (len(here) > 1 and here[1] in MAY_BE_HEAVY)
+            problem = "" if is_allowed else "a heavy package"
+        elif name.split(".")[0] != "flywheel" or there[0] == "__version__":
             continue
-        there = room(".".join(parts[1:]))
-        if there == here:
-            continue
-        down = LAYERS[there] < LAYERS[here]
-        same = LAYERS[there] == LAYERS[here] and LAYERS[here] in WITHIN_A_LAYER
-        if not (down or same):
-            found.append(f"{path.name}:{line}: {here} (layer {LAYERS[here]}) imports {there} (layer {LAYERS[there]})")
+        elif there[0] != here[0]:
+            ours, theirs = line_of(here[0], ROOMS), line_of(there[0], ROOMS)
+            problem = "" if theirs < ours or theirs == ours == 0 else "a room that is not above it"
+            if (
+                here[0] == "sources"
+                and len(here) > 1
+                and here[1] in READERS
+                and (there[0] == "store" or (there[0] == "serving" and there[1] != "calls"))
+            ):
+                problem = "what only connectors may use"
+        elif here[0] in INSIDE and len(here) > 1 and len(there) > 1:
+            ours, theirs = folder_in(here), folder_in(there)
+            if ours != theirs and line_of(theirs, INSIDE[here[0]]) >= line_of(ours, INSIDE[here[0]]):
+                problem = "a folder that is not above its own"
+        if problem:
+            found.append(f"{'/'.join(here)}.py:{line} imports {name}: {problem}")
     return found
 
 
 @for_each("path", modules())
-def test_imports_go_down(path: Path) -> None:
-    if path.name in ("__init__.py", "__main__.py") and path.parent == PACKAGE:
-        return
-    assert room_of(path) in LAYERS, f"{path} is in no layer: name its place in LAYERS and on the architecture page"
+def test_rooms_import_from_rooms_above(path: Path) -> None:
     assert violations(path) == []
 
 
 def test_an_upward_and_a_sideways_import_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.test_layers.PACKAGE", tmp_path)
-    (tmp_path / "store").mkdir()
-    bad = tmp_path / "store" / "x.py"
-    bad.write_text(
-        "import torch\nfrom flywheel import cli\nfrom flywheel.judge.client import X\nimport flywheel.config\n"
-    )
-    assert len(violations(bad)) == 3
+    for room in ("store/kernel", "store/views", "sources/studio", "training/gate", "training/optim"):
+        (tmp_path / room).mkdir(parents=True)
+
+    def wrong(file: str, *lines: str) -> int:
+        (tmp_path / file).write_text("\n".join(lines))
+        return len(violations(tmp_path / file))
+
+    many = "from flywheel import cli", "from flywheel.serving.routes import X", "import torch"
+    assert wrong("store/x.py", *many, "import flywheel.config") == 3
+    assert wrong("store/kernel/x.py", "from flywheel.store import tasks", "from flywheel.store.kernel import y") == 1
+    assert wrong("store/y.py", "from flywheel.store.views.z import Z") == 1
+    assert wrong("sources/studio/x.py", "from flywheel.store.tasks import X", "import flywheel.errors") == 1
+    assert wrong("sources/connector.py", "from flywheel.store.tasks import X") == 0
+    assert wrong("training/gate/x.py", "import scipy", "import ray", "from flywheel.training.optim.a import b") == 2
+    assert wrong("training/optim/x.py", "import ray", "from flywheel.training.gate.a import b") == 0

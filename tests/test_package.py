@@ -21,8 +21,8 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
-from flywheel import files
 from flywheel.errors import EXIT_CONFIG, EXIT_USAGE
+from flywheel.system import files
 from tests import base_dependencies
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +63,7 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     assert len(pages) >= 12
     assert pages <= inside
     assert not [name for name in inside if "/docs/images/" in name]
-    assert {"flywheel/py.typed", "flywheel/rubric/language_names.json"} <= inside
+    assert {"flywheel/py.typed", "flywheel/judge/rubric/language_names.json"} <= inside
     assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
 
 
@@ -188,7 +188,7 @@ def test_the_base_install_shows_the_pages(installed: Path, tmp_path: Path) -> No
 def test_the_base_install_can_import_everything_but_training(installed: Path, tmp_path: Path) -> None:
     code = (
         "import importlib, pkgutil, flywheel\n"
-        "skipped = ('flywheel.training', 'flywheel.worker', 'flywheel.__main__')\n"
+        "skipped = ('flywheel.training', 'flywheel.__main__')\n"
         "for found in pkgutil.walk_packages(flywheel.__path__, 'flywheel.', onerror=lambda name: None):\n"
         "    if found.name.startswith(skipped): continue\n"
         "    try: importlib.import_module(found.name)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flywheel.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 
 
 @pytest.mark.parametrize(

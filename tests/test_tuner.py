@@ -17,7 +17,7 @@ import flywheel
 from flywheel import tuner
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import ConfigError, TrainError
-from tests.training.test_round_directory import POLICY
+from tests.training.data.test_round_directory import POLICY
 
 
 async def run(task: Any, model: Any) -> float:

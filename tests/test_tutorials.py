@@ -73,7 +73,7 @@ def test_judge_100_replies(tmp_path: Path) -> None:
     lines = []
     for line in commands("judge-100-replies.md"):
         lines.append(typed(line).replace("4401", port))
-        if line.startswith("python -m flywheel.demo.judge"):
+        if line.startswith("python -m flywheel.cli.demo.judge"):
             connecting = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
             lines.append(f'until python -c "{connecting}" 2>/dev/null; do sleep 0.2; done')
         if line.startswith("cp "):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parent.parent
-COLD: Final = ("flywheel.training", "flywheel.worker", "flywheel.__main__")
+COLD: Final = ("flywheel.training", "flywheel.__main__")
 PR_SET_CHILD_SUBREAPER: Final = 36
 MOST_BYTES: Final = 1 << 17
 

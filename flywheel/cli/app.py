@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, Type
 import typer
 from typer.core import TyperGroup
 
-from flywheel import __version__, log
+from flywheel import __version__
 from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
 from flywheel.cli.tables import short_path
 from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError, StoreError
-from flywheel.files import expanded, tidied
-from flywheel.terminal import escape_terminal
+from flywheel.system import log
+from flywheel.system.files import expanded, tidied
+from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
     from sqlalchemy import Connection
 
     from flywheel.config import Config
-    from flywheel.store.database import Store
+    from flywheel.store.kernel.database import Store
     from flywheel.store.requests import Kind
 
 T = TypeVar("T")
@@ -252,7 +253,7 @@ def require_state(config: Config, attempted: str) -> None:
 async def read_state(config: Config, question: Callable[[Connection], T], *, warn: bool = True) -> T:
     """Read the state beside a running daemon. With `warn`, stderr says if there is none. Raises StoreError."""
     # Commands that only read their configuration do not wait for the import of the database library.
-    from flywheel.store.database import read_once
+    from flywheel.store.kernel.database import read_once
 
     if warn and (missing := missing_state(config)):
         print_error(f"flywheel: {missing}")
@@ -264,9 +265,9 @@ async def open_state(
     config: Config, how: Literal["open", "view", "copy"] = "open", *, lock: bool = False
 ) -> AsyncIterator[Store]:
     """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. Raises StoreError."""
-    from flywheel.daemon.lock import instance_lock
-    from flywheel.store.database import Store
+    from flywheel.store.kernel.database import Store
     from flywheel.store.requests import carry_out
+    from flywheel.system.lock import instance_lock
 
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store: Store = await getattr(Store, how)(config.state_dir)
@@ -287,7 +288,7 @@ def _owned(conn: Connection, config: Config) -> str:
     A file that is gone or keeps its state elsewhere, after a move or as the original of a copy, owns it no longer.
     """
     from flywheel.config import load
-    from flywheel.store import database
+    from flywheel.store.kernel import database
 
     if config.file is None:
         return ""
@@ -346,8 +347,9 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters", "tasks",
-    "show", "labels", "web", "rubric", "workflow", "export", "settings", "demo", "init", "setup", "doctor",
+    "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit.command", "why", "dead_letters",
+    "tasks", "show", "labels", "web", "rubric", "workflow", "export", "settings", "demo.command", "init", "setup",
+    "doctor.command",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flywheel.cli.app import open_state
 from flywheel.cli.filter import USAGE, cost_json
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.judging_report import Cost, JudgingEstimate
+    from flywheel.daemon.judging.judging_report import Cost, JudgingEstimate
     from flywheel.judge.budget import Budget
     from flywheel.judge.calibration import Calibration
     from flywheel.judge.grader import Grader
     from flywheel.judge.labels import Labels
-    from flywheel.rubric import Rubric
-    from flywheel.store.database import Store
-    from flywheel.verdict import Verdict
+    from flywheel.judge.rubric import Rubric
+    from flywheel.records.verdict import Verdict
+    from flywheel.store.kernel.database import Store
 
 T = TypeVar("T")
 EXCERPT = 300
@@ -34,14 +34,14 @@ EXCERPT = 300
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
     from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.judge_setup import check_independence, judge_settings
-    from flywheel.daemon.judging_report import CostEstimator, cost_of
-    from flywheel.filtering.chain import chain_of
+    from flywheel.daemon.judging.judge_setup import check_independence, judge_settings
+    from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
+    from flywheel.judge.filters.chain import chain_of
     from flywheel.judge.grader import Grader
-    from flywheel.judge_usage import Purpose
-    from flywheel.rubric.file import load_rubric
+    from flywheel.judge.rubric.file import load_rubric
+    from flywheel.judge.usage import Purpose
     from flywheel.store import calibrations, rubric_texts, verdicts
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
@@ -104,7 +104,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
 
 def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
     """The expected calls and tokens of judging the labels."""
-    from flywheel.daemon.judging_report import JudgingEstimate
+    from flywheel.daemon.judging.judging_report import JudgingEstimate
 
     total = JudgingEstimate()
     for label in given.labels:
@@ -139,7 +139,7 @@ def _over_budget(attempted: str, why: str) -> FlywheelError:
 
 async def suggest(config: Config, labels: Path, name: str) -> str:
     """The text of a drafted rubric."""
-    from flywheel.daemon.judge_setup import check_independence
+    from flywheel.daemon.judging.judge_setup import check_independence
     from flywheel.judge.client import JudgeClient
     from flywheel.judge.suggestion import draft
 
@@ -152,7 +152,7 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
 
 async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
     """The result of `work`, whose argument `stop` is set by a signal. Raises StoppedError after a signal."""
-    from flywheel.daemon.signals import StopSignals, in_daemon_thread
+    from flywheel.system.signals import StopSignals, in_daemon_thread
 
     stop = threading.Event()
 

@@ -20,7 +20,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import UNBROKEN, Row, moment, print_rows, stdout
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -55,7 +55,7 @@ def dead_letters(
 
 
 def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
-    from flywheel.states import DeadLetterState
+    from flywheel.records.states import DeadLetterState
     from flywheel.store import dead_letters
 
     def look(conn: Connection) -> tuple[list[dict[str, Any]], dict[str, int]]:

@@ -26,16 +26,16 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import ExportError
-from flywheel.files import whole_file
-from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, typed_columns
-from flywheel.formats.writer import Record
-from flywheel.states import Split, TaskState
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.records.states import Split, TaskState
+from flywheel.system.files import whole_file
+from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.training.data.formats import FORMATS, Format, FormatName, LeftOut, Sample, typed_columns
+from flywheel.training.data.formats.writer import Record
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.store.database import Store
-    from flywheel.store.export_selection import Selected
+    from flywheel.store.kernel.database import Store
+    from flywheel.store.views.export_selection import Selected
 
 PAGE: Final = 200
 
@@ -128,7 +128,7 @@ def export(
 async def _export(
     config: Config, form: Format, out: str, wanted: States, split: Splits, margin: float, target: str | None
 ) -> Survey:
-    from flywheel.store import export_selection
+    from flywheel.store.views import export_selection
 
     if target is not None and target not in config.targets:
         names = ", ".join(config.targets)
@@ -168,7 +168,7 @@ async def _export(
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float, target: str | None) -> Survey:
-    from flywheel.formats.preference_pairs import Pairing, candidate
+    from flywheel.training.data.formats.preference_pairs import Pairing, candidate
 
     pairing = Pairing(margin)
     both = ((STATES["rejected"], pairing.add_rejected), (STATES["accepted"], pairing.add_accepted))
@@ -186,7 +186,7 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
 async def _tasks(
     store: Store, states: Collection[TaskState], splits: Collection[Split], target: str | None
 ) -> AsyncIterator[Selected]:
-    from flywheel.store import export_selection
+    from flywheel.store.views import export_selection
 
     after = 0
     while ids := await store.read(export_selection.page, states, splits, target, after=after, limit=PAGE):
@@ -198,7 +198,7 @@ async def _tasks(
 async def _records(
     store: Store, form: Format, groups: Sequence[tuple[int, ...]]
 ) -> AsyncIterator[tuple[tuple[int, ...], Record]]:
-    from flywheel.store import export_selection
+    from flywheel.store.views import export_selection
 
     for start in range(0, len(groups), PAGE):
         some = groups[start : start + PAGE]

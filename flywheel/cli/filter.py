@@ -22,14 +22,14 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
-from flywheel.process_tuning import tune_process
+from flywheel.system.process_tuning import tune_process
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.judging import TaskJudging
-    from flywheel.daemon.judging_report import Cost, TaskResult
-    from flywheel.daemon.rubric_diff import Compared
-    from flywheel.store.database import Store
+    from flywheel.daemon.judging.judging import TaskJudging
+    from flywheel.daemon.judging.judging_report import Cost, TaskResult
+    from flywheel.daemon.judging.rubric_diff import Compared
+    from flywheel.store.kernel.database import Store
 
 PREVIEWED: Final = 2_000
 """A dry run of up to this many tasks first prints an estimate."""
@@ -109,7 +109,7 @@ def filter_tasks(
 @asynccontextmanager
 async def _state(wanted: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked."""
-    from flywheel.daemon.judging import recover
+    from flywheel.daemon.judging.judging import recover
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
 
@@ -132,9 +132,9 @@ async def _state(wanted: _Options) -> AsyncIterator[Store]:
 
 
 def _filtering(store: Store, wanted: _Options) -> TaskJudging:
-    from flywheel.daemon.judging import TaskJudging
-    from flywheel.judge_usage import CallsInFlight
-    from flywheel.rubric.file import load_rubric
+    from flywheel.daemon.judging.judging import TaskJudging
+    from flywheel.judge.rubric.file import load_rubric
+    from flywheel.judge.usage import CallsInFlight
 
     return TaskJudging(
         store,
@@ -146,10 +146,10 @@ def _filtering(store: Store, wanted: _Options) -> TaskJudging:
 
 async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.judge_setup import exchange_of
-    from flywheel.daemon.judging_report import CostEstimator, cost_of
-    from flywheel.daemon.signals import StopSignals
+    from flywheel.daemon.judging.judge_setup import exchange_of
+    from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
     from flywheel.store import verdicts
+    from flywheel.system.signals import StopSignals
 
     stop = threading.Event()
     interruption = StopSignals(wanted.config.daemon.drain_seconds)
@@ -200,7 +200,7 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
 
 
 async def _estimate(wanted: _Options) -> dict[str, Any]:
-    from flywheel.daemon.judging_report import CostEstimator
+    from flywheel.daemon.judging.judging_report import CostEstimator
 
     async with _state(wanted) as store:
         filtering = _filtering(store, wanted)
@@ -213,12 +213,12 @@ async def _estimate(wanted: _Options) -> dict[str, Any]:
 
 async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import of_tasks
-    from flywheel.daemon.judging import TaskJudging
-    from flywheel.daemon.judging_report import CostEstimator, cost_of
-    from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
-    from flywheel.daemon.signals import StopSignals
-    from flywheel.rubric.file import load_rubric
+    from flywheel.daemon.judging.judging import TaskJudging
+    from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
+    from flywheel.daemon.judging.rubric_diff import DiffReport, RubricDiff, changes
+    from flywheel.judge.rubric.file import load_rubric
     from flywheel.store import claims
+    from flywheel.system.signals import StopSignals
 
     earlier = load_rubric(against, NAME_ONE)
     prices = wanted.config.judge.prices
@@ -335,7 +335,7 @@ def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dic
 
 def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[str, Any]:
     from flywheel.cli.tables import excerpt
-    from flywheel.daemon.rubric_diff import contributions
+    from flywheel.daemon.judging.rubric_diff import contributions
 
     line = compared.task.line
     before, after = old.rubric.threshold, new.rubric.threshold

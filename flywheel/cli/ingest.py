@@ -20,8 +20,8 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED
-from flywheel.process_tuning import tune_process
-from flywheel.terminal import escape_terminal
+from flywheel.system.process_tuning import tune_process
+from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from flywheel.config import Config

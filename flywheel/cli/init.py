@@ -14,10 +14,10 @@ from typing import Annotated, Final
 
 import typer
 
-from flywheel import files
 from flywheel.cli.app import app, run_async
 from flywheel.errors import ExportError
-from flywheel.terminal import quantity
+from flywheel.system import files
+from flywheel.system.terminal import quantity
 
 STUDIO: Final = Path("~/AgentScope-Studio/database.sqlite")
 JUDGE: Final = "https://api.openai.com/v1 gpt-4o-mini"
@@ -117,7 +117,7 @@ def _answers(given: dict[str, str | None], directory: Path, *, asks: bool) -> An
 
 def _doubt(name: str, answer: str, directory: Path) -> str:
     """What may be wrong with an answer; empty if nothing seems to be. Raises ValueError if it cannot be used."""
-    from flywheel.model_http_client import is_http_url
+    from flywheel.system.model_http_client import is_http_url
 
     if name == "source" and answer not in ("otlp", "calls"):
         return _doubt_of_file(directory / Path(answer).expanduser())
@@ -223,7 +223,7 @@ def _scalar(value: str) -> str:
 
 def _check(config: Path) -> None:
     """Print what the doctor finds. What is missing at first, such as a server, is no failure of this command."""
-    from flywheel.cli.doctor import examined, show
+    from flywheel.cli.doctor.command import examined, show
 
     findings = run_async(examined(config, ask_judge=False))
     counts = Counter(finding.result.value for finding in findings)

@@ -23,8 +23,8 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import Row, moment, print_rows, stdout
 from flywheel.errors import ExportError
-from flywheel.files import write_atomic
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.files import write_atomic
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

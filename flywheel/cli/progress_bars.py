@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.tables import short_path
-from flywheel.round_progress import RoundProgress, progress_of
-from flywheel.terminal import duration, escape_terminal
+from flywheel.system.terminal import duration, escape_terminal
+from flywheel.training.data.round_progress import RoundProgress, progress_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,12 +18,12 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import ConfigError
-from flywheel.terminal import byte_size, escape_terminal, quantity
+from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.call_log_retention import PrunedLog
-    from flywheel.daemon.retention import Removal
+    from flywheel.daemon.rounds.retention import Removal
 
 WAIT_SECONDS = 120.0
 """Longest wait for a swap in progress."""
@@ -61,7 +61,7 @@ def prune(
 
 
 async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
-    from flywheel.daemon.retention import Retention
+    from flywheel.daemon.rounds.retention import Retention
 
     require_state(config, "remove files of old rounds")
     async with open_state(config, "view" if dry_run else "open") as store:

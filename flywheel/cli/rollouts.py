@@ -15,7 +15,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_j
 from flywheel.cli.show import turns
 from flywheel.cli.tables import UNBROKEN, excerpt, score_text, short_path, stdout
 from flywheel.errors import StoreError
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,7 @@ def rollouts(
 
 def table_of(directory: Path) -> list[dict[str, Any]]:
     """Every rollout of a round, in short. Raises StoreError."""
-    from flywheel.round import ROLLOUTS_FILE
+    from flywheel.records.round import ROLLOUTS_FILE
 
     return [
         {
@@ -112,7 +112,7 @@ def print_table(console: Console, rollouts: Iterable[Mapping[str, Any]]) -> None
 
 
 def _directory(config: Config, name: str) -> Path:
-    from flywheel.round import ROLLOUTS_FILE
+    from flywheel.records.round import ROLLOUTS_FILE
 
     directory = config.state_dir / "rounds" / name
     attempted = f"show rollouts of {name}"
@@ -127,8 +127,8 @@ def _directory(config: Config, name: str) -> Path:
 
 def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of each prompt, with its conversation as far as the round's specification still has it."""
-    from flywheel.rollout_file import prompts_of, read_rollouts
-    from flywheel.round import ROLLOUTS_FILE
+    from flywheel.records.round import ROLLOUTS_FILE
+    from flywheel.training.data.rollout_file import prompts_of, read_rollouts
 
     prompts = prompts_of(directory)
     wanted = (
@@ -159,7 +159,7 @@ def _without_tokens(group: dict[str, Any]) -> dict[str, Any]:
 def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: bool) -> None:
     from rich.text import Text
 
-    from flywheel.rollout_file import DROPPED
+    from flywheel.training.data.rollout_file import DROPPED
 
     members = group["rollouts"]
     rewards = [each["reward"] for each in members if each["reward"] is not None]
@@ -225,7 +225,7 @@ def _in_colour(console: Console) -> bool:
 def _legend(console: Console) -> Text:
     from rich.text import Text
 
-    from flywheel.rollout_file import PROBABILITIES
+    from flywheel.training.data.rollout_file import PROBABILITIES
 
     if not _in_colour(console):
         return Text("⟦text|logprob⟧ is a trained token; all others are context")
@@ -259,6 +259,6 @@ def _token_text(console: Console, sample: Mapping[str, Any]) -> Text:
 
 
 def _style(logprob: float | None) -> str:
-    from flywheel.rollout_file import probability_class
+    from flywheel.training.data.rollout_file import probability_class
 
     return NO_LOGPROB if logprob is None else LIKELY[probability_class(logprob)]

@@ -25,16 +25,16 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import criterion_lines, stdout
 from flywheel.errors import EXIT_FAILED, ServeError, TrainError
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
     from flywheel.daemon.deployer import Deployer
-    from flywheel.daemon.rounds import Rounds
-    from flywheel.serving.swap_report import SwapReport
-    from flywheel.store.database import Store
+    from flywheel.daemon.rounds.rounds import Rounds
+    from flywheel.serving.client.swap_report import SwapReport
+    from flywheel.store.kernel.database import Store
 
     Swap: TypeAlias = Callable[[Deployer], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
 
@@ -72,8 +72,8 @@ def train_round(
 
 def _shortage(conn: Connection, config: Config, target: str | None) -> str:
     """That a new round would have fewer samples than it should; empty if it has enough."""
-    from flywheel.daemon.free_samples import Supplies
-    from flywheel.daemon.planner import next_with_samples
+    from flywheel.daemon.rounds.free_samples import Supplies
+    from flywheel.daemon.rounds.planner import next_with_samples
     from flywheel.store.rounds import live
 
     supply = Supplies(next_with_samples(conn, config, target)).now(conn)
@@ -97,10 +97,10 @@ def _confirm(shortage: str, yes: bool) -> None:
 
 async def _round(config: Config, force: bool, target: str | None, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
-    from flywheel.daemon.judge_setup import rubric_of
-    from flywheel.daemon.rounds import Rounds
-    from flywheel.daemon.signals import StopSignals
+    from flywheel.daemon.judging.judge_setup import rubric_of
+    from flywheel.daemon.rounds.rounds import Rounds
     from flywheel.daemon.status import snapshot
+    from flywheel.system.signals import StopSignals
 
     rubric = rubric_of(config)
     async with open_state(config, lock=True) as store:
@@ -146,16 +146,16 @@ def left_of_round(conn: Connection) -> str:
 async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str, Any]:
     from flywheel.cli import progress_bars
     from flywheel.cli.rollouts import table_of
-    from flywheel.daemon.judge_setup import rubric_of, rubric_of_target
-    from flywheel.daemon.planner import debug_spec, next_with_samples
-    from flywheel.daemon.round_usage import left
-    from flywheel.daemon.rounds import WorkerWatch
-    from flywheel.daemon.signals import StopSignals
+    from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
+    from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
+    from flywheel.daemon.rounds.round_usage import left
+    from flywheel.daemon.rounds.rounds import WorkerWatch
+    from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
     from flywheel.daemon.status import metrics_of
-    from flywheel.daemon.worker_process import WorkerProcess, result_of
     from flywheel.judge.budget import Budget
-    from flywheel.judge_usage import UsageFile
+    from flywheel.judge.usage import UsageFile
     from flywheel.store.verdicts import book
+    from flywheel.system.signals import StopSignals
 
     shared = rubric_of(config)
     own = await read_state(config, lambda conn: next_with_samples(conn, config, target))
@@ -324,7 +324,7 @@ def _swap(config: Config, swap: Swap, attempted: str, as_json: bool) -> None:
 async def _run_swap(config: Config, swap: Swap, attempted: str) -> tuple[str | None, SwapReport]:
     """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
     from flywheel.daemon.deployer import Deployer
-    from flywheel.daemon.signals import StopSignals
+    from flywheel.system.signals import StopSignals
 
     async def nothing_more() -> None: ...
 

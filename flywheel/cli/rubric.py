@@ -9,8 +9,8 @@ import typer
 
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
-from flywheel.files import write_atomic
-from flywheel.terminal import escape_terminal
+from flywheel.system.files import write_atomic
+from flywheel.system.terminal import escape_terminal
 
 rubric = typer.Typer(cls=Group, help="Work on rubric files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(rubric, name="rubric")
@@ -29,9 +29,9 @@ def check(
 
     Warnings are about likely mistakes, such as a pattern with a backspace; they are not errors.
     """
-    from flywheel.rubric import lint
-    from flywheel.rubric.examples import contradictions
-    from flywheel.rubric.file import read_rubric
+    from flywheel.judge.rubric import lint
+    from flywheel.judge.rubric.examples import contradictions
+    from flywheel.judge.rubric.file import read_rubric
 
     wrong = False
     for file in files:
@@ -53,7 +53,7 @@ def check(
 @rubric.command()
 def schema() -> None:
     """Print the JSON Schema of rubric files, for editors that complete and validate."""
-    from flywheel.rubric import json_schema
+    from flywheel.judge.rubric import json_schema
 
     print_json(json_schema())
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, open_state, run_async
-from flywheel.process_tuning import tune_process
+from flywheel.system.process_tuning import tune_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ async def _run(
 ) -> FlywheelError | None:
     from flywheel.cli.rounds import left_of_round
     from flywheel.daemon.service import Service
-    from flywheel.daemon.signals import StopSignals
+    from flywheel.system.signals import StopSignals
 
     async with open_state(config, lock=True) as store:
         service = Service(config, store)

@@ -13,14 +13,14 @@ import typer
 
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, find_config, load_config, print_json
 from flywheel.cli.tables import Row, print_rows, short_path, stdout
-from flywheel.known_secrets import REDACTED, redact_secrets
-from flywheel.terminal import escape_terminal
+from flywheel.secrets import REDACTED, redact_secrets
+from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from flywheel.config import Config
-    from flywheel.yaml_file import YamlDocument
+    from flywheel.system.yaml_file import YamlDocument
 
 config_app = typer.Typer(cls=Group, help="Show the settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
@@ -77,8 +77,8 @@ def schema(
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON Schema of one kind of file, by a key of `SCHEMAS`."""
     from flywheel.config.schema import json_schema as of_config
-    from flywheel.filtering.schema import json_schema as of_filters
-    from flywheel.rubric import json_schema as of_rubric
+    from flywheel.judge.filters.schema import json_schema as of_filters
+    from flywheel.judge.rubric import json_schema as of_rubric
 
     return {"config": of_config, "rubric": of_rubric, "filters": of_filters}[name]()
 
@@ -86,7 +86,7 @@ def schema_of(name: str) -> dict[str, Any]:
 def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     """All settings in effect, of a configuration that was read from `path`."""
     from flywheel.config.agentjet import MARKERS
-    from flywheel.yaml_file import YamlDocument
+    from flywheel.system.yaml_file import YamlDocument
 
     document = None if path is None else YamlDocument(path.read_text(encoding="utf-8"))
     if document is not None and isinstance(document.value, Mapping) and not MARKERS.isdisjoint(document.value):

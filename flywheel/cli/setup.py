@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from flywheel import files
 from flywheel.cli.app import ConfigOption, app, complain, load_config, read_state, run_async
 from flywheel.errors import StoreError
+from flywheel.system import files
 
 
 @app.command()
@@ -22,8 +22,8 @@ def serve(config: ConfigOption = None) -> None:
 
     It prints its address when it is ready.
     """
-    from flywheel.serving.adapter_swap import version_name
-    from flywheel.serving.inference_server import serve as start
+    from flywheel.serving.client.adapter_swap import version_name
+    from flywheel.serving.server.inference_server import serve as start
     from flywheel.store import deployments
 
     settings = load_config(config)

@@ -40,7 +40,7 @@ from flywheel.cli.tables import (
     source_text,
 )
 from flywheel.daemon.status_parts import by_target, servers_of
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -144,7 +144,7 @@ def fitted(state: dict[str, Any], console: Console) -> RenderableType:
 
 def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "whole") -> list[Fact]:
     """Sources and servers are described in several lines or in one each, or are counted by their conditions."""
-    from flywheel.round_progress import RoundProgress
+    from flywheel.training.data.round_progress import RoundProgress
 
     daemon, missing = state["daemon"]["pid"], state["no_state"]
     letters, sources = state["dead_letters"], state["sources"]
@@ -316,7 +316,7 @@ _EXCLUDED: Final = {
     "target": "agent of no target",
     "repeated": "repeated in training",
 }
-"""Why rounds exclude tasks, by `flywheel.exclusion.Exclusion`."""
+"""Why rounds exclude tasks, by `flywheel.records.exclusion.Exclusion`."""
 
 
 def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:

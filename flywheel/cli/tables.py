@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from flywheel.terminal import quantity
+from flywheel.system.terminal import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console

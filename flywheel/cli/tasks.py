@@ -20,8 +20,8 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import Row, excerpt, moment, print_rows, score_text, stdout
 from flywheel.errors import EXIT_USAGE
-from flywheel.states import TaskState
-from flywheel.terminal import escape_terminal
+from flywheel.records.states import TaskState
+from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flywheel.cli.tables import UNBROKEN, Row, excerpt, facts_grid, facts_text, money, print_rows, score_text
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 COLOURS: Final = {
     "accepted": "green",

@@ -9,8 +9,8 @@ import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, require_state, run_async
 from flywheel.errors import ConfigError
-from flywheel.known_secrets import register_secret_variable
-from flywheel.process_tuning import tune_process
+from flywheel.secrets import register_secret_variable
+from flywheel.system.process_tuning import tune_process
 
 TOKEN = "FLYWHEEL_WEB_TOKEN"
 SHORTEST_TOKEN = 16

@@ -9,7 +9,7 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
 from flywheel.cli.tables import criterion_lines, score_text
 from flywheel.errors import StoreError
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 SHOWN: Final = 300
 """Characters of a system prompt."""
@@ -22,7 +22,7 @@ def why(
     as_json: JsonOption = False,
 ) -> None:
     """Show which conversations made an adapter, or what became of a trace."""
-    from flywheel.store import lineage
+    from flywheel.store.views import lineage
 
     settings = load_config(config)
     story = run_async(read_state(settings, lambda conn: lineage.why(conn, subject, settings.takes)))

@@ -21,13 +21,13 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import excerpt
 from flywheel.errors import EXIT_FAILED, ConfigError
-from flywheel.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from flywheel.cli.workflow_check import Checked
     from flywheel.config import Config
-    from flywheel.diagnostics.workflow_check import Checked
 
 workflow = typer.Typer(cls=Group, help="Work on the agent of rollouts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(workflow, name="workflow")
@@ -74,9 +74,9 @@ def check(
 async def _check(
     config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None
 ) -> Checked:
-    from flywheel.diagnostics import workflow_check
+    from flywheel.cli import workflow_check
     from flywheel.serving.server_keys import agents_key
-    from flywheel.training.workflow.configured_program import program_of
+    from flywheel.training.program.configured_program import program_of
 
     attempted = "check the workflow"
     program = program_of(_with_function(config, function) if function is not None else config)
@@ -101,7 +101,7 @@ def _with_function(config: Config, function: str) -> Config:
 
 async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
     """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
-    from flywheel.task import whole_line
+    from flywheel.records.task import whole_line
 
     def find(conn: Connection) -> dict[str, Any] | None:
         from flywheel.store import calibrations, rounds, samples
@@ -123,8 +123,8 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
 
 def _first_line(path: Path) -> dict[str, Any]:
+    from flywheel.records.task import whole_line
     from flywheel.sources.jsonl.record import tasks_of_file
-    from flywheel.task import whole_line
 
     attempted = f"read a task from {path}"
     for _, line in tasks_of_file(path, attempted):

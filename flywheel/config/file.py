@@ -41,9 +41,9 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
-from flywheel.exclusion import Exclusion, Scope, Taken, TargetNames, TrainedModels
-from flywheel.files import expanded
-from flywheel.yaml_file import YamlDocument, explain, read_yaml
+from flywheel.records.exclusion import Exclusion, Scope, Taken, TargetNames, TrainedModels
+from flywheel.system.files import expanded
+from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
 
 class StateSettings(Section):

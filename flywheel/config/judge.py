@@ -6,8 +6,8 @@ from typing import Final
 
 from pydantic import Field
 
-from flywheel import files
 from flywheel.config.section import Section, UserPath, WebUrl
+from flywheel.system import files
 
 MAX_THREADS: Final = 1024
 """Maximum of `max_thread`; each call in flight has its own thread."""

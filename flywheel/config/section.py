@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from flywheel.files import expanded, tidied
-from flywheel.known_secrets import register_secret_variable
+from flywheel.secrets import register_secret_variable
+from flywheel.system.files import expanded, tidied
 
 
 def _user_path(path: Path, info: ValidationInfo) -> Path:

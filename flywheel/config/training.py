@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from flywheel.config.section import Section, Share, UserPath, WebUrl
-from flywheel.files import expanded, tidied
+from flywheel.system.files import expanded, tidied
 
 
 def _crontab(text: str) -> str:

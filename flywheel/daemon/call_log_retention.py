@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flywheel.call_log import CallLog
 from flywheel.config import Config
+from flywheel.serving.calls.call_log import CallLog
 from flywheel.sources.calls.mirror import mirror_path
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.config import Config, JsonlSource, SourceSettings, StudioSource
-from flywheel.exclusion import TrainedModels
+from flywheel.records.exclusion import TrainedModels
 from flywheel.store import samples
-from flywheel.store.database import Store, note, noted
+from flywheel.store.kernel.database import Store, note, noted
 
 MODEL_RULES: Final = "model_rules"
 """Key of the note with a digest of the `models` settings that all stored tasks were compared with."""

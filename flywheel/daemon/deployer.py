@@ -12,22 +12,22 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
-from flywheel.adapter_files import unsafe_weights
 from flywheel.config import Config
-from flywheel.daemon.lock import swap_lock
 from flywheel.errors import FlywheelError, LockedError, ServeError
-from flywheel.files import tree_sha256
-from flywheel.round import AdapterRef, Probe
-from flywheel.serving.adapter_swap import Proven, reconcile, rollback, swap
-from flywheel.serving.adapter_unloading import make_room, retire
-from flywheel.serving.health_check import ask, look
-from flywheel.serving.replica_client import Replica
+from flywheel.records.round import AdapterRef, Probe
+from flywheel.records.states import AdapterState, DeploymentState
+from flywheel.serving.adapter_files import unsafe_weights
+from flywheel.serving.client.adapter_swap import Proven, reconcile, rollback, swap
+from flywheel.serving.client.adapter_unloading import make_room, retire
+from flywheel.serving.client.health_check import ask, look
+from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.client.swap_report import ReplicaReport, RollbackError, SwapReport
 from flywheel.serving.server_keys import admin_key
-from flywheel.serving.swap_report import ReplicaReport, RollbackError, SwapReport
-from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, rounds
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.system.files import tree_sha256
+from flywheel.system.lock import swap_lock
 
 log = logging.getLogger(__name__)
 

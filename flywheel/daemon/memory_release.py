@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from flywheel.process_tuning import trim_malloc
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.system.process_tuning import trim_malloc
 
 IDLE_CHECKS: Final = 2
 """Checks without work before memory is released."""

@@ -28,9 +28,10 @@ from urllib.parse import urlsplit
 from flywheel.config import Config, NotifySettings
 from flywheel.config.section import check_url
 from flywheel.errors import NotifyError
-from flywheel.known_secrets import environment_without_secrets, redact_secrets, register_secret
-from flywheel.store import database, notices
-from flywheel.store.database import Store
+from flywheel.secrets import environment_without_secrets, redact_secrets, register_secret
+from flywheel.store import notices
+from flywheel.store.kernel import database
+from flywheel.store.kernel.database import Store
 from flywheel.store.notices import Notice
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from flywheel.config import Config
-from flywheel.daemon.lock import instance_lock
 from flywheel.errors import LockedError
-from flywheel.states import RequestState
+from flywheel.records.states import RequestState
 from flywheel.store import requests
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from flywheel.store.requests import Kind, Request
+from flywheel.system.lock import instance_lock
 
 WAIT_SECONDS: Final = 6.0
 """How long a request waits for the process that holds the instance lock. A daemon looks once a second."""

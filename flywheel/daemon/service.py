@@ -19,26 +19,26 @@ from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judging import TaskJudging, recover
+from flywheel.daemon.judging.judging import TaskJudging, recover
 from flywheel.daemon.memory_release import MemoryRelease
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import Target
 from flywheel.daemon.requests import RequestWatch
-from flywheel.daemon.retention import Retention
-from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.rounds.retention import Retention
+from flywheel.daemon.rounds.rounds import Rounds
+from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Stage
 from flywheel.daemon.status import snapshot
-from flywheel.daemon.systemd import beat, notify
-from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, NotifyError, ServeError, TrainError
-from flywheel.judge_usage import CallsInFlight
-from flywheel.serving.replica_client import QUICK_SECONDS
+from flywheel.judge.usage import CallsInFlight
+from flywheel.records.states import RoundState
+from flywheel.serving.client.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
-from flywheel.states import RoundState
 from flywheel.store import claims, verdicts
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from flywheel.store.requests import Kind
+from flywheel.system.systemd import beat, notify
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.otlp.inbox import inbox_of, prune
 from flywheel.sources.otlp.receiver import Receiver
 from flywheel.sources.watcher import Watcher
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
 
 log = logging.getLogger(__name__)

@@ -14,20 +14,16 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
-from flywheel.daemon.free_samples import Supplies, Supply, patience
-from flywheel.daemon.lock import holder
-from flywheel.daemon.next_gate_test import next_test
+from flywheel.daemon.rounds.free_samples import Supplies, Supply, patience
+from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.errors import ConfigError
-from flywheel.exclusion import WORDS, Exclusion
-from flywheel.judge_usage import Purpose
-from flywheel.round import METRICS_FILE
-from flywheel.round_progress import progress_of
+from flywheel.judge.usage import Purpose
+from flywheel.records.exclusion import WORDS, Exclusion
+from flywheel.records.round import METRICS_FILE
+from flywheel.records.states import ReplyState, RoundState, TaskState
 from flywheel.sources.calls.mirror import OFF, PulledServer, mirror_path, pulled_servers
-from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import (
-    acceptance,
     claims,
-    database,
     dead_letters,
     deployments,
     gate_tests,
@@ -39,8 +35,12 @@ from flywheel.store import (
     task_file,
     verdicts,
 )
-from flywheel.store.balance import balance
+from flywheel.store.kernel import database
 from flywheel.store.ledger import SourceCounts
+from flywheel.store.views import acceptance
+from flywheel.store.views.balance import balance
+from flywheel.system.lock import holder
+from flywheel.training.data.round_progress import progress_of
 
 NOT_INSPECTED: Final = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
 """What is shown of a configured server before its first inspection."""

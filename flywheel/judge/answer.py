@@ -18,11 +18,11 @@ from typing import Any
 
 import json_repair
 
-from flywheel.batch import storable
 from flywheel.judge.chat_completions import strict_format, strict_object
-from flywheel.rubric import Criterion
-from flywheel.rubric.pattern import visible
-from flywheel.verdict import CriterionResult
+from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric.pattern import visible
+from flywheel.records.batch import storable
+from flywheel.records.verdict import CriterionResult
 
 OBJECT_START = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")
 """Well-formed or not. Braces in prose, such as `\\boxed{4}`, do not match."""

@@ -9,7 +9,7 @@ from datetime import UTC, date, datetime
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import EXIT_FAILED, JudgeError
-from flywheel.verdict import Verdict
+from flywheel.records.verdict import Verdict
 
 POLL_SECONDS = 0.1
 

@@ -12,7 +12,7 @@ from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.judge.labels import Label
 from flywheel.judge.thread_pool import grade_all
-from flywheel.verdict import Outcome, Verdict
+from flywheel.records.verdict import Outcome, Verdict
 
 WORST: Final = 10
 """How many disagreements are reported."""

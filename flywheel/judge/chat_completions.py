@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import orjson
 
-from flywheel.files import json_line
-from flywheel.model_http_client import CallError
-from flywheel.trace import ChatMessage
+from flywheel.records.trace import ChatMessage
+from flywheel.system.files import json_line
+from flywheel.system.model_http_client import CallError
 
 MONTH_SECONDS: Final = 30 * 86_400.0
 TOOL_NAME: Final = "verdict"

@@ -32,7 +32,9 @@ from flywheel.judge.chat_completions import (
     request_parts,
 )
 from flywheel.judge.rate_limit import ConcurrencyLimit, Key, KeyPool, RateLimiter
-from flywheel.model_http_client import (
+from flywheel.judge.rubric import ALIEN, Rubric
+from flywheel.records.trace import ChatMessage
+from flywheel.system.model_http_client import (
     NEVER,
     OPENAI_URL,
     CallError,
@@ -43,8 +45,6 @@ from flywheel.model_http_client import (
     is_http_url,
     retrying,
 )
-from flywheel.rubric import ALIEN, Rubric
-from flywheel.trace import ChatMessage
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from flywheel.errors import CheckError, CostlyCheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall
-from flywheel.judge_usage import CallsInFlight
-from flywheel.model_http_client import NEVER
-from flywheel.rubric import FLAT_ID, Criterion, Rubric
-from flywheel.rubric.checks import ask_the_judge, check_all, fails_required
-from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
+from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
+from flywheel.judge.rubric.checks import ask_the_judge, check_all, fails_required
+from flywheel.judge.usage import CallsInFlight
+from flywheel.records.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
+from flywheel.system.model_http_client import NEVER
 
 FIRST, AGAIN = "first", "again"
 SAID: Final = 200

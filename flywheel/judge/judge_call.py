@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from flywheel.batch import storable
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.chat_completions import Reply
 from flywheel.judge.client import JudgeClient
-from flywheel.judge_usage import CallsInFlight
-from flywheel.rubric import Criterion, Rubric
-from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome
+from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.usage import CallsInFlight
+from flywheel.records.batch import storable
+from flywheel.records.verdict import CriterionResult, Exchange, Judgement, Outcome
 
 REMEMBERED: Final = 16_384
 """How many of the last nonces are known."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.errors import ConfigError
-from flywheel.verdict import Exchange
+from flywheel.records.verdict import Exchange
 
 VERDICTS: Final[Mapping[str, bool]] = {
     "accept": True, "accepted": True, "good": True, "pass": True, "yes": True, "true": True, "1": True,

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from flywheel.rubric import FLAT_ID, Criterion, Rubric
-from flywheel.trace import ChatMessage
-from flywheel.verdict import Exchange
+from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
+from flywheel.records.trace import ChatMessage
+from flywheel.records.verdict import Exchange
 
 RULES = """\
 You grade one answer of an AI agent. You are given the user's question and the answer and, where there are any, the

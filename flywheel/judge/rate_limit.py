@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from flywheel.model_http_client import CallError
+from flywheel.system.model_http_client import CallError
 
 DECREASE: Final = 0.5
 POLL_SECONDS: Final = 0.1

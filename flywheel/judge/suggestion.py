@@ -16,12 +16,12 @@ from flywheel.judge.chat_completions import storable_value, strict_format, stric
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import Label
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
-from flywheel.model_http_client import NEVER
-from flywheel.rubric import Rubric, lint
-from flywheel.rubric.checks import check
-from flywheel.rubric.file import validate
-from flywheel.trace import ChatMessage
-from flywheel.yaml_file import YamlDocument
+from flywheel.judge.rubric import Rubric, lint
+from flywheel.judge.rubric.checks import check
+from flywheel.judge.rubric.file import validate
+from flywheel.records.trace import ChatMessage
+from flywheel.system.model_http_client import NEVER
+from flywheel.system.yaml_file import YamlDocument
 
 TYPES: Final = ("llm-rubric", "regex", "not-regex", "contains")
 MAX_EXAMPLES: Final = 40

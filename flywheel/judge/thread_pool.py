@@ -16,8 +16,8 @@ from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader, PendingJudgeCall
-from flywheel.judge_usage import CallsInFlight
-from flywheel.verdict import Exchange, Outcome, Verdict
+from flywheel.judge.usage import CallsInFlight
+from flywheel.records.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from flywheel.serving.alias_table import Target
-from flywheel.serving.asgi import error_json
+from flywheel.serving.server.alias_table import Target
+from flywheel.serving.server.asgi import error_json
 
 OWNER: Final = "flywheel"
 """`owned_by` of the aliases."""

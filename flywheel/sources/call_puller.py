@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 from flywheel.config import Config
 from flywheel.errors import ServeError
-from flywheel.model_call import ModelCall
+from flywheel.records.model_call import ModelCall
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.calls.mirror import OFF, OK, Mirror, PulledServer, mirror_path
 from flywheel.store import reply_calls
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 if TYPE_CHECKING:
-    from flywheel.serving.replica_client import Replica
+    from flywheel.serving.client.replica_client import Replica
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class CallPuller:
             if known is not None:
                 await known[1].close()
             # The HTTP client is imported only if there is something to pull.
-            from flywheel.serving.replica_client import Replica
+            from flywheel.serving.client.replica_client import Replica
 
             known = self._replicas[url] = (key, Replica(url, key))
         return known[1]

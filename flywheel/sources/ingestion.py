@@ -18,12 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.batch import Batch
 from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, OtlpSource
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
-from flywheel.files import PRIVATE
-from flywheel.filtering.chain import redactor_of
-from flywheel.filtering.pii import Redactor
+from flywheel.judge.filters.chain import redactor_of
+from flywheel.judge.filters.pii import Redactor
+from flywheel.records.batch import Batch
+from flywheel.records.trace import Cursor
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.conversation_finder import ConversationFinder
@@ -33,12 +33,12 @@ from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.redaction import redacted
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import ledger
-from flywheel.store.database import Store
 from flywheel.store.existing_task_files import AgentJetTasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.task_file import TaskFile
-from flywheel.store.transitions import utcnow
-from flywheel.trace import Cursor
+from flywheel.system.files import PRIVATE
 
 log = logging.getLogger(__name__)
 

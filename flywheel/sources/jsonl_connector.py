@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
-from flywheel.batch import Batch, Entry
-from flywheel.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.batch import Batch, Entry
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.record import JsonlEntry
@@ -21,7 +22,6 @@ from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger, reingestion
 from flywheel.store.ledger import Recorded
-from flywheel.trace import Cursor
 
 T = TypeVar("T")
 

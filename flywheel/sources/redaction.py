@@ -5,11 +5,11 @@ from __future__ import annotations
 import orjson
 from msgspec.structs import replace
 
-from flywheel.batch import Batch, Entry, line_bytes
 from flywheel.errors import FlywheelError
-from flywheel.filtering.pii import Redactor
-from flywheel.similarity import beginning_of, prompt_signatures
-from flywheel.trace import DeadRow
+from flywheel.judge.filters.pii import Redactor
+from flywheel.records.batch import Batch, Entry, line_bytes
+from flywheel.records.similarity import beginning_of, prompt_signatures
+from flywheel.records.trace import DeadRow
 
 
 def redacted(batch: Batch, redact: Redactor) -> Batch:

@@ -21,17 +21,17 @@ from typing import Final, Generic, TypeVar
 
 from msgspec.structs import replace
 
-from flywheel.batch import Batch, joined
 from flywheel.config import Config
-from flywheel.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.batch import Batch, joined
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.trace import Cursor, Selection
 from flywheel.sources.call_puller import CallPuller
-from flywheel.sources.studio.extraction_process import ExtractionProcess
+from flywheel.sources.spans.extraction_process import ExtractionProcess
+from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.open_traces import FOREVER_NS
 from flywheel.sources.studio.reader import Checkpoints, StudioReader
-from flywheel.sources.studio.replies import extract
 from flywheel.store.checkpoints import checkpoints_of
-from flywheel.store.database import Store
-from flywheel.trace import Cursor, Selection
+from flywheel.store.kernel.database import Store
 
 T = TypeVar("T")
 

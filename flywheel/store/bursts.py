@@ -9,12 +9,12 @@ from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
-from flywheel.exclusion import EVERY_TARGET, Scope
-from flywheel.states import Split, TaskState
-from flywheel.store.bulk import rows_in
+from flywheel.records.exclusion import EVERY_TARGET, Scope
+from flywheel.records.states import Split, TaskState
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import fingerprints, influences, tasks
+from flywheel.store.kernel.transitions import move
 from flywheel.store.samples import allowed, free, tried
-from flywheel.store.schema import fingerprints, influences, tasks
-from flywheel.store.transitions import move
 
 NOT_YET_USED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.ACCEPTED)
 """States in which a task of a burst can still be held."""
@@ -25,7 +25,7 @@ FREE: Final = (TaskState.ACCEPTED.value, TaskState.RESERVED.value)
 
 
 class Weighed(Protocol):
-    """The weight of a task, see `flywheel.filtering.influence`."""
+    """The weight of a task, see `flywheel.judge.filters.influence`."""
 
     @property
     def conversation(self) -> str: ...

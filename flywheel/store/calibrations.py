@@ -6,9 +6,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select
 
-from flywheel.store.bulk import rows_in
-from flywheel.store.schema import calibrations, tasks
-from flywheel.store.transitions import utcnow
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import calibrations, tasks
+from flywheel.store.kernel.transitions import utcnow
 
 
 def record(conn: Connection, /, **values: Any) -> int:

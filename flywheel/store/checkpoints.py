@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, bindparam, select, update
 
-from flywheel.store.bulk import Lookup, chunks, insert_many
-from flywheel.store.schema import traces
-from flywheel.trace import Checkpoint
+from flywheel.records.trace import Checkpoint
+from flywheel.store.kernel.bulk import Lookup, chunks, insert_many
+from flywheel.store.kernel.schema import traces
 
 _OF_TRACES: Final = Lookup(select(traces).where(traces.c.source_id == bindparam("source")), traces.c.trace_id)
 _COLUMNS: Final = ("source_id", "trace_id", "rowids", "digest", "generation", "is_open")

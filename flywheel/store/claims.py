@@ -9,15 +9,15 @@ from typing import Any, Final, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal_column, or_, select, true, update
 
-from flywheel.states import Split, TaskState
-from flywheel.store.bulk import count_rows, rows_in
+from flywheel.records.states import Split, TaskState
+from flywheel.records.verdict import Judgement, Outcome, Verdict
 from flywheel.store.dead_letters import TASK, dead_letter
-from flywheel.store.schema import influences, tasks, verdicts
-from flywheel.store.transitions import move, move_all, utcnow
+from flywheel.store.kernel.bulk import count_rows, rows_in
+from flywheel.store.kernel.schema import influences, tasks, verdicts
+from flywheel.store.kernel.transitions import move, move_all, utcnow
 from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks
 from flywheel.store.verdicts import store as store_verdict
-from flywheel.terminal import quantity
-from flywheel.verdict import Judgement, Outcome, Verdict
+from flywheel.system.terminal import quantity
 
 DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED)
 TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RESERVED, TaskState.CONSUMED)

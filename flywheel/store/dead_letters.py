@@ -13,13 +13,13 @@ from typing import Any, Final
 
 from sqlalchemy import Column, Connection, func, select, update
 
-from flywheel.batch import storable
 from flywheel.errors import StoreError
-from flywheel.states import DeadLetterState, ReplyState, TaskState
-from flywheel.store.bulk import rows_in
+from flywheel.records.batch import storable
+from flywheel.records.states import DeadLetterState, ReplyState, TaskState
 from flywheel.store.checkpoints import reopen
-from flywheel.store.schema import dead_letters, events, replies, sources, tasks
-from flywheel.store.transitions import create, move
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import dead_letters, events, replies, sources, tasks
+from flywheel.store.kernel.transitions import create, move
 
 ROW: Final = "row"
 """A row or line of a source that could not be read; its subject is the span."""

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
 
-from flywheel.similarity import Fingerprint, jaccard
-from flywheel.states import TaskState
-from flywheel.store.bulk import chunks, rows_in
-from flywheel.store.schema import duplicates, fingerprint_bands, fingerprints, tasks
-from flywheel.store.transitions import move, utcnow
+from flywheel.records.similarity import Fingerprint, jaccard
+from flywheel.records.states import TaskState
+from flywheel.store.kernel.bulk import chunks, rows_in
+from flywheel.store.kernel.schema import duplicates, fingerprint_bands, fingerprints, tasks
+from flywheel.store.kernel.transitions import move, utcnow
 
 GONE: Final = (TaskState.REJECTED, TaskState.DEAD, TaskState.WITHDRAWN)
 """A task in one of these states is not kept: other tasks may repeat it."""

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Connection, Row, case, func, or_, select
 
 from flywheel.errors import StoreError
-from flywheel.states import DeploymentState
-from flywheel.store import database
-from flywheel.store.bulk import rows_in
-from flywheel.store.schema import deployments
-from flywheel.store.transitions import create, move, record, utcnow
+from flywheel.records.states import DeploymentState
+from flywheel.store.kernel import database
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import deployments
+from flywheel.store.kernel.transitions import create, move, record, utcnow
 
 UNFINISHED: Final = (DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING)
 

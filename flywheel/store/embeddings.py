@@ -7,9 +7,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select
 
-from flywheel.store.bulk import rows_in
 from flywheel.store.deduplication import GONE, Entry, Repeats, same_things, unpacked
-from flywheel.store.schema import embeddings, fingerprints, tasks
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import embeddings, fingerprints, tasks
 
 
 def nearest(conn: Connection, entry: Entry, threshold: float, model: str, vector: bytes) -> Repeats | None:

@@ -16,14 +16,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 from sqlalchemy import Connection, LargeBinary, cast, literal_column, select
 
-from flywheel import exclusion
-from flywheel.batch import Entry, line_bytes
-from flywheel.exclusion import Exclusion
-from flywheel.states import TaskState
+from flywheel.records import exclusion
+from flywheel.records.batch import Entry, line_bytes
+from flywheel.records.exclusion import Exclusion
+from flywheel.records.states import TaskState
+from flywheel.records.task import NO_CONVERSATION
 from flywheel.store import deployments
-from flywheel.store.bulk import Lookup
-from flywheel.store.schema import tasks
-from flywheel.task import NO_CONVERSATION
+from flywheel.store.kernel.bulk import Lookup
+from flywheel.store.kernel.schema import tasks
 
 TURNS: Final = 50
 """Earlier turns that a task shows, at most: the last ones."""

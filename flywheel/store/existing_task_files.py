@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, Final
 import orjson
 from msgspec.structs import replace
 
-from flywheel.batch import Batch, Entry
 from flywheel.errors import StoreError
-from flywheel.files import append_lines, cut_torn_line, sync_directory, torn_line
-from flywheel.states import SkipReason
+from flywheel.records.batch import Batch, Entry
+from flywheel.records.states import SkipReason
+from flywheel.system.files import append_lines, cut_torn_line, sync_directory, torn_line
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Final
 from sqlalchemy import Connection, and_, bindparam, exists, func, insert, select, update
 
 from flywheel.config import JudgePrices
-from flywheel.judge_usage import Purpose, Used
-from flywheel.store.schema import judge_costs, judge_days
+from flywheel.judge.usage import Purpose, Used
+from flywheel.store.kernel.schema import judge_costs, judge_days
 
 _ADD: Final = (
     update(judge_costs)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from flywheel.batch import storable
-from flywheel.store.schema import judge_errors
+from flywheel.records.batch import storable
+from flywheel.store.kernel.schema import judge_errors
 
 LONGEST: Final = 300
 """Characters of an error that are kept."""

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, literal, or_, select
 
-from flywheel.batch import storable
 from flywheel.errors import StoreError
-from flywheel.states import Label
-from flywheel.store.bulk import rows_in
-from flywheel.store.schema import labels, tasks, verdicts
-from flywheel.store.transitions import utcnow
+from flywheel.records.batch import storable
+from flywheel.records.states import Label
+from flywheel.records.verdict import Outcome
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import labels, tasks, verdicts
+from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE
-from flywheel.verdict import Outcome
 
 LONGEST_COMMENT: Final = 2_000
 RANDOM_SHARE: Final = 10

@@ -14,20 +14,20 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, type_coerce, update
 
-from flywheel.batch import Batch, Entry, line_bytes, storable
-from flywheel.files import tidied
-from flywheel.states import ReplyState, SkipReason
+from flywheel.records.batch import Batch, Entry, line_bytes, storable
+from flywheel.records.states import ReplyState, SkipReason
+from flywheel.records.trace import Cursor, DeadRow
 from flywheel.store import reply_calls
-from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.checkpoints import store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter
 from flywheel.store.enrichment import enriched
+from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
+from flywheel.store.kernel.schema import replies, sources, tasks
+from flywheel.store.kernel.transitions import record, utcnow
 from flywheel.store.reingestion import reingest
-from flywheel.store.schema import replies, sources, tasks
 from flywheel.store.splits import Splits
 from flywheel.store.task_records import TaskRecords
-from flywheel.store.transitions import record, utcnow
-from flywheel.trace import Cursor, DeadRow
+from flywheel.system.files import tidied
 
 _KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
 _REPLY_COLUMNS: Final = (

@@ -12,11 +12,11 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, func, select
 
 from flywheel.config import NoticeType
-from flywheel.states import DeadLetterState, DeploymentState, RoundState
-from flywheel.store import database
+from flywheel.records.states import DeadLetterState, DeploymentState, RoundState
 from flywheel.store.deployments import ROLLBACK
-from flywheel.store.schema import dead_letters, deployments, events, rounds, sources
-from flywheel.store.transitions import record
+from flywheel.store.kernel import database
+from flywheel.store.kernel.schema import dead_letters, deployments, events, rounds, sources
+from flywheel.store.kernel.transitions import record
 
 JUDGE: Final = "judge"
 """The kind of events about judging."""

@@ -9,10 +9,10 @@ from typing import Any, Final
 import orjson
 from sqlalchemy import Connection, LargeBinary, cast, exists, func, or_, select
 
-from flywheel.exclusion import Exclusion, parsed
-from flywheel.states import Split, TaskState
+from flywheel.records.exclusion import Exclusion, parsed
+from flywheel.records.states import Split, TaskState
+from flywheel.store.kernel.schema import duplicates, tasks
 from flywheel.store.samples import stands
-from flywheel.store.schema import duplicates, tasks
 
 _OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED})
 _PAGE: Final = 100

@@ -12,13 +12,13 @@ from typing import Any, Final
 import orjson
 from sqlalchemy import Connection, LargeBinary, Row, bindparam, cast, exists, or_, select, update
 
-from flywheel.batch import Entry, KnownReply
-from flywheel.states import ReplyState, SkipReason, TaskState
+from flywheel.records.batch import Entry, KnownReply
+from flywheel.records.states import ReplyState, SkipReason, TaskState
 from flywheel.store import reply_calls
-from flywheel.store.bulk import Lookup
-from flywheel.store.schema import replies, tasks, verdicts
+from flywheel.store.kernel.bulk import Lookup
+from flywheel.store.kernel.schema import replies, tasks, verdicts
+from flywheel.store.kernel.transitions import move, record
 from flywheel.store.task_records import TaskRecords, make_due
-from flywheel.store.transitions import move, record
 from flywheel.store.verdicts import PERSON
 
 CHANGED: Final = "changed"

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, FromClause, Row, Select, Text, and_, cast, exists, func, or_, select
 
-from flywheel.states import AdapterState
+from flywheel.records.states import AdapterState
 from flywheel.store.deployments import UNFINISHED
-from flywheel.store.schema import adapters, deployments, events, rounds
-from flywheel.store.transitions import move, record
+from flywheel.store.kernel.schema import adapters, deployments, events, rounds
+from flywheel.store.kernel.transitions import move, record
 
 REMOVING: Final = "removing files"
 REMOVED: Final = "files removed"

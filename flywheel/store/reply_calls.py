@@ -14,11 +14,11 @@ from typing import Any, Final
 from msgspec.structs import replace
 from sqlalchemy import Connection, Row, select
 
-from flywheel.batch import Entry
-from flywheel.states import SkipReason
-from flywheel.store.bulk import Lookup, insert_many
+from flywheel.records.batch import Entry
+from flywheel.records.states import SkipReason
 from flywheel.store.checkpoints import reopen
-from flywheel.store.schema import replies, reply_calls, sources
+from flywheel.store.kernel.bulk import Lookup, insert_many
+from flywheel.store.kernel.schema import replies, reply_calls, sources
 
 CALLS: Final = "calls"
 """The type of sources that are made of the calls alone."""

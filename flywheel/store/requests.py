@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, case, func, select
 
-from flywheel.batch import storable
 from flywheel.errors import FlywheelError, StoreError
-from flywheel.states import Label, RequestState, TaskState
+from flywheel.records.batch import storable
+from flywheel.records.states import Label, RequestState, TaskState
 from flywheel.store import claims, dead_letters, labels, task_list
 from flywheel.store.dead_letters import DeadLetter
-from flywheel.store.schema import requests
-from flywheel.store.transitions import create, move, utcnow
+from flywheel.store.kernel.schema import requests
+from flywheel.store.kernel.transitions import create, move, utcnow
 
 log = logging.getLogger(__name__)
 

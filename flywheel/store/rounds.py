@@ -8,18 +8,18 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, true, update
 
-from flywheel import exclusion
 from flywheel.errors import TrainError
-from flywheel.exclusion import Exclusion
-from flywheel.round import AdapterRef, GateTest, RoundResult
-from flywheel.states import AdapterState, RoundState, Split, TaskState
+from flywheel.records import exclusion
+from flywheel.records.exclusion import Exclusion
+from flywheel.records.round import AdapterRef, GateTest, RoundResult
+from flywheel.records.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
-from flywheel.store.bulk import count_rows, first_free, rows_in
+from flywheel.store.kernel.bulk import count_rows, first_free, rows_in
+from flywheel.store.kernel.schema import adapters, round_samples, rounds, tasks
+from flywheel.store.kernel.schema import gate_tests as gate_tests_table
+from flywheel.store.kernel.transitions import create, move, move_all, record, utcnow
 from flywheel.store.ledger import rewrite_lines
 from flywheel.store.samples import LEFT_OUT
-from flywheel.store.schema import adapters, round_samples, rounds, tasks
-from flywheel.store.schema import gate_tests as gate_tests_table
-from flywheel.store.transitions import create, move, move_all, record, utcnow
 
 
 def live(conn: Connection) -> Row[Any] | None:

@@ -7,11 +7,11 @@ from urllib.parse import urlsplit, urlunsplit
 from sqlalchemy import Connection
 from sqlalchemy.dialects.sqlite import insert
 
-from flywheel.batch import storable
-from flywheel.rubric.rubric import Rubric
-from flywheel.rubric.rubric_text import text_of
-from flywheel.store.schema import judge_models, rubric_texts
-from flywheel.store.transitions import utcnow
+from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric_text import text_of
+from flywheel.records.batch import storable
+from flywheel.store.kernel.schema import judge_models, rubric_texts
+from flywheel.store.kernel.transitions import utcnow
 
 
 def record_rubric(conn: Connection, rubric: Rubric) -> None:

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal, or_, select, update
 
-from flywheel import exclusion
-from flywheel.exclusion import (
+from flywheel.records import exclusion
+from flywheel.records.exclusion import (
     EVERY_TARGET,
     INEXACT_PROMPT,
     NONE_TAKEN,
@@ -18,10 +18,10 @@ from flywheel.exclusion import (
     Taken,
     TrainedModels,
 )
-from flywheel.states import RoundState, Split, TaskState
-from flywheel.store.bulk import chunks, count_rows
+from flywheel.records.states import RoundState, Split, TaskState
 from flywheel.store.claims import DECIDED
-from flywheel.store.schema import replies, round_samples, rounds, sources, tasks, verdicts
+from flywheel.store.kernel.bulk import chunks, count_rows
+from flywheel.store.kernel.schema import replies, round_samples, rounds, sources, tasks, verdicts
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
 LEFT_OUT: Final = "left out"

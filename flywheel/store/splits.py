@@ -19,14 +19,14 @@ from typing import Final
 from msgspec import Struct
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select
 
-from flywheel.batch import Entry
-from flywheel.similarity import NEAR, jaccard
-from flywheel.states import Split, TaskState
-from flywheel.store.bulk import Lookup, insert_many, sql_text
+from flywheel.records.batch import Entry
+from flywheel.records.similarity import NEAR, jaccard
+from flywheel.records.states import Split, TaskState
+from flywheel.records.task import split_of
+from flywheel.store.kernel.bulk import Lookup, insert_many, sql_text
+from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
 from flywheel.store.samples import leave_gate
-from flywheel.store.schema import conversations, recent_bands, signature_bands, tasks
-from flywheel.task import split_of
-from flywheel.terminal import quantity
+from flywheel.system.terminal import quantity
 
 TEMPLATE: Final = 50
 RECENT: Final = 50_000

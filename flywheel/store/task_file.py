@@ -24,11 +24,11 @@ from typing import Any, BinaryIO, Final, NamedTuple, ParamSpec, Self, TypeVar
 
 from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
-from flywheel.files import PRIVATE, append_lines, last_lines
-from flywheel.store.bulk import CHUNK, rows_in, sql_text
-from flywheel.store.database import Store, note, noted
 from flywheel.store.existing_task_files import prepare, unwritable
-from flywheel.store.schema import replies, tasks
+from flywheel.store.kernel.bulk import CHUNK, rows_in, sql_text
+from flywheel.store.kernel.database import Store, note, noted
+from flywheel.store.kernel.schema import replies, tasks
+from flywheel.system.files import PRIVATE, append_lines, last_lines
 
 log = logging.getLogger(__name__)
 

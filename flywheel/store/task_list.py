@@ -9,10 +9,19 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_, select, true
 
-from flywheel.request_id import BASE_VERSION, UNRECORDED
-from flywheel.states import Split, TaskState
-from flywheel.store.bulk import rows_in
-from flywheel.store.schema import adapters, fingerprints, influences, judge_models, replies, sources, tasks, verdicts
+from flywheel.records.request_id import BASE_VERSION, UNRECORDED
+from flywheel.records.states import Split, TaskState
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import (
+    adapters,
+    fingerprints,
+    influences,
+    judge_models,
+    replies,
+    sources,
+    tasks,
+    verdicts,
+)
 
 _leader = tasks.alias("leader")
 _later = verdicts.alias("later")

@@ -9,16 +9,16 @@ from typing import Final
 import orjson
 from sqlalchemy import Connection, Text, delete, select, type_coerce, update
 
-from flywheel import exclusion
-from flywheel.batch import Entry, line_bytes
-from flywheel.exclusion import Exclusion
-from flywheel.states import Split, TaskState
+from flywheel.records import exclusion
+from flywheel.records.batch import Entry, line_bytes
+from flywheel.records.exclusion import Exclusion
+from flywheel.records.states import Split, TaskState
 from flywheel.store import deduplication
-from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.enrichment import earlier_turns
-from flywheel.store.schema import labels, tasks, verdicts
+from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
+from flywheel.store.kernel.schema import labels, tasks, verdicts
+from flywheel.store.kernel.transitions import move, record, utcnow
 from flywheel.store.splits import Splits
-from flywheel.store.transitions import move, record, utcnow
 
 _KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 _COLUMNS: Final = (

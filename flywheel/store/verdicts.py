@@ -15,14 +15,14 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from flywheel.batch import storable
 from flywheel.config import JudgePrices
-from flywheel.judge_usage import Purpose, UsageFile, Used, today
+from flywheel.judge.usage import Purpose, UsageFile, Used, today
+from flywheel.records.batch import storable
+from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
 from flywheel.store import judge_costs, judge_errors
-from flywheel.store.bulk import rows_in
-from flywheel.store.schema import judge_days, rounds, tasks, verdicts
-from flywheel.store.transitions import utcnow
-from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import judge_days, rounds, tasks, verdicts
+from flywheel.store.kernel.transitions import utcnow
 
 CHAIN: Final = "chain:"
 """Verdicts of filter chains have this and the chain's hash in place of the rubric's hash."""

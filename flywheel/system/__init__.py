@@ -1,1 +1,1 @@
-"""The operating system and the network: child processes, and HTTP clients and servers with limits."""
+"""Operating system and network: files, processes, logs, terminals, HTTP, and users' code in child processes."""

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from flywheel.daemon.requests import perform
-from flywheel.states import RequestState
+from flywheel.records.states import RequestState
 from flywheel.store import dead_letters, requests
 from flywheel.store.dead_letters import Next
 from flywheel.store.requests import Kind
-from flywheel.terminal import quantity
+from flywheel.system.terminal import quantity
 from flywheel.web.site import site_of
 
 NAME_COOKIE: Final = "flywheel_name"

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flywheel.states import DeadLetterState
+from flywheel.records.states import DeadLetterState
 from flywheel.store import dead_letters, requests
 from flywheel.store.requests import Kind
 from flywheel.web import actions

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.round import Score
+from flywheel.records.round import Score
 
 WIDTH: Final = 240
 MARGIN: Final = 8

@@ -16,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flywheel.config import Config, GateSettings
-from flywheel.daemon.next_gate_test import next_test
+from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.errors import StoreError
-from flywheel.evaluation.gate import decide, misses_of
-from flywheel.evaluation_file import read_answers
-from flywheel.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
-from flywheel.states import LIVE_ROUND, RoundState
-from flywheel.store import gate_outcomes, task_list
-from flywheel.store.gate_outcomes import GateOutcome
+from flywheel.records.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
+from flywheel.records.states import LIVE_ROUND, RoundState
+from flywheel.store import task_list
+from flywheel.store.views import gate_outcomes
+from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.training.data.evaluation_file import read_answers
+from flywheel.training.gate.gate import decide, misses_of
 from flywheel.web import forest_plot
 from flywheel.web.gate_sentence import compared_with, later, level, sentence
 from flywheel.web.paging import position

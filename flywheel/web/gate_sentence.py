@@ -5,11 +5,11 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Final
 
-from flywheel.round import Comparison, CriterionComparison, GateDecision, Ground
-from flywheel.states import RoundState
+from flywheel.records.round import Comparison, CriterionComparison, GateDecision, Ground
+from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK, Service
-from flywheel.store.gate_outcomes import GateOutcome
-from flywheel.terminal import percent, quantity
+from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.system.terminal import percent, quantity
 
 _ROLLED_BACK: Final = "; rolled back since"
 _NOT_DEPLOYED: Final = "not deployed: "

@@ -16,12 +16,12 @@ from starlette.responses import RedirectResponse, Response
 
 from flywheel.daemon.requests import perform
 from flywheel.judge.agreement import agreement_json
-from flywheel.states import Label
+from flywheel.records.states import Label
 from flywheel.store import labels
-from flywheel.store.bulk import rows_in
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import tasks
 from flywheel.store.labels import Opinion
 from flywheel.store.requests import Kind
-from flywheel.store.schema import tasks
 from flywheel.web.actions import field, who
 from flywheel.web.site import site_of
 

@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from flywheel.states import Split
-from flywheel.store import ancestry, deployments, rounds
-from flywheel.store.ancestry import Subject
+from flywheel.records.states import Split
+from flywheel.store import deployments, rounds
+from flywheel.store.views import ancestry
+from flywheel.store.views.ancestry import Subject
 from flywheel.web.paging import is_number, position
 from flywheel.web.site import site_of
 

@@ -20,16 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from flywheel.errors import StoreError
-from flywheel.round import (
-    ERROR_FILE,
-    EVALUATION_FILE,
-    LOG_FILE,
-    METRICS_FILE,
-    RESULT_FILE,
-    ROLLOUTS_FILE,
-)
-from flywheel.round_progress import PROGRESS_FILE
-from flywheel.store.schema import rounds
+from flywheel.records.round import ERROR_FILE, EVALUATION_FILE, LOG_FILE, METRICS_FILE, RESULT_FILE, ROLLOUTS_FILE
+from flywheel.store.kernel.schema import rounds
+from flywheel.training.data.round_progress import PROGRESS_FILE
 from flywheel.web.site import Site, site_of
 
 INTERVAL_SECONDS: Final = 1.0

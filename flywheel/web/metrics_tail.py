@@ -18,8 +18,8 @@ from typing import Any, Final, get_args
 
 import orjson
 
-from flywheel.round import METRICS_FILE
-from flywheel.round_progress import Phase as RoundPhase
+from flywheel.records.round import METRICS_FILE
+from flywheel.training.data.round_progress import Phase as RoundPhase
 
 KEPT_ROUNDS: Final = 24
 HEAD_BYTES: Final = 256

@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from flywheel.config import Config
 from flywheel.daemon.status_parts import by_target, servers_of
-from flywheel.states import DeploymentState
-from flywheel.store import acceptance, deployments, funnel, judge_errors, supplies
+from flywheel.records.states import DeploymentState
+from flywheel.store import deployments, judge_errors
+from flywheel.store.views import acceptance, funnel, supplies
 from flywheel.web import time_plot
 from flywheel.web.site import Site, site_of
 

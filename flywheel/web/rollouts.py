@@ -24,12 +24,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from flywheel import rollout_index
-from flywheel.rollout_file import DROPPED
-from flywheel.rollout_index import IndexedGroup, IndexedRollout
-from flywheel.round import ROLLOUTS_FILE
+from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store import task_list
-from flywheel.store.schema import rounds, tasks
+from flywheel.store.kernel.schema import rounds, tasks
+from flywheel.training.data import rollout_index
+from flywheel.training.data.rollout_file import DROPPED
+from flywheel.training.data.rollout_index import IndexedGroup, IndexedRollout
 from flywheel.web import tokens
 from flywheel.web.paging import is_number
 from flywheel.web.site import Site, site_of

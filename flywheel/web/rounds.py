@@ -21,14 +21,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from flywheel.known_secrets import redact_secrets
-from flywheel.round import ERROR_FILE, LOG_FILE
-from flywheel.round_progress import RoundProgress, progress_of
-from flywheel.states import LIVE_ROUND, RoundState, Split
-from flywheel.store import database, gate_outcomes, round_list
-from flywheel.store.gate_outcomes import GateOutcome
-from flywheel.store.round_list import RoundFacts
-from flywheel.terminal import duration
+from flywheel.records.round import ERROR_FILE, LOG_FILE
+from flywheel.records.states import LIVE_ROUND, RoundState, Split
+from flywheel.secrets import redact_secrets
+from flywheel.store.kernel import database
+from flywheel.store.views import gate_outcomes, round_list
+from flywheel.store.views.gate_outcomes import GateOutcome
+from flywheel.store.views.round_list import RoundFacts
+from flywheel.system.terminal import duration
+from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.web.curves import CHARTS, Picture, charts_of, figures_by_step, picture
 from flywheel.web.gate_sentence import later, sentence
 from flywheel.web.metrics_tail import Curves, MetricsTails

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flywheel.store import rubric_versions
-from flywheel.store.rubric_versions import FLIPS, Version
-from flywheel.verdict import Outcome
+from flywheel.records.verdict import Outcome
+from flywheel.store.views import rubric_versions
+from flywheel.store.views.rubric_versions import FLIPS, Version
 from flywheel.web import forest_plot
 from flywheel.web.site import site_of
 

@@ -14,8 +14,8 @@ from starlette.responses import HTMLResponse
 
 from flywheel import __version__
 from flywheel.config import Config
-from flywheel.store.database import Reader
-from flywheel.terminal import duration
+from flywheel.store.kernel.database import Reader
+from flywheel.system.terminal import duration
 from flywheel.web import text
 
 P = ParamSpec("P")

@@ -16,11 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from flywheel.exclusion import Taken
-from flywheel.states import Split, TaskState
-from flywheel.store import funnel, lineage, task_list
-from flywheel.store.bulk import count_rows
-from flywheel.store.schema import tasks, verdicts
+from flywheel.records.exclusion import Taken
+from flywheel.records.states import Split, TaskState
+from flywheel.store import task_list
+from flywheel.store.kernel.bulk import count_rows
+from flywheel.store.kernel.schema import tasks, verdicts
+from flywheel.store.views import funnel, lineage
 from flywheel.web import actions, labels
 from flywheel.web.paging import position
 from flywheel.web.site import site_of

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import orjson
 from markupsafe import Markup, escape
 
-from flywheel import terminal
+from flywheel.system import terminal
 
 _UNSEEN: Final = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # control characters except tab and line feed

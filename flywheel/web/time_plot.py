@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from flywheel.store.acceptance import Period
+from flywheel.store.views.acceptance import Period
 
 WIDTH: Final = 900
 HEIGHT: Final = 240

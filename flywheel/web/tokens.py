@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.rollout_file import PROBABILITIES, probability_class
+from flywheel.training.data.rollout_file import PROBABILITIES, probability_class
 
 VIEWS: Final = {"logprob": "probability", "advantage": "advantage", "mask": "mask", "text": "text"}
 """What tokens can be shown by, with the name of each."""

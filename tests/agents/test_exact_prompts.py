@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.serving.replica_client import Replica
+from flywheel.serving.client.replica_client import Replica
 from tests.agents.running import ROOT, agentscope, run
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.daemon.following import Following, status, until

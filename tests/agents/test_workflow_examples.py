@@ -19,8 +19,9 @@ import pytest
 import flywheel
 from flywheel import tuner
 from flywheel.config import AgentProgramSettings
-from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint, RunResult
-from flywheel.training.workflow.program_pool import ProgramPool
+from flywheel.records.program_run import RunResult
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.program_pool import ProgramPool
 from tests.agents.running import EXAMPLES, ROOT
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running, with_middleware

@@ -19,9 +19,9 @@ import pytest
 from flywheel.config import parse
 from flywheel.daemon.notifier import Target
 from flywheel.errors import NotifyError, ServeError
-from flywheel.model_http_client import CallError, ModelHttpClient
-from flywheel.serving.replica_client import Replica
+from flywheel.serving.client.replica_client import Replica
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
+from flywheel.system.model_http_client import CallError, ModelHttpClient
 
 OK = b"HTTP/1.1 200 OK\r\n"
 BLOCK = b"x" * (1 << 18)

@@ -12,14 +12,14 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from flywheel.call_log import MAX_PAGE_BYTES, CallLog, fits_a_page
-from flywheel.call_log_page import read_page
 from flywheel.config import parse
-from flywheel.request_parts import MAX_PARTS
+from flywheel.serving.calls.call_log import MAX_PAGE_BYTES, CallLog, fits_a_page
+from flywheel.serving.calls.call_log_page import read_page
+from flywheel.serving.calls.request_parts import MAX_PARTS
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.mirror import OK
 from flywheel.sources.calls.parsing import parse as parsed
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests.local_server import JsonHandler, LocalServer
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user

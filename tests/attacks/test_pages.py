@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from flywheel.config import Config
 from flywheel.store import ledger
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from flywheel.web import server
 from flywheel.web.guard import LONGEST_ADDRESS
 from tests.samples import batch, reply

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from flywheel.config import Config, parse
 from flywheel.daemon.status import snapshot
-from flywheel.filtering.pii import Pii
+from flywheel.judge.filters.pii import Pii
+from flywheel.records.task import task_line
 from flywheel.sources import ingestion
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import balance, dead_letters
-from flywheel.store.database import Store
-from flywheel.task import task_line
+from flywheel.store import dead_letters
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import balance
 from tests.daemon.test_metrics_server import running, until
 from tests.samples import reply
 

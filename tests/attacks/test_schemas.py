@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flywheel import json_schema
 from flywheel.errors import CheckError, CostlyCheckError
-from flywheel.json_schema import CostlySchemaError, SchemaError, problems
-from flywheel.rubric import Criterion
-from flywheel.rubric.checks import check
-from flywheel.verdict import Exchange
+from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric.checks import check
+from flywheel.records.verdict import Exchange
+from flywheel.system import json_schema
+from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems
 from tests.cases import for_each
 
 

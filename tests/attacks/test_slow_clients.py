@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flywheel.daemon import metrics_server
-from flywheel.serving import middleware
+from flywheel.serving.server import middleware
 from flywheel.sources.otlp import server as otlp
 from flywheel.system import connections
 from flywheel.system.connections import Connections, Protocol

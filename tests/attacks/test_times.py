@@ -16,12 +16,13 @@ from sqlalchemy import Connection, select
 
 from flywheel.config import Config, parse
 from flywheel.daemon.status import snapshot
+from flywheel.records.states import TaskState
 from flywheel.sources.ingestion import Ingestion
-from flywheel.states import TaskState
-from flywheel.store import balance, ledger
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks
-from flywheel.store.transitions import move
+from flywheel.store import ledger
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
+from flywheel.store.kernel.transitions import move
+from flywheel.store.views import balance
 from flywheel.web.server import application
 from tests.samples import accepted, batch, reply, settle
 from tests.sources.studio.writer import DATA

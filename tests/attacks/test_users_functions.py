@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.user_code import FunctionError, PythonProcess
+from flywheel.system.user_code import FunctionError, PythonProcess
 from tests.cases import for_each
 
 EVERY_FILE = """

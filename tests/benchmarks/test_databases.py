@@ -12,7 +12,7 @@ from benchmarks.databases import SCHEMAS, Database, cached, generate
 from benchmarks.templates import SOURCES, open_read_only
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 SPANS = 1_500
 

@@ -1,4 +1,4 @@
-"""The gate's benchmark runs and prints its keys; its figures are what the program does, see `tests.evaluation`."""
+"""The gate's benchmark runs and prints its keys; its figures are what the program does, see `tests.training.gate`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.cli import app, main
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 for name in app.MODULES:
     # Commands are listed in the order in which their modules are imported, whatever a test module imports first.
@@ -39,7 +39,7 @@ Run = Callable[..., Ran]
 @pytest.fixture
 def round_due(tmp_path: Path) -> None:
     """A state in which a round is due, in `state`."""
-    from tests.daemon.test_rounds import put_tasks
+    from tests.daemon.rounds.test_rounds import put_tasks
 
     async def fill() -> None:
         store = await Store.open(tmp_path / "state")

@@ -179,7 +179,7 @@ def test_why_of_an_unknown_id(flywheel: Run) -> None:
 
 
 def test_a_second_instance_ends_with_75(flywheel: Run, tmp_path: Path) -> None:
-    from flywheel.daemon.lock import instance_lock
+    from flywheel.system.lock import instance_lock
 
     (tmp_path / "flywheel.yaml").write_text("sources: []\n")
     with instance_lock(tmp_path / "home"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.daemon.lock import instance_lock
+from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Run
 
 NEED_IT_STOPPED = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flywheel.cli.app import this_person
-from flywheel.daemon.lock import instance_lock
+from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.judge_server import JudgeServer
 from tests.sources.studio.writer import Studio, agent

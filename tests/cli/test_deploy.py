@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.samples import Sample
 
-from flywheel.daemon.lock import instance_lock
 from flywheel.store import deployments
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.system.lock import instance_lock
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed

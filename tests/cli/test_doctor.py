@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from flywheel import files
-from flywheel.daemon.lock import instance_lock
-from flywheel.states import Split
+from flywheel.records.states import Split
+from flywheel.records.trace import Reply
 from flywheel.store import claims, ledger
-from flywheel.store.database import Store
-from flywheel.trace import Reply
+from flywheel.store.kernel.database import Store
+from flywheel.system import files
+from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from flywheel.cli.doctor import recordings
+from flywheel.cli.doctor.finding import Finding, Result
+from flywheel.cli.doctor.recordings import check_recordings
 from flywheel.config import Config
-from flywheel.diagnostics.doctor import recordings
-from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.diagnostics.doctor.recordings import check_recordings
-from flywheel.states import Split
-from flywheel.store.database import Store
-from flywheel.trace import Reply
-from tests.daemon.test_planner import RUBRIC, made
-from tests.daemon.test_round_tasks import asked, changed, judged
+from flywheel.records.states import Split
+from flywheel.records.trace import Reply
+from flywheel.store.kernel.database import Store
+from tests.daemon.rounds.test_planner import RUBRIC, made
+from tests.daemon.rounds.test_round_tasks import asked, changed, judged
 from tests.samples import replies_on, reply
-from tests.training.agent.recordings import ADD, call, steps, tool
+from tests.training.recorded.recordings import ADD, call, steps, tool
 
 
 @pytest.fixture

@@ -12,13 +12,23 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.states import Split, TaskState
-from flywheel.store import export_selection
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks
-from flywheel.verdict import Outcome
+from flywheel.records.states import Split, TaskState
+from flywheel.records.verdict import Outcome
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
+from flywheel.store.views import export_selection
 from tests.cli.conftest import Run
-from tests.formats.filling import Judged, add_verdict, bad, every_kind, fill, good, later_turn, lines, reply
+from tests.training.data.formats.filling import (
+    Judged,
+    add_verdict,
+    bad,
+    every_kind,
+    fill,
+    good,
+    later_turn,
+    lines,
+    reply,
+)
 
 FORMATS = ["agentjet", "trinity", "trl-grpo", "trl-sft", "trl-dpo", "verl"]
 

@@ -12,7 +12,7 @@ import pytest
 from flywheel.cli import progress_bars
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
 from tests.sources.studio.writer import empty_like, renamed

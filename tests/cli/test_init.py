@@ -16,11 +16,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flywheel import files
 from flywheel.cli.init import BASE, JUDGE, SERVER, Answers, _files_to_write, configured
 from flywheel.config import load, parse
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE
-from flywheel.yaml_file import read_yaml
+from flywheel.system import files
+from flywheel.system.yaml_file import read_yaml
 from tests.cli.conftest import Run
 
 WAIT_SECONDS = 120

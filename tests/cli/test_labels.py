@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flywheel.cli.app import this_person
-from flywheel.daemon.lock import instance_lock
 from flywheel.judge.labels import read_labels
+from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Run
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.call_log import CallLog, RecordedCall
-from flywheel.store.database import Store
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
-from tests.daemon.test_retention import LONG_AGO, lay_out, put
+from tests.daemon.rounds.test_retention import LONG_AGO, lay_out, put
 from tests.serving.fake_vllm import FakeVllm
 
 

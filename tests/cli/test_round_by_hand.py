@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.cli import status as status_command
-from flywheel.judge_usage import today
+from flywheel.judge.usage import today
 from tests.cli.conftest import Run
 from tests.cli.test_documented_json import PAGE, compare
 from tests.cli.test_documented_json import parsed as parsed_shape

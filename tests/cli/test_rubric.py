@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.rubric import json_schema
+from flywheel.judge.rubric import json_schema
 from tests.cli.conftest import Run
 
 

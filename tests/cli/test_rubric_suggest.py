@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.judge.labels import Label
+from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.suggestion import MAX_EXAMPLES, choose_examples, messages
-from flywheel.rubric.file import load_rubric
+from flywheel.records.verdict import Exchange
 from flywheel.store import ledger
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks
-from flywheel.verdict import Exchange
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
 from tests.cli.conftest import Run
 from tests.samples import batch, reply
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.known_secrets import REDACTED
+from flywheel.secrets import REDACTED
 from tests.cli.conftest import Run
 
 KEY = "sk-of-the-judge-0123456789"

@@ -13,9 +13,9 @@ from jsonschema_rs import Draft202012Validator, meta
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
-from flywheel.filtering.chain import FILTERS, load_chain
+from flywheel.judge.filters.chain import FILTERS, load_chain
 from tests.cli.conftest import Run
-from tests.test_config import MISTAKES
+from tests.config.test_config import MISTAKES
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = "sk-0123456789abcdef"

@@ -31,7 +31,7 @@ def workers(folder: Path) -> list[int]:
             line = path.read_bytes()
         except OSError:
             continue
-        if b"flywheel.worker" in line and str(folder).encode() in line:
+        if b"flywheel.training.worker" in line and str(folder).encode() in line:
             found.append(int(path.parent.name))
     return found
 

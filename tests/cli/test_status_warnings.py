@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.states import Split
+from flywheel.records.states import Split
+from flywheel.records.trace import Reply
 from flywheel.store import ledger
-from flywheel.store.database import Store
-from flywheel.trace import Reply
+from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
 from tests.samples import batch, replies_on, reply
 

@@ -11,11 +11,12 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.cli.app import this_person
-from flywheel.filtering.fingerprint import fingerprint
-from flywheel.filtering.influence import weigh
-from flywheel.states import TaskState
-from flywheel.store import bursts, deduplication, ledger, schema
-from flywheel.store.database import Store
+from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.influence import weigh
+from flywheel.records.states import TaskState
+from flywheel.store import bursts, deduplication, ledger
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
 from tests.samples import batch, reply
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from flywheel.round import Sampling, SystemPrompt
+from flywheel.records.round import Sampling, SystemPrompt
 from tests.cli.conftest import Run
 from tests.web.recorded_state import unpack
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flywheel.config import Config, parse
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests.cli.conftest import flywheel
 from tests.daemon.filter_bench import RUBRIC, Make
 from tests.embedding_server import EmbeddingServer

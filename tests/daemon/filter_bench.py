@@ -9,11 +9,12 @@ from typing import Any
 from sqlalchemy import select
 
 from flywheel.config import Config
-from flywheel.daemon.judging import JudgingReport, TaskJudging, TaskResult
-from flywheel.states import Split
-from flywheel.store import ledger, schema
-from flywheel.store.database import Store
-from flywheel.trace import Reply
+from flywheel.daemon.judging.judging import JudgingReport, TaskJudging, TaskResult
+from flywheel.records.states import Split
+from flywheel.records.trace import Reply
+from flywheel.store import ledger
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
 from tests.embedding_server import EmbeddingServer
 from tests.samples import START, batch, replies_on, reply
 

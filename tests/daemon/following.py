@@ -22,7 +22,7 @@ from flywheel.config import Config, parse
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.status import snapshot
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 SOON = 120.0
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import load
-from flywheel.files import append_lines
 from flywheel.sources import studio_connector
 from flywheel.sources.calls import conversations
 from flywheel.sources.calls.conversations import Conversations
@@ -24,7 +23,8 @@ from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.otlp.inbox import Inbox
 from flywheel.sources.studio import database, reader
 from flywheel.store import task_file
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.system.files import append_lines
 
 POINTS: Final = (
     "before read",

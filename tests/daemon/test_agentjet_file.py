@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from flywheel.cli.audit.ledger_audit import deep_audit
 from flywheel.config import Config, parse
-from flywheel.daemon.judging import TaskJudging
-from flywheel.diagnostics.audit import deep_audit
+from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.judge.prompt import parse_sections
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import balance
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import balance
 from tests.judge_server import JudgeServer
 from tests.sources.studio.writer import DATA
 

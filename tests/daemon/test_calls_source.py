@@ -15,19 +15,19 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.call_log import CallLog, RecordedCall
+from flywheel.cli.audit.ledger_audit import deep_audit
+from flywheel.cli.doctor.finding import Result
+from flywheel.cli.doctor.sources import check_sources
 from flywheel.config import CallsSource, Config, parse
-from flywheel.diagnostics.audit import deep_audit
-from flywheel.diagnostics.doctor.finding import Result
-from flywheel.diagnostics.doctor.sources import check_sources
 from flywheel.errors import ConfigError
-from flywheel.request_id import mark_of
+from flywheel.records.request_id import mark_of
+from flywheel.records.states import SkipReason
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.sources.calls.conversation_finder import ConversationFinder
 from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.ingestion import Ingestion, SourceReport
-from flywheel.states import SkipReason
-from flywheel.store.database import Store
-from flywheel.store.schema import replies, tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import replies, tasks
 from tests import warm
 from tests.daemon.following import Following, status, until
 from tests.daemon.killed import CALLS_POINTS

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel import exclusion
 from flywheel.config import Config, parse
 from flywheel.daemon.configured_source import apply_model_rules
-from flywheel.store import ledger, samples, schema
-from flywheel.store.database import Store
+from flywheel.records import exclusion
+from flywheel.store import ledger, samples
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
 from tests.samples import batch, reply
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from flywheel.daemon.judging import TaskJudging
-from flywheel.states import TaskState
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.records.states import TaskState
 from flywheel.store import claims, dead_letters
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests import warm
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell

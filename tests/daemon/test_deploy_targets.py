@@ -9,7 +9,7 @@ import httpx2
 
 from flywheel.config import parse
 from flywheel.daemon.deployer import Deployer
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests.daemon.test_deployer import put_adapter
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 

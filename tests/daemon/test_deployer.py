@@ -17,16 +17,17 @@ from sqlalchemy import Connection, insert, select, update
 
 from flywheel.config import Config, parse
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.lock import instance_lock
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
-from flywheel.files import tree_sha256
-from flywheel.serving.replica_client import Replica
+from flywheel.records.states import AdapterState, DeploymentState
+from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import make_admin_key
-from flywheel.states import AdapterState, DeploymentState
-from flywheel.store import deployments, rounds, schema
-from flywheel.store.database import Store
-from flywheel.store.transitions import utcnow
+from flywheel.store import deployments, rounds
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import utcnow
+from flywheel.system.files import tree_sha256
+from flywheel.system.lock import instance_lock
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
 

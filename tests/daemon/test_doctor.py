@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from flywheel.cli.doctor import resources
+from flywheel.cli.doctor.finding import Finding, Result
+from flywheel.cli.doctor.model import Base
+from flywheel.cli.doctor.notify import check_notify
+from flywheel.cli.doctor.packages import check_packages
+from flywheel.cli.doctor.resources import Gpu, Machine, check_resources
+from flywheel.cli.doctor.sources import file_system, is_network
+from flywheel.cli.doctor.state import check_clock
+from flywheel.cli.doctor.systemd_unit import check_unit
 from flywheel.config import Config, parse
-from flywheel.diagnostics.doctor import resources
-from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.diagnostics.doctor.model import Base
-from flywheel.diagnostics.doctor.notify import check_notify
-from flywheel.diagnostics.doctor.packages import check_packages
-from flywheel.diagnostics.doctor.resources import Gpu, Machine, check_resources
-from flywheel.diagnostics.doctor.sources import file_system, is_network
-from flywheel.diagnostics.doctor.state import check_clock
-from flywheel.diagnostics.doctor.systemd_unit import check_unit
-from flywheel.terminal import byte_size
+from flywheel.system.terminal import byte_size
 
 GIB = 1 << 30
 WANTED = (

@@ -12,17 +12,18 @@ import pytest
 import yaml
 from sqlalchemy import Connection, func, select
 
-from flywheel.daemon import planner
-from flywheel.daemon.judging import TaskJudging
-from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskResult
-from flywheel.daemon.rubric_diff import RubricDiff
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
+from flywheel.daemon.judging.rubric_diff import RubricDiff
+from flywheel.daemon.rounds import planner
 from flywheel.judge.grader import CallEstimate
-from flywheel.rubric.criterion import KINDS
-from flywheel.rubric.file import load_rubric
-from flywheel.states import Split, TaskState
-from flywheel.store import bursts, schema
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
+from flywheel.judge.rubric.criterion import KINDS
+from flywheel.judge.rubric.file import load_rubric
+from flywheel.records.states import Split, TaskState
+from flywheel.store import bursts
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
 from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
 from tests.embedding_server import EmbeddingServer
 from tests.judge_server import JudgeServer

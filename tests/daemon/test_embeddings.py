@@ -7,11 +7,11 @@ from pathlib import Path
 
 from sqlalchemy import func, select
 
-from flywheel.daemon.judging import TaskJudging
-from flywheel.daemon.judging_report import TaskResult
-from flywheel.store import schema
-from flywheel.store.balance import balance
-from flywheel.store.database import Store
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.daemon.judging.judging_report import TaskResult
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import WORDY, Make, by_model, questions, run, states, tell
 from tests.embedding_server import EmbeddingServer, by_words
 from tests.judge_server import JudgeServer

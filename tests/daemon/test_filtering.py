@@ -13,16 +13,18 @@ import yaml
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from flywheel.daemon import planner
-from flywheel.daemon.judge_setup import rubric_of
-from flywheel.daemon.judging import TaskJudging
-from flywheel.filtering.pii import Pii, Redactor
-from flywheel.states import Split, TaskState
-from flywheel.store import claims, deduplication, ledger, lineage, schema, verdicts
-from flywheel.store.balance import balance
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
-from flywheel.verdict import Outcome, Verdict
+from flywheel.daemon.judging.judge_setup import rubric_of
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.daemon.rounds import planner
+from flywheel.judge.filters.pii import Pii, Redactor
+from flywheel.records.states import Split, TaskState
+from flywheel.records.verdict import Outcome, Verdict
+from flywheel.store import claims, deduplication, ledger, verdicts
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.store.views import lineage
+from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import (
     DEDUPLICATION,
     INFLUENCE,
@@ -435,7 +437,7 @@ async def test_a_filter_whose_file_does_not_load_again_costs_no_task(
 async def test_a_criterion_that_hangs_leaves_its_task_undecided(
     tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flywheel.rubric.checks.python_function.TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("flywheel.judge.rubric.checks.python_function.TIMEOUT_SECONDS", 0.5)
     config = make()
     (tmp_path / "mine.py").write_text(HANGS)
     criteria = [*RUBRIC["criteria"], {"id": "ours", "type": "python", "value": "mine.py:keep"}]  # type: ignore[misc]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.daemon.lock import holder, instance_lock
 from flywheel.errors import LockedError
+from flywheel.system.lock import holder, instance_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from flywheel.daemon.lock import instance_lock
+from flywheel.system.lock import instance_lock
 with instance_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -8,8 +8,8 @@ import pytest
 
 from flywheel.daemon import memory_release
 from flywheel.daemon.memory_release import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelease
-from flywheel.store.database import Store, version_of
-from flywheel.store.schema import SCHEMA_VERSION
+from flywheel.store.kernel.database import Store, version_of
+from flywheel.store.kernel.schema import SCHEMA_VERSION
 
 
 async def test_memory_is_released_once_after_work_and_again_after_a_long_idle_time(

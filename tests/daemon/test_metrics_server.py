@@ -15,12 +15,12 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.daemon import metrics_server
-from flywheel.daemon.lock import instance_lock
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, ReceiverError, StoreError
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.system.lock import instance_lock
 from tests.cli.test_metrics import by, parsed
 from tests.judge_server import JudgeServer
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flywheel import files
 from flywheel.config import parse
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.judge.grader import Grader
-from flywheel.rubric.file import load_rubric
+from flywheel.judge.rubric.file import load_rubric
 from flywheel.store import calibrations, rounds
-from flywheel.store.database import Store
-from tests.daemon.test_rounds import put_tasks
+from flywheel.store.kernel.database import Store
+from flywheel.system import files
+from tests.daemon.rounds.test_rounds import put_tasks
 
 
 async def test_a_round_waits_for_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import Connection, select
 
 from flywheel.config import parse
+from flywheel.records.states import ReplyState
 from flywheel.sources import studio_connector
 from flywheel.sources.ingestion import Ingestion
-from flywheel.states import ReplyState
-from flywheel.store import balance, ledger
-from flywheel.store.database import Store
-from flywheel.store.schema import replies, sources, tasks
+from flywheel.store import ledger
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import replies, sources, tasks
+from flywheel.store.views import balance
 from tests.sources.studio.writer import Studio, agent, chat, message, part
 
 T = TypeVar("T")

@@ -24,11 +24,12 @@ from flywheel.daemon import notifier
 from flywheel.daemon.notifier import Target
 from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, NotifyError
-from flywheel.states import DeploymentState, RoundState
-from flywheel.store import database, deployments, ledger, notices, schema
-from flywheel.store.database import Store
+from flywheel.records.states import DeploymentState, RoundState
+from flywheel.store import deployments, ledger, notices
 from flywheel.store.dead_letters import TASK, dead_letter
-from flywheel.store.transitions import create, move
+from flywheel.store.kernel import database, schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import create, move
 from tests.cli.conftest import Run
 from tests.judge_server import JudgeServer
 

@@ -15,7 +15,7 @@ from flywheel.config import parse
 from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, ReceiverError
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests.daemon.following import Following, exported, status, until
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
 from tests.sources.studio.writer import labels

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from flywheel.daemon.judging import TaskJudging
-from flywheel.states import Split
-from flywheel.store import deduplication, schema
-from flywheel.store.balance import balance
-from flywheel.store.database import Store
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.records.states import Split
+from flywheel.store import deduplication
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import Make, by_model, states, tell
 from tests.embedding_server import EmbeddingServer
 from tests.judge_server import FAULTS, JudgeServer

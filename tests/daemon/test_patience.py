@@ -10,12 +10,13 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.config import Config
-from flywheel.daemon import planner
+from flywheel.daemon.rounds import planner
 from flywheel.daemon.status import snapshot
-from flywheel.states import RoundState, Split
-from flywheel.store import rounds, schema
-from flywheel.store.database import Store
-from tests.daemon.test_next_gate_test import ended, filled, made, planned
+from flywheel.records.states import RoundState, Split
+from flywheel.store import rounds
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from tests.daemon.rounds.test_gate_planning import ended, filled, made, planned
 
 NEEDED = 4
 

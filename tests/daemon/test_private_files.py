@@ -12,18 +12,18 @@ from pathlib import Path
 import httpx
 import pytest
 
+from flywheel.cli.doctor.finding import Finding, Result
+from flywheel.cli.doctor.state import check_state
 from flywheel.config import Config, parse
-from flywheel.daemon.lock import instance_lock
-from flywheel.daemon.worker_process import WorkerProcess
-from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.diagnostics.doctor.state import check_state
-from flywheel.files import write_json
-from flywheel.round import ERROR_FILE, LOG_FILE, SPEC_FILE
-from flywheel.serving.alias_table import AliasTable, Target
-from flywheel.store.database import Store
+from flywheel.daemon.rounds.worker_process import WorkerProcess
+from flywheel.records.round import ERROR_FILE, LOG_FILE, SPEC_FILE
+from flywheel.serving.server.alias_table import AliasTable, Target
+from flywheel.store.kernel.database import Store
+from flywheel.system.files import write_json
+from flywheel.system.lock import instance_lock
 from tests.daemon.following import Following, exported, until
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
-from tests.training.test_round_directory import spec
+from tests.training.data.test_round_directory import spec
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])
@@ -96,9 +96,9 @@ async def test_what_a_round_writes_is_for_its_user_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize("_umask", [0o000], indirect=True)
 async def test_what_libraries_write_for_a_round_is_for_its_user_alone(tmp_path: Path) -> None:
     code = (
-        "import os, runpy, sys, flywheel.worker as worker\n"
+        "import os, runpy, sys, flywheel.training.worker as worker\n"
         "worker.main = lambda: (os.makedirs('adapter'), open('adapter/weights', 'w').close()) and 0\n"
-        "runpy.run_module('flywheel.worker.__main__', run_name='__main__')\n"
+        "runpy.run_module('flywheel.training.worker.__main__', run_name='__main__')\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=120, check=True)
     assert set(modes(tmp_path / "adapter").values()) == {0}

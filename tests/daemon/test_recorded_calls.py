@@ -17,25 +17,25 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select
 
-from flywheel import exclusion
-from flywheel.call_log import RecordedCall
-from flywheel.call_log_page import Page
+from flywheel.cli.audit.ledger_audit import deep_audit
 from flywheel.config import Config, parse
-from flywheel.diagnostics.audit import deep_audit
-from flywheel.request_id import new_request_id, request_id_in
+from flywheel.records import exclusion
+from flywheel.records.request_id import new_request_id, request_id_in
+from flywheel.serving.calls.call_log import RecordedCall
+from flywheel.serving.calls.call_log_page import Page
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
 from flywheel.sources.calls.mirror import Mirror, mirror_path
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.balance import balance
-from flywheel.store.database import Store
-from flywheel.store.schema import replies, sources, tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import replies, sources, tasks
+from flywheel.store.views.balance import balance
 from flywheel.system.server_limits import Receive, Scope, Send
 from tests import warm
 from tests.daemon.following import Following, status, until
 from tests.serving.fake_vllm import running, with_middleware
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
-from tests.sources.studio.test_recorded_calls import marked
+from tests.sources.spans.test_recorded_calls import marked
 from tests.sources.studio.writer import Studio, agent, message, part
 from tests.sources.studio.writer import chat as model_call
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flywheel.config import parse
 from flywheel.daemon.service import Service
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 
 async def test_a_cron_window_wakes_the_rounds_once(tmp_path: Path) -> None:

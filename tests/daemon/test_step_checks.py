@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.cli.doctor.finding import Result
+from flywheel.cli.doctor.judge import JudgeChecks
 from flywheel.config import Config, parse
-from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judge_setup import rubric_of
-from flywheel.daemon.rounds import Rounds
-from flywheel.diagnostics.doctor.finding import Result
-from flywheel.diagnostics.doctor.judge import JudgeChecks
+from flywheel.daemon.judging.judge_setup import rubric_of
+from flywheel.daemon.rounds import planner
+from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.store import rounds
-from flywheel.store.database import Store
-from tests.daemon.test_rounds import put_tasks
+from flywheel.store.kernel.database import Store
+from tests.daemon.rounds.test_rounds import put_tasks
 
 OF_STEPS = {
     "tool-called": "{id: searched, type: tool-called, value: search}",

@@ -11,9 +11,9 @@ from sqlalchemy import select
 
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import balance
-from flywheel.store.database import Store
-from flywheel.store.schema import dead_letters, replies
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import dead_letters, replies
+from flywheel.store.views import balance
 from tests.sources.studio.writer import Studio, agent, chat, message, part, span, tool
 
 HALF = "\ud83d"

@@ -10,23 +10,25 @@ import pytest
 import yaml
 from sqlalchemy import Connection, insert, select, update
 
-from flywheel import files
 from flywheel.config import Config, parse
-from flywheel.daemon import planner
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judge_setup import rubric_of, rubric_of_target
-from flywheel.daemon.judging import TaskJudging
-from flywheel.daemon.next_gate_test import next_test
-from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.daemon.rounds import planner
+from flywheel.daemon.rounds.gate_planning import next_test
+from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.errors import ConfigError, TrainError
-from flywheel.exclusion import Exclusion, Scope
-from flywheel.filtering.fingerprint import fingerprint
-from flywheel.round import Comparison, Score
-from flywheel.states import AdapterState, DeploymentState, RoundState, Split
-from flywheel.store import claims, deduplication, gate_tests, ledger, rounds, samples, schema, supplies
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
+from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.records.exclusion import Exclusion, Scope
+from flywheel.records.round import Comparison, Score
+from flywheel.records.states import AdapterState, DeploymentState, RoundState, Split
+from flywheel.store import claims, deduplication, gate_tests, ledger, rounds, samples
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.store.views import supplies
+from flywheel.system import files
 from tests.judge_server import JudgeServer
 from tests.samples import accepted, batch, replies_on, reply, settle
 

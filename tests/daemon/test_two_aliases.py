@@ -13,26 +13,26 @@ import yaml
 from starlette.testclient import TestClient
 
 from flywheel.cli import status
+from flywheel.cli.doctor.state import check_samples
 from flywheel.config import Config
 from flywheel.config.file import load
-from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.prometheus import exposition
-from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.rounds import planner
+from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.status import snapshot
-from flywheel.diagnostics.doctor.state import check_samples
-from flywheel.files import tree_sha256, write_json
-from flywheel.round import AdapterRef, RoundResult
-from flywheel.states import RoundState
+from flywheel.records.round import AdapterRef, RoundResult
+from flywheel.records.states import RoundState
 from flywheel.store import deployments, rounds
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.system.files import tree_sha256, write_json
 from flywheel.web.server import application
 from tests.cli.conftest import Run
 from tests.cli.test_doctor import Vllm
 from tests.cli.test_metrics import by, parsed
-from tests.daemon.test_rounds import comparison
+from tests.daemon.rounds.test_rounds import comparison
 from tests.daemon.test_targets import RUBRIC, TARGETS, both
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, with_middleware
 

@@ -9,21 +9,22 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.config import JudgeSettings
-from flywheel.daemon.judging import TaskJudging
+from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.service import Service
 from flywheel.errors import EXIT_UNAVAILABLE, JudgeError
 from flywheel.judge.grader import Grader
-from flywheel.rubric.file import parse_rubric
-from flywheel.states import DeadLetterState
-from flywheel.store import database, dead_letters, schema, verdicts
-from flywheel.store.balance import balance
-from flywheel.store.database import Store
-from flywheel.verdict import Exchange
-from flywheel.worker.judge_pause import Patience
-from flywheel.worker.rollout_grading import Grading
+from flywheel.judge.rubric.file import parse_rubric
+from flywheel.records.states import DeadLetterState
+from flywheel.records.verdict import Exchange
+from flywheel.store import dead_letters, verdicts
+from flywheel.store.kernel import database, schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.views.balance import balance
+from flywheel.training.worker.judge_pause import Patience
+from flywheel.training.worker.rollout_grading import Grading
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
-from tests.daemon.test_judging import RUBRIC, config, states, store, tell
+from tests.daemon.judging.test_judging import RUBRIC, config, states, store, tell
 from tests.judge_server import JudgeServer
 
 __all__ = ["store"]

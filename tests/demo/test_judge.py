@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from flywheel.cli.demo import judge
+from flywheel.cli.demo.judge import examine, last_box
 from flywheel.config import JudgeSettings
-from flywheel.demo import judge
-from flywheel.demo.judge import examine, last_box
 from flywheel.judge.grader import Grader
-from flywheel.rubric import Criterion, Rubric
-from flywheel.verdict import Exchange, Outcome
+from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.records.verdict import Exchange, Outcome
 
 RUBRIC = Rubric(
     id="test",

@@ -18,10 +18,10 @@ from demo.tool_agent import AgentUsers
 from demo.tool_prompt import ADD, REMINDER
 from demo.users import TrafficError
 from demo.wheel import Scene
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, solve
 from flywheel.config import AgentProgramSettings, load
-from flywheel.demo.questions import SYSTEM_PROMPT, solve
-from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.workflow.program_pool import ProgramPool
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.program_pool import ProgramPool
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 

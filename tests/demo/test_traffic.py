@@ -16,8 +16,8 @@ import pytest
 from demo.studio import StudioDatabase, Turn, agent_row, call_row
 from demo.traffic import Traffic
 from demo.users import TrafficError
-from flywheel.demo.questions import SYSTEM_PROMPT, solve
-from flywheel.trace import Reply
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, solve
+from flywheel.records.trace import Reply
 from tests.serving.fake_vllm import FakeVllm, replica, running
 from tests.sources.studio.reading import read_all
 

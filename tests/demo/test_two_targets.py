@@ -20,9 +20,9 @@ from rich.console import Console
 from demo.panel import Metrics, Status
 from demo.users import Users
 from demo.wheel import Scene, Screen, Wheel
+from flywheel.cli.demo.questions import questions
 from flywheel.config import Config
-from flywheel.demo.questions import questions
-from flywheel.files import tree_sha256
+from flywheel.system.files import tree_sha256
 from tests.demo.test_demo import belongings
 from tests.demo.two_agents import OPERATIONS, SYSTEM, ask
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from flywheel import model_http_client
 from flywheel.config import JudgeSettings
 from flywheel.judge.chat_completions import (
     MONTH_SECONDS,
@@ -18,8 +17,9 @@ from flywheel.judge.chat_completions import (
 )
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Outcome
+from flywheel.judge.rubric import Rubric
+from flywheel.records.verdict import Exchange, Outcome
+from flywheel.system import model_http_client
 from tests.judge_server import JudgeServer, nonce_of
 
 RUBRIC = Rubric.model_validate(

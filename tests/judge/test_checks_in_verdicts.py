@@ -9,10 +9,10 @@ import pytest
 
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
+from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.judge.thread_pool import grade_all
-from flywheel.rubric import Rubric
-from flywheel.rubric.file import load_rubric, parse_rubric
-from flywheel.verdict import Exchange, Outcome
+from flywheel.records.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer
 
 

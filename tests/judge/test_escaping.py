@@ -15,8 +15,8 @@ from tokenizers.models import BPE
 from flywheel.judge import suggestion
 from flywheel.judge.labels import Label
 from flywheel.judge.prompt import escape, messages
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange
+from flywheel.judge.rubric import Rubric
+from flywheel.records.verdict import Exchange
 from tests.cases import for_each
 
 CONTROLS = (

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from tenacity import RetryCallState, Retrying
 
-from flywheel import model_http_client
 from flywheel.config import JudgeSettings
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.grader import Grader
+from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
-from flywheel.model_http_client import CallError, parse_retry_after, retry_delay
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Outcome, Verdict
+from flywheel.records.verdict import Exchange, Outcome, Verdict
+from flywheel.system import model_http_client
+from flywheel.system.model_http_client import CallError, parse_retry_after, retry_delay
 from tests.judge_server import FAULTS, JudgeServer
 
 RUBRIC = Rubric.model_validate(

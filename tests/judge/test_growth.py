@@ -20,20 +20,20 @@ import pytest
 import regex
 
 import flywheel
-from flywheel.filtering import pii, query_template
 from flywheel.judge import prompt
-from flywheel.rubric import Criterion, Rubric
-from flywheel.rubric.checks import check, markdown, math_equal
-from flywheel.rubric.pattern import visible
-from flywheel.similarity import normalised, numbers, prompt_signatures, words
-from flywheel.terminal import escape_terminal
-from flywheel.verdict import Exchange
+from flywheel.judge.filters import pii, query_template
+from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.rubric.checks import check, markdown, math_equal
+from flywheel.judge.rubric.pattern import visible
+from flywheel.records.similarity import normalised, numbers, prompt_signatures, words
+from flywheel.records.verdict import Exchange
+from flywheel.system.terminal import escape_terminal
 from tests.cases import for_each
-from tests.rubric.steps import made
+from tests.judge.rubric.steps import made
 
 READERS = (
-    "judge", "filtering", "rubric", "rubric.checks", "store", "formats", "sources", "sources.studio", "sources.jsonl",
-    "sources.otlp",
+    "system", "records", "judge", "judge.filters", "judge.rubric", "judge.rubric.checks", "store", "store.views",
+    "training.data.formats", "sources", "sources.spans", "sources.studio", "sources.jsonl", "sources.otlp",
 )  # fmt: skip
 """Packages whose code sees what agents, tools and models wrote."""
 SHORT, LONG = 3_000, 12_000

@@ -19,8 +19,8 @@ from flywheel.config import JudgeSettings
 from flywheel.judge.answer import UnreadableError, read
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, escape, messages, new_nonce, parse_sections
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Outcome
+from flywheel.judge.rubric import Rubric
+from flywheel.records.verdict import Exchange, Outcome
 from tests.cases import for_each
 from tests.judge_server import JudgeServer
 

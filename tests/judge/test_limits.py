@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel import model_http_client
 from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
@@ -28,10 +27,11 @@ from flywheel.judge.rate_limit import (
     KeyPool,
     RateLimiter,
 )
+from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
-from flywheel.model_http_client import NEVER, CallError
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Outcome, Verdict
+from flywheel.records.verdict import Exchange, Outcome, Verdict
+from flywheel.system import model_http_client
+from flywheel.system.model_http_client import NEVER, CallError
 from tests.judge_server import JudgeServer
 
 RUBRIC = Rubric.model_validate({"id": "test", "criteria": [{"id": "correct", "value": "It is right."}]})

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flywheel.judge.answer import UnreadableError
 from flywheel.judge.answer import read as read_reply
 from flywheel.judge.prompt import REMINDER, escape, messages, parse_sections
-from flywheel.rubric import Rubric
-from flywheel.verdict import CriterionResult, Exchange
+from flywheel.judge.rubric import Rubric
+from flywheel.records.verdict import CriterionResult, Exchange
 
 RUBRIC = Rubric.model_validate(
     {

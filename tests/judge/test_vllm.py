@@ -15,8 +15,8 @@ from flywheel.judge.chat_completions import EndpointCapabilities, ResponseFormat
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, new_nonce
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Outcome
+from flywheel.judge.rubric import Rubric
+from flywheel.records.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server
 
 pytestmark = [

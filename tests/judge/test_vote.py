@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from flywheel import model_http_client
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader, majority
-from flywheel.rubric import Rubric
-from flywheel.verdict import Exchange, Judgement, Outcome
+from flywheel.judge.rubric import Rubric
+from flywheel.records.verdict import Exchange, Judgement, Outcome
+from flywheel.system import model_http_client
 from tests.judge_server import JudgeServer
 
 Make = Callable[..., Grader]

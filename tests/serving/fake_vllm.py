@@ -20,8 +20,8 @@ from unittest import mock
 
 import uvicorn
 
-from flywheel.round import Probe, Recording
-from flywheel.serving.middleware import AliasMiddleware
+from flywheel.records.round import Probe, Recording
+from flywheel.serving.server.middleware import AliasMiddleware
 
 BASE = "tiny"
 PROMPT_TOKENS = 3

@@ -3,8 +3,9 @@
 Writes `good`, `other` (another draw), `wide` (of a rank that the server refuses), `small` (of rank 4), and `next`,
 whose parent is `parent`. In `zeroed`, which does nothing, and `half` are wrong weights for `next`.
 
-In `probes.json` is what transformers and peft record for each, in the form of `flywheel.round.Probe`: for `zeroed`
-and `half` that of `next`, and in `shifted` that of a round whose base model was not quite that of the server.
+In `probes.json` is what transformers and peft record for each, in the form of `flywheel.records.round.Probe`: for
+`zeroed` and `half` that of `next`, and in `shifted` that of a round whose base model was not quite that of the
+server.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from flywheel.call_log import CallLog
+from flywheel.serving.calls.call_log import CallLog
 from tests.cases import for_each
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 

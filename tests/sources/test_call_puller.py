@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.call_log import RecordedCall
 from flywheel.config import Config, parse
+from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.sources.call_puller import RECORDING_NS, CallPuller
 from flywheel.sources.calls.mirror import OFF, OK, Mirror, PulledServer, mirror_path
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
 

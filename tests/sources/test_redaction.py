@@ -8,8 +8,8 @@ from pathlib import Path
 
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import balance
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import balance
 from tests.sources.studio.writer import DATA, labels
 
 

@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 
-from flywheel.batch import Batch, joined
 from flywheel.config import Config, parse
 from flywheel.errors import StudioError
+from flywheel.records.batch import Batch, joined
+from flywheel.records.trace import Cursor
 from flywheel.sources import studio_connector
 from flywheel.sources.ingestion import Ingestion
-from flywheel.sources.studio import database, extraction_process, open_traces
+from flywheel.sources.spans import extraction_process
+from flywheel.sources.studio import database, open_traces
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import BATCH_ROWS, UNCOMMITTED
 from flywheel.sources.studio_connector import JOINED_BATCHES, QUEUED_BATCHES, StudioConnector
 from flywheel.store import checkpoints
-from flywheel.store.database import Store
-from flywheel.trace import Cursor
+from flywheel.store.kernel.database import Store
 from tests.sources.studio.writer import (
     DATA,
     Studio,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, select
 
-from flywheel.filtering.fingerprint import fingerprint
-from flywheel.filtering.influence import weigh
-from flywheel.states import TaskState
-from flywheel.store import bursts, deduplication, ledger, schema
-from flywheel.store.database import Store
+from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.influence import weigh
+from flywheel.records.states import TaskState
+from flywheel.store import bursts, deduplication, ledger
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
 from tests.samples import START, batch, reply
 
 SECONDS = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flywheel.store import calibrations
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 
 async def record(store: Store, rubric: str = "r1", judge: str = "j1", kappa: float | None = 0.7) -> None:

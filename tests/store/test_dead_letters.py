@@ -9,12 +9,13 @@ import pytest
 from sqlalchemy import Connection, insert, select, update
 
 from flywheel.errors import StoreError
-from flywheel.states import DeadLetterState, ReplyState, TaskState
-from flywheel.store import balance, dead_letters
-from flywheel.store.database import Store
+from flywheel.records.states import DeadLetterState, ReplyState, TaskState
+from flywheel.store import dead_letters
 from flywheel.store.dead_letters import DeadLetter, Next, dead_letter
-from flywheel.store.schema import events, replies, sources, tasks, traces
-from flywheel.store.transitions import utcnow
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import events, replies, sources, tasks, traces
+from flywheel.store.kernel.transitions import utcnow
+from flywheel.store.views import balance
 
 DATA = Path(__file__).parent.parent / "data"
 KEY = "t-1"

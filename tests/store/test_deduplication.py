@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, select
 
-from flywheel.filtering.fingerprint import fingerprint
-from flywheel.states import TaskState
-from flywheel.store import deduplication, embeddings, ledger, schema
-from flywheel.store.database import Store
+from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.records.states import TaskState
+from flywheel.store import deduplication, embeddings, ledger
 from flywheel.store.deduplication import Entry, Repeats
-from flywheel.store.transitions import move
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
 from tests.samples import batch, reply
 
 LONG = "one two three four five six seven eight nine ten"

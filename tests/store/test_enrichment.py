@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, insert, select
 
-from flywheel import exclusion
-from flywheel.exclusion import TrainedModels
-from flywheel.states import DeploymentState
-from flywheel.store import acceptance, deployments, ledger, schema
-from flywheel.store.database import Store
-from flywheel.trace import Reply
+from flywheel.records import exclusion
+from flywheel.records.exclusion import TrainedModels
+from flywheel.records.states import DeploymentState
+from flywheel.records.trace import Reply
+from flywheel.store import deployments, ledger
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import acceptance
 from tests.samples import START, batch, reply
 
 ALIAS = TrainedModels("my-agent", "/models/base")

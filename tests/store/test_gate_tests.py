@@ -7,10 +7,10 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from flywheel.store.database import Store
-from flywheel.store.schema import gate_conversations, gate_tests
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import gate_conversations, gate_tests
 from tests.samples import reply
-from tests.store.test_migrations import as_version_6, put
+from tests.store.kernel.test_migrations import as_version_6, put
 
 
 async def test_rounds_of_version_6_are_the_first_epoch_of_the_gate(tmp_path: Path) -> None:

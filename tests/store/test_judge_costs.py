@@ -5,10 +5,10 @@ from __future__ import annotations
 from sqlalchemy import Connection, select
 
 from flywheel.config import JudgePrices
-from flywheel.judge_usage import Purpose, Used
+from flywheel.judge.usage import Purpose, Used
 from flywheel.store import judge_costs, judge_errors, verdicts
-from flywheel.store.database import Store
-from flywheel.store.schema import judge_costs as table
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import judge_costs as table
 
 CHEAP = JudgePrices(input_per_million=1, output_per_million=2)
 DEAR = JudgePrices(input_per_million=10, output_per_million=20)

@@ -9,13 +9,14 @@ import pytest
 from sqlalchemy import Connection, select, update
 
 from flywheel.errors import StoreError
-from flywheel.states import Label
-from flywheel.store import claims, labels, schema
-from flywheel.store.database import Store
+from flywheel.records.states import Label
+from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
+from flywheel.store import claims, labels
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
 from flywheel.store.verdicts import CHAIN
 from flywheel.store.verdicts import store as store_verdict
-from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
-from tests.daemon.test_rounds import put_tasks
+from tests.daemon.rounds.test_rounds import put_tasks
 from tests.samples import rejected, reply, settle
 from tests.store.test_reingestion import put
 

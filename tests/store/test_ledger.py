@@ -10,22 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, event, select
 
-from flywheel.batch import Batch
-from flywheel.exclusion import Exclusion, Scope
-from flywheel.round import GateTest
-from flywheel.states import SkipReason, Split, TaskState
-from flywheel.store import (
-    balance,
-    claims,
-    ledger,
-    recorded_tasks,
-    rounds,
-    samples,
-    schema,
-)
-from flywheel.store.database import Store
+from flywheel.records.batch import Batch
+from flywheel.records.exclusion import Exclusion, Scope
+from flywheel.records.round import GateTest
+from flywheel.records.states import SkipReason, Split, TaskState
+from flywheel.records.trace import DeadRow
+from flywheel.store import claims, ledger, recorded_tasks, rounds, samples
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
-from flywheel.trace import DeadRow
+from flywheel.store.views import balance
 from tests.samples import accepted, batch, rejected, replies_on, reply, settle, undecided
 
 

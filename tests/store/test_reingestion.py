@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.filtering.fingerprint import fingerprint
-from flywheel.states import SkipReason
-from flywheel.store import balance, claims, deduplication, ledger, verdicts
-from flywheel.store.database import Store
+from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Reply
+from flywheel.records.verdict import Verdict
+from flywheel.store import claims, deduplication, ledger, verdicts
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import events, replies, tasks
 from flywheel.store.ledger import Recorded
-from flywheel.store.schema import events, replies, tasks
-from flywheel.trace import Reply
-from flywheel.verdict import Verdict
+from flywheel.store.views import balance
 from tests.samples import accepted, batch, rejected, reply, settle, undecided
 
 

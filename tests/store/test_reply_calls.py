@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.states import ReplyState, SkipReason, TaskState
+from flywheel.records.states import ReplyState, SkipReason, TaskState
+from flywheel.records.trace import Checkpoint, Reply
 from flywheel.store import ledger, reply_calls
-from flywheel.store.balance import balance
-from flywheel.store.database import Store
-from flywheel.store.schema import replies, tasks, traces
-from flywheel.trace import Checkpoint, Reply
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import replies, tasks, traces
+from flywheel.store.views.balance import balance
 from tests.samples import batch, reply
 
 TRACE, CALLS = "/traces", "/calls"

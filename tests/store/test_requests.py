@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import Connection, insert, select
 
-from flywheel.states import RequestState, TaskState
-from flywheel.store import dead_letters, labels, requests, schema
-from flywheel.store.database import Store
+from flywheel.records.states import RequestState, TaskState
+from flywheel.store import dead_letters, labels, requests
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.requests import Kind
-from flywheel.store.transitions import utcnow
-from tests.daemon.test_rounds import put_tasks
+from tests.daemon.rounds.test_rounds import put_tasks
 
 
 def keys(conn: Connection) -> list[str]:

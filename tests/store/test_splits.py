@@ -9,14 +9,14 @@ import pytest
 from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import parse
+from flywheel.records.states import Split
+from flywheel.records.task import split_of
+from flywheel.records.trace import Reply
 from flywheel.sources.ingestion import Ingestion
-from flywheel.states import Split
 from flywheel.store import gate_tests, ledger, samples, splits
-from flywheel.store.database import Store
-from flywheel.store.lineage import why
-from flywheel.store.schema import recent_bands, signature_bands, tasks
-from flywheel.task import split_of
-from flywheel.trace import Reply
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import recent_bands, signature_bands, tasks
+from flywheel.store.views.lineage import why
 from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
 

@@ -16,9 +16,9 @@ from flywheel.errors import StoreError
 from flywheel.sources import ingestion
 from flywheel.sources.ingestion import Ingestion, SourceIngestion, SourceReport
 from flywheel.store import ledger, task_file
-from flywheel.store.bulk import CHUNK
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks
+from flywheel.store.kernel.bulk import CHUNK
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
 from flywheel.store.task_file import FileState, TaskFile, exported_to
 from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA

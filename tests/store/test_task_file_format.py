@@ -13,11 +13,11 @@ import orjson
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.diagnostics.task_file_audit import compare_task_file
+from flywheel.cli.audit.task_file_audit import compare_task_file
 from flywheel.store import ledger, task_file
-from flywheel.store.database import Store
 from flywheel.store.existing_task_files import earlier_files
-from flywheel.store.schema import tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
 from flywheel.store.task_file import TaskFile
 from tests.samples import batch, reply
 
@@ -99,7 +99,7 @@ DYING = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from flywheel.store import task_file
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 
 place, path, state = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 calls = {"renaming": (Path, "rename"), "appending": (task_file, "append_lines"), "marking": (task_file, "_mark")}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.store import task_file
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
 from flywheel.store.task_file import TaskFile
 from tests.store.test_task_file import put, written
 

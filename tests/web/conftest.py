@@ -168,7 +168,7 @@ def empty_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = config_of(tmp_path_factory.mktemp("empty"))
 
     async def make() -> None:
-        from flywheel.store.database import Store
+        from flywheel.store.kernel.database import Store
 
         await (await Store.open(config.state_dir)).close()
 

@@ -10,11 +10,11 @@ import orjson
 from sqlalchemy import Connection, insert, update
 
 from flywheel.config import GateSettings
-from flywheel.evaluation.gate import decide
-from flywheel.round import AdapterRef, Comparison, CriterionComparison, GateTest, RoundResult, Score
-from flywheel.states import AdapterState, DeploymentState, RoundState
+from flywheel.records.round import AdapterRef, Comparison, CriterionComparison, GateTest, RoundResult, Score
+from flywheel.records.states import AdapterState, DeploymentState, RoundState
 from flywheel.store import gate_tests
-from flywheel.store.schema import adapters, deployments, rounds
+from flywheel.store.kernel.schema import adapters, deployments, rounds
+from flywheel.training.gate.gate import decide
 
 AT = "2026-11-22T10:00:00.000+00:00"
 GATE = GateSettings(min_tasks=8)

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import Config, parse
-from flywheel.states import TaskState
-from flywheel.store import dead_letters, judge_errors, ledger, schema
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
-from flywheel.verdict import CriterionResult, Outcome, Verdict
+from flywheel.records.states import TaskState
+from flywheel.records.verdict import CriterionResult, Outcome, Verdict
+from flywheel.store import dead_letters, judge_errors, ledger
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
 from tests.samples import batch, reply, settle, undecided
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from sqlalchemy import Connection
 from flywheel.cli.app import this_person
 from flywheel.config import Config
 from flywheel.daemon import requests
-from flywheel.daemon.lock import instance_lock
 from flywheel.store import dead_letters
-from flywheel.store.database import Store
+from flywheel.store.kernel.database import Store
+from flywheel.system.lock import instance_lock
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import in_thread
 

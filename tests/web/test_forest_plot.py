@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.round import Score
+from flywheel.records.round import Score
 from flywheel.web.forest_plot import MARGIN, PLOT_HEIGHT, PLOT_TOP, WIDTH, axis_of, paired_dots, plot_width
 
 

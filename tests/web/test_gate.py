@@ -10,12 +10,13 @@ from sqlalchemy import Connection, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
-from flywheel.evaluation.gate import decide
-from flywheel.round import Comparison
-from flywheel.states import RoundState, Split
-from flywheel.store import gate_outcomes, ledger
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks
+from flywheel.records.round import Comparison
+from flywheel.records.states import RoundState, Split
+from flywheel.store import ledger
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
+from flywheel.store.views import gate_outcomes
+from flywheel.training.gate.gate import decide
 from flywheel.web.gate import known, of_live, of_next
 from flywheel.web.server import application
 from tests.samples import batch, replies_on

@@ -10,10 +10,10 @@ import pytest
 from playwright.sync_api import expect
 from sqlalchemy import Connection, delete, insert, select
 
-from flywheel.states import RoundState, Split
-from flywheel.store.database import Store
+from flywheel.records.states import RoundState, Split
 from flywheel.store.deployments import BY_HAND
-from flywheel.store.schema import gate_tests, round_samples, rounds, tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import gate_tests, round_samples, rounds, tasks
 from tests.web.conftest import WAIT_MILLISECONDS, Check, Visitor, serving
 from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
 from tests.web.recorded_state import HOSTILE, config_of, in_thread

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from flywheel.config import GateSettings
-from flywheel.states import RoundState
-from flywheel.store import gate_outcomes
-from flywheel.store.database import Store
+from flywheel.records.states import RoundState
 from flywheel.store.deployments import ROLLBACK
-from flywheel.store.gate_outcomes import GateOutcome
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import gate_outcomes
+from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.web.gate_sentence import later, sentence
 from tests.web.gate_rounds import AT, GUARDED, comparison, criterion, put_deployment, put_round
 

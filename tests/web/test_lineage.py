@@ -11,13 +11,13 @@ from sqlalchemy import Connection, insert, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
-from flywheel.serving.swap_report import ReplicaReport
-from flywheel.serving.weight_verification import ProbeFigures
-from flywheel.states import DeploymentState, RoundState, Split
+from flywheel.records.states import DeploymentState, RoundState, Split
+from flywheel.serving.client.swap_report import ReplicaReport
+from flywheel.serving.client.weight_verification import ProbeFigures
 from flywheel.store import ledger
-from flywheel.store.database import Store
 from flywheel.store.deployments import BY_HAND
-from flywheel.store.schema import round_samples, tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import round_samples, tasks
 from flywheel.web import lineage
 from tests.samples import batch, replies_on
 from tests.web.gate_rounds import AT, comparison, put_deployment, put_round

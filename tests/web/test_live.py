@@ -11,9 +11,9 @@ import httpx2
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.states import RoundState
-from flywheel.store import database
-from flywheel.store.database import Store
+from flywheel.records.states import RoundState
+from flywheel.store.kernel import database
+from flywheel.store.kernel.database import Store
 from flywheel.system.web_server import bound_socket, web_server
 from flywheel.web import live, server
 from flywheel.web.guard import LIMITS

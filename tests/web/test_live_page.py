@@ -13,11 +13,11 @@ from playwright.sync_api import expect
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.round import GateTest
-from flywheel.states import RoundState, TaskState
+from flywheel.records.round import GateTest
+from flywheel.records.states import RoundState, TaskState
 from flywheel.store import dead_letters, rounds
-from flywheel.store.database import Store
-from flywheel.store.schema import tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import tasks
 from tests.web.conftest import Visitor, serving
 from tests.web.recorded_state import in_thread
 

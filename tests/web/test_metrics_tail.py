@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from flywheel.training.metrics import Metrics
+from flywheel.training.data.metrics import Metrics
 from flywheel.web import metrics_tail
 from flywheel.web.metrics_tail import MetricsTails
 

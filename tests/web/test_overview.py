@@ -13,9 +13,10 @@ from sqlalchemy import Connection, func, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
-from flywheel.store import funnel, schema
-from flywheel.store.acceptance import Period
-from flywheel.store.database import Reader
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Reader
+from flywheel.store.views import funnel
+from flywheel.store.views.acceptance import Period
 from flywheel.web import overview
 from flywheel.web.server import application
 from flywheel.web.site import Site

@@ -15,13 +15,14 @@ from playwright.sync_api import Page, expect
 from sqlalchemy import Connection, update
 
 from flywheel.config import Config
-from flywheel.files import append_jsonl, write_atomic, write_json
-from flywheel.states import RoundState
-from flywheel.store import rounds, schema
-from flywheel.store.database import Store
-from flywheel.store.transitions import move
-from flywheel.training.metrics import Metrics
-from flywheel.training.progress_meter import Meter
+from flywheel.records.states import RoundState
+from flywheel.store import rounds
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.system.files import append_jsonl, write_atomic, write_json
+from flywheel.training.data.metrics import Metrics
+from flywheel.training.data.progress_meter import Meter
 from flywheel.web.rounds import LogEnd, log_end
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE, in_thread

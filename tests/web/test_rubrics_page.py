@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Connection, insert, select
 
+from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import calibrations, ledger, verdicts
-from flywheel.store.database import Store
-from flywheel.store.schema import judge_models, rubric_texts, tasks
-from flywheel.verdict import CriterionResult, Outcome, Verdict
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import judge_models, rubric_texts, tasks
 from flywheel.web.rubrics import Line, difference
 from tests.samples import batch, reply
 from tests.web.conftest import Check, Visitor, serving

@@ -13,8 +13,8 @@ from copy import copy
 from hashlib import blake2b
 from typing import Any, Final
 
-from flywheel.model_call import ModelAnswer, ModelCall
-from flywheel.trace import ChatMessage
+from flywheel.records.model_call import ModelAnswer, ModelCall
+from flywheel.records.trace import ChatMessage
 
 _REASONING: Final = ("thinking", "reasoning", "redacted_thinking")
 _BYTES: Final = 16

@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from flywheel.call_log import CallLog
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.errors import ReceiverError
-from flywheel.files import make_private, private
+from flywheel.serving.calls.call_log import CallLog
 from flywheel.sources.calls.conversations import EARLY_NS, Conversations, FoundReply
 from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.calls.skeleton_spans import rows_of
 from flywheel.sources.otlp.inbox import Inbox, inbox_of
+from flywheel.system.files import make_private, private
 
 LATE_NS: Final = 86_400 * 10**9
 """How long after its time a call may be pulled, from a server that was away, and still continue a conversation."""

@@ -18,16 +18,16 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from flywheel.batch import storable
-from flywheel.call_log import CallLog
-from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.model_call import ModelCall
-from flywheel.request_id import mark_of
+from flywheel.records.batch import storable
+from flywheel.records.finish_functions import FINISH_FUNCTIONS
+from flywheel.records.model_call import ModelCall
+from flywheel.records.request_id import mark_of
+from flywheel.records.states import SkipReason
+from flywheel.serving.calls.call_log import CallLog
 from flywheel.sources.calls.canonical import hashes, tool_call_keys
 from flywheel.sources.calls.parsing import parse
-from flywheel.sources.studio.messages import text_of
-from flywheel.sources.studio.recorded_calls import is_reminder
-from flywheel.states import SkipReason
+from flywheel.sources.spans.messages import text_of
+from flywheel.sources.spans.recorded_calls import is_reminder
 
 CALLS_AT_ONCE: Final = 100
 BYTES_AT_ONCE: Final = 4 * 1024 * 1024

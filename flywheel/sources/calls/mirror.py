@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from flywheel.call_log import CallLog
-from flywheel.call_log_page import Page
-from flywheel.model_call import ModelCall
+from flywheel.records.model_call import ModelCall
+from flywheel.serving.calls.call_log import CallLog
+from flywheel.serving.calls.call_log_page import Page
 from flywheel.sources.calls.parsing import parse
 
 OK: Final = "ok"

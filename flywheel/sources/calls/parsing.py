@@ -15,10 +15,10 @@ from typing import Any, Final
 import orjson
 from msgspec import Struct
 
-from flywheel.call_log import RecordedCall
-from flywheel.model_call import ModelAnswer, ModelCall
+from flywheel.records.model_call import ModelAnswer, ModelCall
+from flywheel.records.trace import get_path
+from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.sources.calls import responses_api
-from flywheel.trace import get_path
 
 RESPONSES_PATH: Final = "/v1/responses"
 MAX_BRACKETS: Final = 1_000_000

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from flywheel.model_call import ModelAnswer
-from flywheel.trace import get_path
+from flywheel.records.model_call import ModelAnswer
+from flywheel.records.trace import get_path
 
 PROMPT: Final = frozenset({"input", "instructions"})
 """The keys of a request that become messages."""

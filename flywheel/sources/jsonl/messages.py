@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.trace import ChatMessage
+from flywheel.records.trace import ChatMessage
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message that are kept beside its role and its text."""

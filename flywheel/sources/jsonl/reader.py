@@ -17,13 +17,13 @@ from typing import Final
 import xxhash
 from msgspec.structs import replace
 
-from flywheel.batch import Batch, Entry
 from flywheel.errors import SourceError
-from flywheel.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.batch import Batch, Entry
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.file import FINGERPRINTED, MAX_LINE, JsonlFile, Line, fingerprint
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import entry_of_line
-from flywheel.trace import Cursor, DeadRow
 
 log = logging.getLogger(__name__)
 

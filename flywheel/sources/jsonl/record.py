@@ -20,11 +20,13 @@ import orjson
 import xxhash
 from msgspec.structs import asdict, replace
 
-from flywheel import exclusion
-from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.errors import ConfigError
-from flywheel.exclusion import ANY_MODEL, TrainedModels
-from flywheel.files import json_line
+from flywheel.records import exclusion
+from flywheel.records.batch import Entry, entry_of, line_bytes
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.states import SkipReason
+from flywheel.records.task import METADATA, task_line
+from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, get_path
 from flywheel.sources.jsonl.messages import (
     Dialogue,
     LineError,
@@ -34,9 +36,7 @@ from flywheel.sources.jsonl.messages import (
     normalized,
     split_answer,
 )
-from flywheel.states import SkipReason
-from flywheel.task import METADATA, task_line
-from flywheel.trace import LATEST_NS, ChatMessage, Reply, get_path
+from flywheel.system.files import json_line
 
 QUERY: Final = ("main_query", "question", "prompt", "messages", "init_messages")
 """Keys of the question. In a list of messages it is the last user message."""

@@ -13,7 +13,7 @@ import orjson
 import xxhash
 from msgspec.structs import replace
 
-from flywheel.batch import Entry, KnownReply, line_bytes
+from flywheel.records.batch import Entry, KnownReply, line_bytes
 from flywheel.sources.jsonl.record import JsonlEntry
 
 Redact = Callable[[dict[str, Any]], dict[str, Any]]

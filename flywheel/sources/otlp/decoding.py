@@ -30,7 +30,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from flywheel.files import json_line
+from flywheel.system.files import json_line
 
 MAX_SPANS: Final = 20_000
 """Spans of one request. An exporter sends 512 at once, a collector some thousands."""

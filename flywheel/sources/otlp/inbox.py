@@ -17,7 +17,7 @@ import aiosqlite
 
 from flywheel.config import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
-from flywheel.files import file_identity, make_private_database, sync_directory
+from flywheel.system.files import file_identity, make_private_database, sync_directory
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+from flywheel.records.trace import DeadRow
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.open_traces import is_id, unnamed
 from flywheel.sources.studio.schema import packed, schema_of
-from flywheel.trace import DeadRow
 
 _ID_COLUMNS: Final = ("id", "traceId", "NULL", "NULL", "NULL", "NULL", "NULL")
 """In place of the columns that a page is measured by, NULL."""

@@ -13,10 +13,10 @@ from typing import Any, Final
 import xxhash
 from msgspec import Struct
 
-from flywheel.request_id import recorded_in
+from flywheel.records.request_id import recorded_in
+from flywheel.records.trace import Checkpoint, DeadRow
 from flywheel.sources.studio.database import Row, shown
 from flywheel.sources.studio.schema import RowError, Schema, packed, text_in
-from flywheel.trace import Checkpoint, DeadRow
 
 FOREVER_NS: Final = 2**63
 NEAR_ROWS: Final = 100

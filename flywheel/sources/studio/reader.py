@@ -17,12 +17,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from flywheel.batch import Batch, RawTrace
 from flywheel.config import IngestSettings
+from flywheel.records.batch import Batch, RawTrace
+from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row
 from flywheel.sources.studio.open_traces import DIGEST_BITS, FAR_ROWS, FOREVER_NS, OpenTrace, Scan, is_id
 from flywheel.sources.studio.schema import Schema, schema_of
-from flywheel.trace import Checkpoint, Cursor, DeadRow
 
 BATCH_ROWS: Final = 500
 """Rows per batch. Small batches waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import orjson
 
-from flywheel.sources.studio.attributes import attributes_of, with_first_argument
+from flywheel.records.trace import LATEST_NS, DeadRow, SpanStatus, get_path
+from flywheel.sources.spans.attributes import attributes_of, with_first_argument
+from flywheel.sources.spans.span import NOTHING, Attributes, Span, SpanKind
 from flywheel.sources.studio.database import MAX_CELL, TABLE, Database, Row, fault, shown
-from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind
-from flywheel.trace import LATEST_NS, DeadRow, SpanStatus, get_path
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
-from flywheel.call_log import CallLog
+from flywheel.serving.calls.call_log import CallLog
 
 
 class LogServer:

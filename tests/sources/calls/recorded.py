@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from flywheel.call_log import RecordedCall
-from flywheel.request_id import new_request_id
+from flywheel.records.request_id import new_request_id
+from flywheel.serving.calls.call_log import RecordedCall
 
 INSTANCE = "0123456789abcdef"
 JSON = "application/json"

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel.call_log import CallLog, RecordedCall
-from flywheel.request_id import mark_of
+from flywheel.records.request_id import mark_of
+from flywheel.records.states import SkipReason
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.sources.calls.conversations import Conversations, FoundReply
 from flywheel.sources.calls.skeleton_spans import rows_of
-from flywheel.states import SkipReason
 from tests.cases import for_each
 from tests.sources.calls.recorded import (
     BEGIN_NS,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flywheel.batch import Batch, Entry
+from flywheel.records.batch import Batch, Entry
+from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.reader import JsonlReader
-from flywheel.trace import Cursor, DeadRow
 
 
 @dataclass

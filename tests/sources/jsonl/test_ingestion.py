@@ -13,12 +13,12 @@ import psutil
 import pytest
 from sqlalchemy import select, update
 
+from flywheel.cli.audit.ledger_audit import SourceAudit, compare_sources
 from flywheel.config import Config, parse
-from flywheel.diagnostics.audit import SourceAudit, compare_sources
 from flywheel.sources.ingestion import Ingestion, SourceReport
-from flywheel.store import balance
-from flywheel.store.database import Store
-from flywheel.store.schema import replies, tasks
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.schema import replies, tasks
+from flywheel.store.views import balance
 from tests.samples import reply
 from tests.sources.jsonl.reading import line
 
@@ -110,7 +110,7 @@ async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path) -> None
 
 
 async def test_what_was_exported_is_read_back_into_another_state(tmp_path: Path) -> None:
-    from flywheel.batch import entry_of
+    from flywheel.records.batch import entry_of
 
     first = tmp_path / "exported.jsonl"
     first.write_bytes(b"".join(entry_of(reply(number), "/a.sqlite").line + b"\n" for number in range(20)))

@@ -11,8 +11,8 @@ import httpx2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from flywheel.states import SkipReason
-from flywheel.trace import Reply
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Reply
 from tests.sources.otlp.exporting import PROTOBUF, pairs, request, span, stored
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA

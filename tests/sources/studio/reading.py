@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from flywheel.batch import Batch
 from flywheel.config import IngestSettings
+from flywheel.records.batch import Batch
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply, Selection
+from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.reader import StudioReader
-from flywheel.sources.studio.replies import replies_of
 from flywheel.sources.studio.schema import Schema
-from flywheel.states import SkipReason
-from flywheel.trace import Checkpoint, Cursor, DeadRow, Reply, Selection
 
 NOW = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)
 """Later than every span of the fixtures by less than the patience with unfinished traces."""

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Cursor, Reply
 from flywheel.sources.studio import database, open_traces
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import StudioReader
-from flywheel.states import SkipReason
-from flywheel.trace import Cursor, Reply
 from tests.sources.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
 from tests.sources.studio.writer import (
     DATA,

@@ -20,11 +20,11 @@ import pytest
 
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
+from flywheel.records.trace import Cursor
 from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.database import Database, Page
 from flywheel.sources.studio.reader import StudioReader
-from flywheel.trace import Cursor
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
 from tests.sources.studio.writer import DATA, Studio, agent, empty_like, insert, rows
 
@@ -188,7 +188,7 @@ def test_permission_denied(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     code = (
         "import os, sys; from pathlib import Path; from datetime import UTC, datetime\n"
-        "from flywheel.config import IngestSettings; from flywheel.trace import Cursor\n"
+        "from flywheel.config import IngestSettings; from flywheel.records.trace import Cursor\n"
         "from flywheel.sources.studio.reader import StudioReader\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "reader = StudioReader(Path(sys.argv[1]), IngestSettings())\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.trace import Reply
+from flywheel.records.trace import Reply
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA
 

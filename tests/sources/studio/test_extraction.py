@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from flywheel.batch import Batch, entry_of
 from flywheel.config import IngestSettings
-from flywheel.sources.studio import replies
+from flywheel.records.batch import Batch, entry_of
+from flywheel.records.trace import Cursor, DeadRow, Selection
+from flywheel.sources.spans import replies
 from flywheel.sources.studio.reader import StudioReader
-from flywheel.trace import Cursor, DeadRow, Selection
 from tests.sources.studio.reading import NOW, Ledger
 from tests.sources.studio.writer import DATA, NAMES
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flywheel.config import IngestSettings
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Reply, SpanStatus
 from flywheel.sources.studio.reader import StudioReader
-from flywheel.states import SkipReason
-from flywheel.trace import Reply, SpanStatus
 from tests.cases import for_each
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
 from tests.sources.studio.writer import DATA, GENERATION, NAMES, labels

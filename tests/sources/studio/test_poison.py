@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flywheel.batch import Batch
 from flywheel.config import IngestSettings, parse
+from flywheel.records.batch import Batch
+from flywheel.records.trace import Cursor, Reply, Selection
 from flywheel.sources import studio_connector
-from flywheel.sources.studio import database, reader, replies, schema
+from flywheel.sources.spans import replies
+from flywheel.sources.spans.span import Span
+from flywheel.sources.spans.trace_tree import Tree
+from flywheel.sources.studio import database, reader, schema
 from flywheel.sources.studio.reader import StudioReader
-from flywheel.sources.studio.span import Span
-from flywheel.sources.studio.trace_tree import Tree
 from flywheel.sources.studio_connector import StudioConnector
-from flywheel.store.database import Store
-from flywheel.trace import Cursor, Reply, Selection
+from flywheel.store.kernel.database import Store
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
 from tests.sources.studio.writer import (
     Studio,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flywheel import exclusion
-from flywheel.batch import entry_of
-from flywheel.exclusion import Exclusion, TrainedModels
-from flywheel.request_id import BASE_VERSION, new_request_id
-from flywheel.task import task_line
-from flywheel.trace import Reply, Selection
+from flywheel.records import exclusion
+from flywheel.records.batch import entry_of
+from flywheel.records.exclusion import Exclusion, TrainedModels
+from flywheel.records.request_id import BASE_VERSION, new_request_id
+from flywheel.records.task import task_line
+from flywheel.records.trace import Reply, Selection
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat, message, part
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.states import SkipReason
-from flywheel.trace import Reply, Selection
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Reply, Selection
 from tests.sources.studio.reading import by_id, read_all
 from tests.sources.studio.writer import DATA, Studio, agent, chat, message, part, span, tool
 

@@ -1,0 +1,348 @@
+"""`flywheel audit --deep`: compares the ledger with the current content of the sources.
+
+Read-only on both sides, and beside a running daemon: a source is read first and the ledger afterwards, and
+differences are checked a second time before they count. The task file is compared by `task_file_audit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from flywheel.cli.audit.task_file_audit import TaskFileAudit, compare_task_file, first_names, with_counts
+from flywheel.config import Config
+from flywheel.errors import CallLogError, SourceError
+from flywheel.judge.filters.chain import redactor_of
+from flywheel.judge.filters.pii import Redactor
+from flywheel.records.batch import Batch
+from flywheel.records.request_id import recorded_in
+from flywheel.records.states import ReplyState
+from flywheel.records.trace import Checkpoint, Cursor, Selection
+from flywheel.sources.calls.mirror import Mirror
+from flywheel.sources.ingestion import Ingestion
+from flywheel.sources.jsonl.file import is_listed
+from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.task_ids import TaskIds
+from flywheel.sources.jsonl_connector import with_ids
+from flywheel.sources.spans.replies import extract
+from flywheel.sources.studio.audit_reader import AuditReader, Group
+from flywheel.sources.studio.database import shown
+from flywheel.sources.studio.open_traces import digest_of
+from flywheel.sources.studio_connector import StudioConnector
+from flywheel.store import ledger, reply_calls
+from flywheel.store.kernel.database import Store
+from flywheel.store.views import ledger_snapshot
+from flywheel.store.views.ledger_snapshot import LedgerSnapshot
+from flywheel.system.terminal import quantity
+
+
+@dataclass(slots=True)
+class SourceAudit:
+    """The comparison of one source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`.
+
+    `changed` replies are in the ledger and their rows have changed since. `told_otherwise` ones have unchanged rows,
+    but would be extracted differently today, with other settings or by another version. `gone` ones are in the ledger
+    and no longer in the source.
+    """
+
+    path: Path
+    type: str
+    condition: str = "ok"
+    error: str = ""
+    in_ledger: int = 0
+    not_read_yet: int = 0
+    gone: int = 0
+    told_otherwise: int = 0
+    missing: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def agent_spans(self) -> int:
+        return self.in_ledger + len(self.missing) + self.not_read_yet
+
+    @property
+    def problems(self) -> list[str]:
+        found = [self.error] if self.error else []
+        if self.missing:
+            spans = quantity(len(self.missing), "agent span")
+            found.append(f"{spans} of {self.path} not in the ledger: {first_names(self.missing)}")
+        if self.changed:
+            replies = quantity(len(self.changed), "reply", "replies")
+            found.append(
+                f"{replies} of {self.path} with rows that have changed: {first_names(self.changed)}. "
+                "`flywheel ingest --sweep` extracts them again."
+            )
+        return found
+
+    @property
+    def line(self) -> str:
+        """The result in one line."""
+        spans = quantity(self.agent_spans, "agent span")
+        return with_counts(
+            f"{self.path} ({self.condition}): {spans}, {self.in_ledger:,} in the ledger",
+            {
+                "missing": len(self.missing),
+                "changed": len(self.changed),
+                "not read yet": self.not_read_yet,
+                "in the ledger and gone from the source": self.gone,
+                "that would be extracted differently today": self.told_otherwise,
+            },
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "type": self.type,
+            "condition": self.condition,
+            "agent_spans": self.agent_spans,
+            "in_ledger": self.in_ledger,
+            **{name: len(getattr(self, name)) for name in ("missing", "changed")},
+            **{name: getattr(self, name) for name in ("gone", "not_read_yet", "told_otherwise")},
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DeepAudit:
+    """The comparison of all sources and of the task file with the ledger."""
+
+    sources: list[SourceAudit]
+    task_file: TaskFileAudit
+
+    @property
+    def problems(self) -> list[str]:
+        return [*(problem for source in self.sources for problem in source.problems), *self.task_file.problems]
+
+    @property
+    def lines(self) -> list[str]:
+        return [*(source.line for source in self.sources), self.task_file.line]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"sources": [source.as_json() for source in self.sources], "task_file": self.task_file.as_json()}
+
+
+async def deep_audit(store: Store, config: Config) -> DeepAudit:
+    """Compare all sources and the task file with the ledger."""
+    return DeepAudit(await compare_sources(store, config), await compare_task_file(store, config.task_file))
+
+
+async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
+    """Compare every configured source with the ledger. A source that cannot be read is reported as a problem."""
+    audits = []
+    ingestion = Ingestion(store, config)
+    redact = redactor_of(config)
+    try:
+        for source in ingestion.sources():
+            audit = SourceAudit(source.path, source.connector.type)
+            number = await store.read(ledger.known_source, str(source.path))
+            before = await store.read(ledger_snapshot.numbers_of, number) if number is not None else set()
+            try:
+                if isinstance(source.connector, StudioConnector):
+                    met = await _DatabaseComparison(
+                        store, source.connector.selection, audit, number, _mirror(ingestion)
+                    ).run()
+                elif await asyncio.to_thread(is_listed, source.path):
+                    met = before
+                else:
+                    met = await _compare_file(store, redact, audit, number)
+                audit.gone = len(before - met)
+            except (SourceError, CallLogError) as error:
+                audit.condition = error.condition if isinstance(error, SourceError) else "failing"
+                audit.error = str(error)
+            audits.append(audit)
+    finally:
+        await ingestion.close()
+    return audits
+
+
+class _DatabaseComparison:
+    """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one, and
+    `mirror` has the recorded calls."""
+
+    def __init__(
+        self, store: Store, selection: Selection, audit: SourceAudit, source: int | None, mirror: Mirror | None
+    ) -> None:
+        self._store = store
+        self._selection = selection
+        self._audit = audit
+        self._source = source
+        self._mirror = mirror
+        self._missing: dict[str, tuple[str, ...]] = {}
+        """The calls of replies that are not in the mirror, by span."""
+        self._met: set[int] = set()
+
+    async def run(self) -> set[int]:
+        """Compare all traces; returns the numbers of the replies in the ledger that were found in the source."""
+        with await asyncio.to_thread(AuditReader, self._audit.path) as scan:
+            await asyncio.to_thread(scan.list_rows)
+            groups = scan.groups()
+            doubtful: set[str] = set()
+            while (group := await asyncio.to_thread(next, groups, None)) is not None:
+                doubtful |= await self._compare(scan, group, is_last=False)
+            if doubtful:
+                # These traces may have grown, or a running daemon may have read them, in the meantime.
+                await asyncio.to_thread(scan.list_rows)
+                again = await asyncio.to_thread(scan.again, sorted(doubtful))
+                await self._compare(scan, again, is_last=True)
+        return self._met
+
+    async def _compare(self, scan: AuditReader, group: Group, *, is_last: bool) -> set[str]:
+        """Compare some traces; returns those with differences, which are counted only if the comparison `is_last`."""
+        extracted = await asyncio.to_thread(self._extracted, scan, group)
+        spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
+        if self._source is None:
+            self._audit.not_read_yet += len(spans)
+            return set()
+        held = await self._store.read(ledger_snapshot.snapshot, self._source, list(extracted), spans)
+        await self._restore_pruned(extracted, held)
+        is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
+        read_to = held.cursor.rowid if is_current else -1
+        for row in group.unnamed:
+            if (reply := held.replies.get(row.span_id)) is not None:
+                self._audit.in_ledger += 1
+                self._met.add(reply.number)
+            elif row.rowid > read_to:
+                self._audit.not_read_yet += 1
+            else:
+                self._audit.missing.append(row.span_id)
+        return {
+            trace_id
+            for trace_id, rows in group.traces.items()
+            if not self._agrees(rows, extracted[trace_id], held, held.checkpoints.get(trace_id), read_to, is_last)
+        }
+
+    def _extracted(self, scan: AuditReader, group: Group) -> dict[str, dict[str, int | None]]:
+        """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
+        found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
+        traces = tuple((rows, False) for rows in group.traces.values())
+        # Calls may be larger than the rows that name them: those of one trace at a time.
+        some = [(trace,) for trace in traces] if self._mirror is not None else [traces]
+        # A dead row names its trace in printable form.
+        printable = {shown(trace.encode()): trace for trace in found}
+        for each in some:
+            raw = Batch(None, traces=each)
+            if self._mirror is not None:
+                marks = {mark for rows, _ in each for row in rows.values() for mark in recorded_in(row)}
+                raw = replace(raw, calls=self._mirror.calls_of(marks))
+            batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
+            for row in batch.dead:
+                found[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
+            for entry in batch.entries:
+                found[entry.trace_id][entry.span_id] = entry.content
+                if entry.missing:
+                    self._missing[entry.span_id] = entry.missing
+        return found
+
+    async def _restore_pruned(self, extracted: dict[str, dict[str, int | None]], held: LedgerSnapshot) -> None:
+        """Give replies whose calls have been pruned since the content that they had with them."""
+        missing, self._missing = self._missing, {}
+        numbers = {span: held.replies[span].number for span in missing if span in held.replies}
+        if not numbers:
+            return
+        found = await self._store.read(reply_calls.found_by_reply, list(numbers.values()))
+        for replies in extracted.values():
+            for span in replies.keys() & numbers.keys():
+                if found.get(numbers[span], set()).intersection(missing[span]):
+                    replies[span] = held.replies[span].content
+
+    def _agrees(
+        self,
+        rows: dict[int, bytes],
+        extracted: dict[str, int | None],
+        held: LedgerSnapshot,
+        checkpoint: Checkpoint | None,
+        read_to: int,
+        is_last: bool,
+    ) -> bool:
+        """Count the replies of a trace; false, without counting, if there are differences to compare once more."""
+        is_read = max(rows) <= read_to and not (checkpoint is not None and checkpoint.is_open)
+        absent = [span for span in extracted if span not in held.replies]
+        differing = [
+            span
+            for span, content in extracted.items()
+            if span in held.replies and _differs(held.replies[span], content)
+        ]
+        if is_read and (absent or differing) and not is_last:
+            return False
+        self._audit.in_ledger += len(extracted) - len(absent)
+        self._met.update(held.replies[span].number for span in extracted if span in held.replies)
+        if not is_read:
+            self._audit.not_read_yet += len(absent)
+            return True
+        self._audit.missing += absent
+        if checkpoint is not None and digest_of(rows.values()) == checkpoint.digest:
+            self._audit.told_otherwise += len(differing)
+        elif checkpoint is None or len(rows) >= len(checkpoint.rowids):
+            # A reply whose rows were deleted stays as it is.
+            self._audit.changed += differing
+        return True
+
+
+def _mirror(ingestion: Ingestion) -> Mirror | None:
+    """The calls that were pulled, if there are any."""
+    calls = ingestion.calls
+    return calls.mirror if calls is not None and calls.mirror.path.exists() else None
+
+
+def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:
+    if content is None:
+        return reply.state is not ReplyState.DEAD
+    return reply.content is not None and reply.content != content
+
+
+def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
+    """Whether the stored cursor belongs to this file; otherwise the next pass reads all of it again."""
+    if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
+        return False
+    return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
+
+
+async def _compare_file(store: Store, redact: Redactor | None, audit: SourceAudit, source: int | None) -> set[int]:
+    """Compare a JSONL file; returns the numbers of the replies in the ledger that were found in the file."""
+    tasks, renamed = await _read_file(store, redact, audit.path, source, Cursor())
+    if source is None:
+        audit.not_read_yet = len(tasks)
+        return set()
+    held = await store.read(ledger_snapshot.snapshot, source, [], [*tasks, *renamed.values()])
+    for name, own in renamed.items():
+        if name not in held.replies and own not in tasks:
+            # No other line has its own id now: it is the line stored under that id, with different content.
+            tasks[own] = tasks.pop(name)
+    replies = {name: reply for name, reply in held.replies.items() if name in tasks}
+    unread, _ = await _read_file(store, redact, audit.path, source, held.cursor)
+    audit.missing = [name for name in tasks if name not in replies and name not in unread]
+    audit.in_ledger = len(replies)
+    audit.not_read_yet = len(tasks) - audit.in_ledger - len(audit.missing)
+    audit.changed = [name for name, reply in replies.items() if name not in unread and _differs(reply, tasks[name])]
+    return {reply.number for reply in replies.values()}
+
+
+async def _read_file(
+    store: Store, redact: Redactor | None, path: Path, source: int | None, cursor: Cursor
+) -> tuple[dict[str, int | None], dict[str, str]]:
+    """What a pass from the cursor on would store: content hashes by id, None for a dead line.
+
+    The second result maps the ids of tasks that get another id than their own to their own ids.
+    """
+    found: dict[str, int | None] = {}
+    renamed: dict[str, str] = {}
+    ids = TaskIds(redact)
+    reader = JsonlReader(path)
+    try:
+        batches = reader.read(cursor, final=True)
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            found |= {row.span_id: None for row in batch.dead}
+            for own, entry in zip(
+                batch.entries, await store.read(with_ids, source or 0, ids, batch.entries), strict=True
+            ):
+                if entry:
+                    found[entry.span_id] = entry.content
+                    if entry.key != own.key:
+                        renamed[entry.key] = own.key
+    finally:
+        reader.close()
+    return found, renamed

@@ -1,0 +1,1 @@
+"""`flywheel demo`: the loop on shipped replies, and its judge."""

@@ -1,0 +1,221 @@
+"""Runs the user's agent once against the server, through a proxy that notes its calls of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flywheel.errors import ServeError
+from flywheel.records.program_run import RunResult
+from flywheel.records.trace import get_path
+from flywheel.sources.calls.parsing import error_in, events
+from flywheel.system.http_client import BoundedClient
+from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
+from flywheel.system.web_server import BackgroundServer, bound_socket
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.program_pool import ProgramPool
+
+HOST: Final = "127.0.0.1"
+CHAT: Final = "/chat/completions"
+NOT_SENT_ON: Final = frozenset({"host", "content-length", "authorization", "connection", "transfer-encoding"})
+NOT_SENT_BACK: Final = frozenset({"content-length", "content-encoding", "connection", "transfer-encoding", "date"})
+
+
+@dataclass(slots=True)
+class CheckedCall:
+    """A call of the model. Tokens are None where the server did not count them."""
+
+    model: str
+    messages: int
+    tools: list[str]
+    stream: bool
+    status: int = 0
+    finish_reason: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One run of a program.
+
+    Attributes:
+        function: Its signature and place, or its command.
+        problems: What a round would fail on, in sentences; empty if nothing.
+    """
+
+    function: str
+    task_id: str
+    question: str
+    calls: list[CheckedCall]
+    result: RunResult
+    problems: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `flywheel workflow check --json` prints."""
+        result = asdict(self.result)
+        return {
+            "function": self.function,
+            "task_id": self.task_id,
+            "calls": [asdict(call) for call in self.calls],
+            **{name: result[name] for name in ("response", "reward", "metrics", "seconds", "peak_bytes", "cause")},
+            "problems": self.problems,
+        }
+
+
+async def check(
+    program: AgentProgram, task: Mapping[str, Any], url: str, models: Mapping[str, str], *, key: str | None = None
+) -> Checked:
+    """Run the program once on a task (a line of the task file) against the server at `url` (without `/v1`).
+
+    `models` are the names of its models by target; the first one is the `model` argument. `key` is the agents' key of
+    the server. Raises ConfigError if the program does not load, and ServeError if the server does not answer.
+    """
+    pool = ProgramPool(program, workers=1)
+    try:
+        # In a thread: loading may take long, and Ctrl-C ends it.
+        function = await asyncio.to_thread(pool.start)
+        async with _Proxy(url, key) as proxy:
+            await proxy.require_server()
+            endpoints = {target: ModelEndpoint(f"{proxy.url}/v1", name) for target, name in models.items()}
+            result = await pool.run(task, endpoints, next(iter(models)))
+            return Checked(
+                function,
+                str(task.get("task_id") or ""),
+                str(task.get("main_query") or ""),
+                proxy.calls,
+                result,
+                list(_problems(result, proxy.calls, set(models.values()))),
+            )
+    finally:
+        await asyncio.to_thread(pool.close)
+
+
+def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> list[str]:
+    found = []
+    if result.cause is not None:
+        found.append(f"the run failed ({result.cause}): {result.error}")
+    if not calls:
+        found.append(
+            "it made no call of the model: nothing could be trained. It must ask the `model` that it is given, or the"
+            " endpoint in task['openai']"
+        )
+    elif not any(call.model in models for call in calls):
+        asked = ", ".join(sorted({call.model for call in calls}))
+        found.append(f"it asked for the model {asked}, and the one that is trained is {', '.join(sorted(models))}")
+    failed = [call for call in calls if call.status != 200]
+    if failed:
+        found.append(
+            f"{len(failed)} of its {len(calls)} calls of the model failed; the first: HTTP status {failed[0].status}:"
+            f" {failed[0].error}"
+        )
+    return found
+
+
+class _Proxy:
+    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.calls: list[CheckedCall] = []
+        self._server_url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        # Generating may take long.
+        self._http = BoundedClient(self._server_url, seconds=None, headers=headers)
+        self._http.timeout = httpx2.Timeout(None, connect=10)
+
+    async def __aenter__(self) -> _Proxy:
+        methods = ["GET", "POST", "PUT", "DELETE"]
+        app = Starlette(routes=[Route("/{path:path}", self._pass_on, methods=methods)])
+        listening = bound_socket("check the workflow", HOST, 0, "serving.urls")
+        self.url = f"http://{HOST}:{listening.getsockname()[1]}"
+        self._web = BackgroundServer(
+            Limited(app, ServerLimits(), refuse_in_text), listening, "the proxy of the server"
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._web.stop()
+        await self._http.aclose()
+
+    async def require_server(self) -> None:
+        """Raise ServeError unless the server answers."""
+        why = ""
+        try:
+            status = (await self._http.get("/v1/models", timeout=30)).status_code
+            if status in (401, 403):
+                why = f"it refuses the agents' key (HTTP status {status})"
+        except httpx2.HTTPError as error:
+            why = str(error) or type(error).__name__
+        if why:
+            hint = "Start `flywheel serve`, or name a server with --url; serving.api_key_env names its key."
+            raise ServeError(f"check the workflow against {self._server_url}", why, hint, retryable=True)
+
+    async def _pass_on(self, request: Request) -> Response:
+        body = await request.body()
+        call = _call(body) if request.scope["path"].endswith(CHAT) else None
+        if call is not None:
+            self.calls.append(call)
+        headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
+        began = time.monotonic()
+        try:
+            answer = await self._http.request(
+                request.method, request.scope["path"], params=request.query_params, content=body, headers=headers
+            )
+        except httpx2.HTTPError as error:
+            if call is not None:
+                call.status, call.error = 502, str(error) or type(error).__name__
+            return Response(f"the server does not answer: {error}", 502)
+        if call is not None:
+            call.status, call.seconds = answer.status_code, round(time.monotonic() - began, 3)
+            _read_answer(call, answer.content)
+        kept = {name: value for name, value in answer.headers.items() if name not in NOT_SENT_BACK}
+        return Response(answer.content, answer.status_code, kept)
+
+
+def _call(body: bytes) -> CheckedCall:
+    asked = _object(body)
+    tools, messages = asked.get("tools"), asked.get("messages")
+    names = [get_path(tool, "function", "name") for tool in tools] if isinstance(tools, list) else []
+    return CheckedCall(
+        model=str(asked.get("model") or ""),
+        messages=len(messages) if isinstance(messages, list) else 0,
+        tools=[str(name) for name in names if name],
+        stream=bool(asked.get("stream")),
+    )
+
+
+def _read_answer(call: CheckedCall, content: bytes) -> None:
+    """Fill in what a response, or the events of a stream, say."""
+    parts = [_object(data) for data in (events(content) if content.startswith(b"data:") else [content])]
+    for part in parts:
+        usage = _mapping(part.get("usage"))
+        call.prompt_tokens = usage.get("prompt_tokens", call.prompt_tokens)
+        call.completion_tokens = usage.get("completion_tokens", call.completion_tokens)
+        for choice in part.get("choices") or ():
+            call.finish_reason = str(_mapping(choice).get("finish_reason") or call.finish_reason)
+    if call.status != 200:
+        call.error = " ".join((error_in(parts[0]) or content[:200].decode(errors="replace")).split())[:300]
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    return {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,1 @@
+"""Judging in the daemon: which tasks, with which judge, and what it reports."""

@@ -1,0 +1,441 @@
+"""Judging: due tasks through the filter chain and the judge, several at once, into stored verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import Connection
+
+from flywheel.config import Config, JudgePrices
+from flywheel.daemon.configured_source import apply_model_rules
+from flywheel.daemon.judging.judge_setup import (
+    check_independence,
+    exchange_of,
+    judge_settings,
+    rubric_of,
+    rubric_of_target,
+)
+from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
+from flywheel.daemon.judging.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
+from flywheel.errors import FilterError, FlywheelError, JudgeError
+from flywheel.judge.budget import Budget, BudgetSpentError
+from flywheel.judge.filters.chain import chain_of
+from flywheel.judge.grader import CallEstimate, Grader
+from flywheel.judge.rubric import Rubric
+from flywheel.judge.thread_pool import grade_batches
+from flywheel.judge.usage import CallsInFlight
+from flywheel.records.states import TaskState
+from flywheel.records.verdict import Exchange, Outcome, Verdict
+from flywheel.store import claims, deduplication, notices, rubric_texts, verdicts
+from flywheel.store.claims import Claimed
+from flywheel.store.kernel import database
+from flywheel.store.kernel.database import Store
+from flywheel.system.signals import in_daemon_thread
+from flywheel.system.terminal import quantity
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CAPABILITIES_NOTE: Final = "judge_means"
+"""Key of the note on what the judge's endpoints do not support."""
+UNREADABLE_NOTE: Final = "judge_unreadable"
+"""Key, with the hash of the judge, of the note on how many of its answers in a row could not be read."""
+CLAIMED_PER_THREAD: Final = 4
+"""Tasks in a claimed batch, for each thread that calls the judge."""
+
+
+async def recover(store: Store, state_dir: Path, prices: JudgePrices | None = None) -> tuple[int, list[str]]:
+    """Clean up after a process that died: book its calls in flight and return its tasks to `pending`.
+
+    Returns the number of tasks, and the keys of those that became dead letters. The caller holds the instance lock.
+    """
+    calls = CallsInFlight(state_dir)
+    if used := calls.read():
+        await store.write(verdicts.book, used, prices)
+        calls.reset()
+    return await store.write(claims.recover)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call of `TaskJudging.run`. `claimed` are its claimed tasks that have no verdict yet, by number; `taken`
+    counts the tasks of all its batches; `released` counts tasks that its last verdicts made due again."""
+
+    stop: threading.Event
+    limit: int | None = None
+    on_judged: Callable[[TaskResult], None] | None = None
+    claimed: dict[int, Claimed] = field(default_factory=dict)
+    taken: int = 0
+    released: int = 0
+    has_ended: bool = False
+    report: JudgingReport = field(default_factory=JudgingReport)
+
+
+class TaskJudging:
+    """Judges due tasks. Raises ConfigError for a wrong rubric, chain or judge.
+
+    `rubric` replaces the rubrics of the configuration and the chain; `calls` counts each call before it is sent.
+    Tasks of targets with a rubric of their own are judged by it, with another `TaskJudging` for `which` tasks. The
+    attributes `judge` and `budget` are the judge's settings and what it may use; `redact` removes personal data from
+    a task before the judge sees it, if the chain has such a filter.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: Config,
+        *,
+        rubric: Rubric | None = None,
+        calls: CallsInFlight | None = None,
+        which: claims.Judged = claims.ALL,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._chain = chain_of(config)
+        self.redact = self._chain.redact if self._chain else None
+        for notice in self._chain.notices if self._chain else ():
+            log.info("%s", notice)
+        self.rubric = rubric or rubric_of(config, self._chain)
+        check_independence(config, self.rubric)
+        self.judge = judge_settings(config, self._chain)
+        self._calls = calls
+        self.grader = Grader(self.rubric, self.judge, calls=calls)
+        self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failed = False
+        self._paused_until = 0.0
+        self._paused_by: FlywheelError | None = None
+        self._is_recorded = False
+        self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
+        self._which = which
+        self._others = [] if rubric else self._by_own_rubrics()
+
+    def _by_own_rubrics(self) -> list[TaskJudging]:
+        """What judges the tasks of targets with rubrics of their own. Raises ConfigError."""
+        groups: dict[Path, list[str]] = {}
+        for name, target in self._config.targets.items():
+            if target.rubric is not None:
+                groups.setdefault(target.rubric, []).append(name)
+        if groups:
+            self._which = claims.Judged(tuple(itertools.chain(*groups.values())), others=True)
+        found = []
+        for names in groups.values():
+            own = self._config.by_target()[names[0]]
+            of = claims.Judged(tuple(names))
+            judging = TaskJudging(
+                self._store, own, rubric=rubric_of_target(own, self.rubric), calls=self._calls, which=of
+            )
+            judging.budget = self.budget
+            found.append(judging)
+        return found
+
+    def grader_of(self, result: TaskResult) -> Grader:
+        """The grader with the rubric that a task was judged by."""
+        own = (each.grader for each in self._others if each.rubric.hash == result.rubric_hash)
+        return next(own, self.grader)
+
+    async def run(
+        self,
+        *,
+        limit: int | None = None,
+        stop: threading.Event | None = None,
+        on_judged: Callable[[TaskResult], None] | None = None,
+        rejudge: bool = False,
+    ) -> JudgingReport:
+        """Judge due tasks, at most `limit`, until none is left or `stop` is set. No task remains in `judging`.
+
+        With `rejudge`, tasks that another rubric or judge accepted or rejected follow; each keeps its state until its
+        new verdict is stored. A cancelled run sets `stop`.
+
+        After a judge whose answers could not be read, the next run asks about one task before it takes others; within
+        `judge.retry_undecided_seconds` it makes no call and reports the same error.
+        """
+        stop = stop or threading.Event()
+        if self._config.targets:
+            # A target that is new in the configuration may have another rubric.
+            await apply_model_rules(self._store, self._config)
+        report = await self._run(_Run(stop, limit, on_judged), rejudge)
+        for other in self._others:
+            if report.error is not None or stop.is_set():
+                break
+            left = None if limit is None else limit - report.tasks
+            report.join(await other._run(_Run(stop, left, on_judged), rejudge))
+        spent = isinstance(report.error, BudgetSpentError)
+        await self._store.write(notices.note_judge, str(report.error or ""), spent=spent)
+        return report
+
+    async def _run(self, run: _Run, rejudge: bool) -> JudgingReport:
+        """Judge the tasks of this rubric."""
+        if self._pre_filter is not None:
+            self._pre_filter.stop = run.stop
+        report = run.report
+        if time.monotonic() < self._paused_until:
+            report.error = self._paused_by
+            return report
+        self._loop = asyncio.get_running_loop()
+        capabilities = self.grader.client.capabilities
+        if known := await self._store.read(database.noted, CAPABILITIES_NOTE):
+            capabilities.restore(known)
+        unreadable_note = f"{UNREADABLE_NOTE} {self.grader.judge_hash}"
+        self.grader.unreadable = unreadable = int(await self._store.read(database.noted, unreadable_note) or 0)
+        try:
+            while True:
+                run.released, taken = 0, run.taken
+                suspect = bool(await self._store.read(claims.suspects, self._which))
+                report.error = await in_daemon_thread(partial(self._judge_batches, run, rejudge, suspect))
+                if suspect and run.taken > taken and report.error is None:
+                    continue
+                if not run.released or report.error is not None or run.stop.is_set():
+                    break
+                rejudge = False
+        except asyncio.CancelledError:
+            run.stop.set()
+            raise
+        finally:
+            run.has_ended = True
+            if run.claimed:
+                await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
+        if capabilities.snapshot() != known:
+            await self._store.write(database.note, CAPABILITIES_NOTE, capabilities.snapshot())
+        if self.grader.unreadable != unreadable:
+            await self._store.write(database.note, unreadable_note, str(self.grader.unreadable or ""))
+        if self.grader.unusable and report.error is not None and not report.error.retryable:
+            self._paused_until, self._paused_by = time.monotonic() + self.judge.retry_undecided_seconds, report.error
+        return report
+
+    async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
+        """The number of tasks that `run` would judge."""
+        if self._config.targets:
+            await apply_model_rules(self._store, self._config)
+        total = 0
+        for each in (self, *self._others):
+            total += await self._store.read(claims.count_due, each._which)
+            if rejudge:
+                hashes = each.rubric.hash, each.grader.judge_hash
+                total += await self._store.read(claims.count_decided, *hashes, each._which)
+        return total if limit is None else min(total, limit)
+
+    async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> JudgingEstimate:
+        """What `run` would take, without any request. Tasks are claimed in a transaction that is rolled back.
+
+        Filters that need embeddings are skipped: tasks that they would stop count as judged.
+        """
+        total, stop = JudgingEstimate(), threading.Event()
+        for each in (self, *self._others):
+            run = _Run(stop, None if limit is None else limit - total.tasks)
+            estimating = asyncio.create_task(self._store.trial(each._estimate, run, rejudge))
+            try:
+                total.join(await asyncio.shield(estimating))
+            except asyncio.CancelledError:
+                # A transaction cannot be interrupted: it ends after its current batch.
+                stop.set()
+                await estimating
+                raise
+        return total
+
+    def _estimate(self, conn: Connection, run: _Run, rejudge: bool) -> JudgingEstimate:
+        def ask(function: Callable[..., T], *args: Any) -> T:
+            return function(conn, *args)
+
+        total = JudgingEstimate()
+        pre_filter = PreFilter(without_embeddings(self._chain), ask) if self._chain else None
+
+        def add(batch: Sequence[Claimed]) -> None:
+            for each in pre_filter.apply(batch) if pre_filter else map(FilterResult, batch):
+                needed = CallEstimate()
+                if each.passed and each.task.stored is None:
+                    needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
+                total.add(needed)
+
+        while suspect := next(self._claim(run, ask, suspect=True), None):
+            add(suspect)
+        for batch in self._claim(run, ask, rejudge=rejudge):
+            add(batch)
+        return total
+
+    def _claim(
+        self, run: _Run, ask: Ask, *, suspect: bool = False, rejudge: bool = False, first: int | None = None
+    ) -> Iterator[list[Claimed]]:
+        """Batches of due tasks, which are claimed, then of tasks to judge again. The `first` batch has this size.
+
+        A `suspect` was in work when a process died: it is the only task of the only batch.
+        """
+        hashes = self.rubric.hash, self.grader.judge_hash
+        most = CLAIMED_PER_THREAD * self.judge.max_thread
+        size = 1 if suspect else first or most
+        after: int | None = None
+        while not run.stop.is_set():
+            number = size if run.limit is None else min(size, run.limit - run.taken)
+            if number <= 0:
+                return
+            if after is not None:
+                found = ask(claims.decided, number, after, *hashes, self._which)
+            else:
+                found = ask(claims.claim, number, *hashes, suspect, self._which)
+                run.claimed.update({task.id: task for task in found})
+            if found:
+                run.taken += len(found)
+                yield found
+            if suspect or not (found or (rejudge and after is None)):
+                return
+            if after is not None or not found:
+                after = found[-1].id if found else 0
+            size = min(2 * size, most)
+
+    def _judge_batches(self, run: _Run, rejudge: bool, suspect: bool) -> FlywheelError | None:
+        """Claim, filter and grade tasks, in a thread of its own. Returns the error that ended it early, if any."""
+        # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
+        first, self._failed = (1 if self._failed or self.grader.unusable else None), False
+        try:
+            if self._pre_filter is not None:
+                self._pre_filter.weigh_earlier()
+            # A calibration that runs beside the daemon uses the same daily budget.
+            self.budget.refresh()
+            batches = grade_batches(
+                self.grader,
+                self._to_grade(run, self._claim(run, self._ask, suspect=suspect, rejudge=rejudge, first=first)),
+                self.judge.max_thread,
+                run.stop,
+                budget=self.budget,
+                drain_seconds=self._config.daemon.drain_seconds,
+                earlier=lambda task: task.earlier,
+                calls=self._calls,
+            )
+            with closing(batches):
+                for batch in batches:
+                    results = [self._after_judge(TaskResult(*each, self.rubric.hash)) for each in batch]
+                    self._in_loop(self._report(run, results))
+        except FlywheelError as error:
+            self._failed = True
+            # A stop ends waits of the pre-filter with FilterError.
+            return None if run.stop.is_set() and isinstance(error, FilterError) else error
+        except Exception as error:
+            log.exception("judging failed")
+            why = f"{type(error).__name__}: {error}"
+            return FlywheelError("judge tasks", why, "This is a defect; please report it.")
+        return None
+
+    def _to_grade(self, run: _Run, batches: Iterator[list[Claimed]]) -> Iterator[tuple[Claimed, Exchange]]:
+        """Tasks that need a judge call. The other tasks of a batch, which a stored verdict or the chain decides, are
+        stored first."""
+        for batch in batches:
+            decided, rest = [], []
+            for each in self._pre_filter.apply(batch) if self._pre_filter else map(FilterResult, batch):
+                task = each.task
+                if not each.passed:
+                    decided.append(self._stopped(each))
+                    continue
+                exchange = exchange_of(task.line)
+                verdict = task.stored
+                if verdict is None and task.earlier:
+                    verdict = self.grader.reuse(exchange, task.earlier)
+                if verdict is None:
+                    rest.append((task, exchange))
+                else:
+                    reused = verdict is task.stored or bool(verdict.judgements)
+                    decided.append(self._after_judge(TaskResult(task, verdict, self.rubric.hash, reused=reused)))
+            if decided:
+                self._in_loop(self._report(run, decided))
+            yield from rest
+
+    def _after_judge(self, result: TaskResult) -> TaskResult:
+        """The result after the filters behind the judge, which can stop what the judge accepted."""
+        verdict, was = result.verdict, result.task.was
+        if verdict is not None and verdict.broken and was is TaskState.JUDGING:
+            return replace(result, verdict=None, error=verdict.error)
+        if verdict is not None and verdict.outcome is Outcome.UNDECIDED:
+            return self._after_attempt(result, verdict)
+        is_new = verdict is not None and verdict.outcome is Outcome.ACCEPTED and was is not TaskState.ACCEPTED
+        if self._pre_filter is None or not is_new:
+            return result
+        filtered = self._pre_filter.after(result.task)
+        return result if filtered.passed else replace(self._stopped(filtered), paid=verdict, reused=result.reused)
+
+    def _after_attempt(self, result: TaskResult, verdict: Verdict) -> TaskResult:
+        """The undecided result with the judgements of all attempts; a dead letter after the last permitted one."""
+        earlier, was_reached = result.task.attempts, verdict.is_failed_attempt
+        attempt = max((each.attempt for each in earlier), default=0) + 1
+        judgements = [each for each in verdict.judgements if was_reached or each.calls]
+        numbered = [replace(each, attempt=attempt if was_reached else 0) for each in judgements]
+        verdict = replace(verdict, judgements=(*earlier, *numbered))
+        if not was_reached or attempt < self.judge.max_task_attempts or result.task.was is not TaskState.JUDGING:
+            return replace(result, verdict=verdict)
+        why = (
+            f"the judge was asked {quantity(attempt, 'time')}, and left it undecided. The last time: {verdict.error}"
+        )
+        return replace(result, verdict=None, error=why, paid=verdict)
+
+    def _stopped(self, filtered: FilterResult) -> TaskResult:
+        assert self._chain is not None
+        if filtered.error or filtered.held:
+            return TaskResult(filtered.task, None, "", error=filtered.error, held=filtered.held)
+        verdict = Verdict(Outcome.REJECTED, 0.0, reason=filtered.reason)
+        return TaskResult(filtered.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=filtered.repeats)
+
+    def _ask(self, function: Callable[..., T], *args: Any) -> T:
+        """The result of one write transaction, for a thread other than the event loop's."""
+        return self._in_loop(self._store.write(function, *args))
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which runs in the event loop, for another thread."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _report(self, run: _Run, results: list[TaskResult]) -> None:
+        """Store results and report them."""
+        if run.has_ended:
+            raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
+        changed, released = await self._store.write(self._store_results, results)
+        self._is_recorded = True
+        run.report.changed += changed
+        run.released += released
+        prints_reason = self._chain and self._chain.judge and self._chain.judge.print_reason
+        for result in results:
+            run.claimed.pop(result.task.id, None)
+            run.report.add(result)
+            if prints_reason and (verdict := result.verdict) is not None:
+                log.info("%s %s: %s", result.task.key, verdict.outcome.value, verdict.reason or verdict.error)
+            if run.on_judged is not None:
+                run.on_judged(result)
+
+    def _store_results(self, conn: Connection, results: list[TaskResult]) -> tuple[int, int]:
+        """Returns how many tasks have the opposite outcome now, and how many others are due again."""
+        changed, prices = 0, self.judge.prices
+        if not self._is_recorded:
+            rubric_texts.record_rubric(conn, self.rubric)
+            judge = self.grader.client.endpoints[0].config
+            rubric_texts.record_judge(conn, self.grader.judge_hash, judge.model, judge.base_url)
+        for result in results:
+            task, verdict = result.task, result.verdict
+            if result.held:
+                continue
+            if result.paid is not None and result.paid is not task.stored:
+                verdicts.store(conn, task.id, result.paid, self.rubric.hash, self.grader.judge_hash, prices)
+            if result.repeats is not None:
+                deduplication.note(conn, task.id, result.repeats)
+            if verdict is None:
+                answers = "\n".join(each.answer for each in (result.paid.judgements if result.paid else ()))
+                claims.dead_letter_task(conn, task.id, task.key, result.error, answers.strip())
+                continue
+            if verdict is not task.stored:
+                verdicts.store(conn, task.id, verdict, result.rubric_hash, self.grader.judge_hash, prices)
+            if task.was is TaskState.JUDGING:
+                claims.apply(conn, task.id, verdict, self._config.judge.retry_undecided_seconds)
+            else:
+                changed += claims.apply_again(conn, task.id, task.was, verdict)
+        # A task that was stopped as a repetition of a task that is rejected now is due again.
+        rejected = [each.task.id for each in results if not each.verdict or each.verdict.outcome is Outcome.REJECTED]
+        if repeated := [each.repeats.task for each in results if each.repeats is not None]:
+            rejected += deduplication.gone(conn, repeated)
+        return changed, deduplication.free_repetitions(conn, rejected) if rejected else 0

@@ -1,0 +1,155 @@
+"""Results of judging, as plain data: of one task, of a run, and the estimate of a run; and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from flywheel.config import JudgePrices
+from flywheel.errors import FlywheelError
+from flywheel.records.verdict import Verdict
+from flywheel.store import verdicts
+from flywheel.store.claims import Claimed
+from flywheel.store.deduplication import Repeats
+from flywheel.store.kernel.database import Store
+
+if TYPE_CHECKING:
+    from flywheel.judge.grader import CallEstimate
+
+ANSWER_TOKENS: Final = 20
+CRITERION_TOKENS: Final = 45
+"""Tokens of a reply, and of each criterion in it, before any reply was seen: one or two sentences and a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """One task and its verdict. Without a verdict the task is `held` for a person, or `error` says what failed.
+
+    `repeats` is the task that it repeats, if it was rejected for that; `paid` is the judge's verdict, where a filter
+    behind the judge decided otherwise, or the task is a dead letter. `reused` verdicts needed no judge call.
+    """
+
+    task: Claimed
+    verdict: Verdict | None
+    rubric_hash: str
+    reused: bool = False
+    error: str = ""
+    held: bool = False
+    repeats: Repeats | None = None
+    paid: Verdict | None = None
+
+
+@dataclass(slots=True)
+class JudgingReport:
+    """Counts of one run. `judged` tasks were accepted, rejected or left undecided; `reused` verdicts were paid for
+    earlier; `dead` tasks made a filter or the grading fail; `held` tasks wait for a person; `changed` tasks had the
+    opposite outcome before."""
+
+    judged: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    undecided: int = 0
+    dead: int = 0
+    held: int = 0
+    reused: int = 0
+    changed: int = 0
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: FlywheelError | None = None
+
+    def add(self, result: TaskResult) -> None:
+        verdict = result.verdict
+        name = "held" if result.held else "dead" if verdict is None else verdict.outcome.value
+        setattr(self, name, getattr(self, name) + 1)
+        self.judged += verdict is not None
+        self.reused += verdict is not None and result.reused
+        for paid in (verdict, None if result.reused else result.paid):
+            if paid is not None:
+                self.calls += paid.calls
+                self.prompt_tokens += paid.prompt_tokens
+                self.completion_tokens += paid.completion_tokens
+
+    def join(self, other: JudgingReport) -> None:
+        """Add the counts of another run, and its error."""
+        for each in fields(self):
+            if each.name != "error":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.error = other.error
+
+    @property
+    def tasks(self) -> int:
+        return self.judged + self.dead + self.held
+
+
+@dataclass(slots=True)
+class JudgingEstimate:
+    """What judging would take. Of `tasks`, `free` need no call; close scores can take `more` calls."""
+
+    tasks: int = 0
+    free: int = 0
+    calls: int = 0
+    criteria: int = 0
+    prompt_tokens: int = 0
+    more: int = 0
+
+    def join(self, other: JudgingEstimate) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def add(self, *needed: CallEstimate) -> None:
+        """Add one task and the calls that it needs."""
+        self.tasks += 1
+        self.free += not any(each.calls for each in needed)
+        for name in ("calls", "criteria", "prompt_tokens", "more"):
+            setattr(self, name, getattr(self, name) + sum(getattr(each, name) for each in needed))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Tokens and money.
+
+    Attributes:
+        price: Amount and currency, for JSON; None where `judge.prices` is not set.
+        learned_from: How many earlier calls an estimate is based on.
+        more: Further calls if scores are close. They are not in the tokens.
+    """
+
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    price: dict[str, Any] | None
+    learned_from: int = 0
+    more: int = 0
+
+
+def cost_of(calls: int, prompt_tokens: int, completion_tokens: int, prices: JudgePrices | None) -> Cost:
+    """The cost of calls that were made."""
+    price = None
+    if prices is not None:
+        amount = prompt_tokens * prices.input_per_million + completion_tokens * prices.output_per_million
+        price = {"amount": round(amount / 1_000_000, 6), "currency": prices.currency}
+    return Cost(calls, prompt_tokens, completion_tokens, price)
+
+
+@dataclass(frozen=True, slots=True)
+class CostEstimator:
+    """Estimates for one judge, from what its earlier calls used."""
+
+    used: dict[str, int]
+    prices: JudgePrices | None
+
+    @classmethod
+    async def of(cls, store: Store, judge_hash: str, prices: JudgePrices | None) -> CostEstimator:
+        return cls(await store.read(verdicts.usage_of_judge, judge_hash), prices)
+
+    def cost(self, preview: JudgingEstimate) -> Cost:
+        """Corrects the preview's tokens by how far earlier estimates were off."""
+        used = self.used
+        sent: float = preview.prompt_tokens
+        received: float = ANSWER_TOKENS * preview.calls + CRITERION_TOKENS * preview.criteria
+        if used["estimated_tokens"]:
+            sent *= used["prompt_tokens"] / used["estimated_tokens"]
+            received = preview.calls * used["completion_tokens"] / used["calls"]
+        cost = cost_of(preview.calls, round(sent), round(received), self.prices)
+        return replace(cost, learned_from=used["calls"], more=preview.more)

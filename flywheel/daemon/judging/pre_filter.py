@@ -1,0 +1,294 @@
+"""The pre-filter: runs claimed tasks through a filter chain, with what the store knows of earlier tasks.
+
+Runs in the judging thread. Raises FilterError if the embedding model cannot be called; the tasks then wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, TypeVar
+
+from sqlalchemy import Connection
+
+from flywheel.errors import FilterError
+from flywheel.judge.filters.chain import Chain, LineFilter, Step
+from flywheel.judge.filters.fingerprint import Deduplication, fingerprint
+from flywheel.judge.filters.influence import weigh
+from flywheel.records.similarity import NEAR
+from flywheel.records.states import TaskState
+from flywheel.store import bursts, deduplication, embeddings, ledger
+from flywheel.store.claims import Claimed
+from flywheel.store.deduplication import Entry, Near, Repeats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+BACKFILL_BATCH: Final = 256
+"""Earlier tasks per transaction when a filter is new."""
+
+
+class Ask(Protocol):
+    """Runs `function(connection, …)` in one transaction of the store, and waits for it."""
+
+    def __call__(self, function: Callable[..., T], *args: Any) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FilterResult:
+    """One task after the chain. If it does not pass, one of `reason`, `error` and `held` is set."""
+
+    task: Claimed
+    """The task, its line without personal data."""
+    passed: bool = True
+    reason: str = ""
+    """Which filter rejected it, and why."""
+    error: str = ""
+    """Which filter failed, and how."""
+    held: bool = False
+    """Whether it waits for a person."""
+    repeats: Repeats | None = None
+    """The earlier task that it repeats."""
+
+
+class PreFilter:
+    """Applies a chain to tasks, before the judge and after it."""
+
+    def __init__(self, chain: Chain, ask: Ask) -> None:
+        self.stop = threading.Event()
+        """Ends waits for the embedding model, and the filtering of a batch, by FilterError."""
+        self._chain = chain
+        self._ask = ask
+        self._deduplication = chain.deduplication
+        self._threshold = self._deduplication.similarity_threshold if self._deduplication else NEAR
+        self._is_backfilled = False
+        self._is_weighed = chain.influence is None
+
+    def weigh_earlier(self) -> None:
+        """Record the weights of samples from before the chain had `influence`."""
+        if not self._is_weighed:
+            while rows := self._ask(bursts.unknown, BACKFILL_BATCH):
+                self._ask(bursts.enter, {row.id: weigh(row.payload) for row in rows})
+            self._is_weighed = True
+
+    def apply(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+        """Run the filters before the judge. Tasks that passed them earlier are only redacted."""
+        earlier = [task for task in tasks if _was_filtered(task)]
+        # They may have passed another chain: no judge sees what this one redacts.
+        return [*self.redact(earlier), *self.before([task for task in tasks if not _was_filtered(task)])]
+
+    def before(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+        """Run the filters before the judge; results are in the order of the tasks."""
+        if not self._is_backfilled:
+            self._backfill()
+            self._is_backfilled = True
+        redacted = {each.task.id: each for each in self.redact(tasks)}
+        sound = [each.task for each in redacted.values() if each.passed]
+        entries = self._entries(sound)
+        near, held = self._enter(sound, entries)
+        # A burst can include tasks that were judged earlier: they are not among these.
+        here = held & redacted.keys()
+        results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in here}
+        return self._run(self._chain.before, results, entries, near)
+
+    def after(self, task: Claimed) -> FilterResult:
+        """Run the filters after the judge on a task that it accepted."""
+        if not self._chain.after:
+            return FilterResult(task)
+        entries = self._entries([task])
+        near = self._ask(deduplication.enter, list(entries.values()), self._threshold) if entries else {}
+        return self._run(self._chain.after, {task.id: FilterResult(task)}, entries, near)[0]
+
+    def redact(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+        """Remove personal data from tasks that were stored before their chain had a `pii` filter."""
+        if (redact := self._chain.redact) is None:
+            return [FilterResult(task) for task in tasks]
+        results: list[FilterResult] = []
+        changed: dict[int, dict[str, Any]] = {}
+        for task in tasks:
+            try:
+                line = redact(task.line)
+            except Exception as error:
+                # No judge sees this task, since its personal data is unknown; the others are not concerned.
+                results.append(FilterResult(task, passed=False, error=f"filter pii: {type(error).__name__}: {error}"))
+                continue
+            results.append(FilterResult(replace(task, line=line)))
+            if line != task.line:
+                changed[task.id] = line
+        if changed:
+            self._ask(ledger.rewrite_lines, changed)
+        return results
+
+    def _entries(self, tasks: Sequence[Claimed]) -> dict[int, Entry]:
+        """The fingerprints of the tasks, if a filter needs them."""
+        if self._deduplication is None and self._chain.influence is None:
+            return {}
+        return {
+            task.id: Entry(task.id, task.key, fingerprint(task.line, self._threshold, task.target)) for task in tasks
+        }
+
+    def _enter(self, tasks: Sequence[Claimed], entries: dict[int, Entry]) -> tuple[dict[int, list[Near]], set[int]]:
+        """Store the fingerprints. Returns the questions near each task, and the tasks of a burst."""
+        if not entries:
+            return {}, set()
+        settings = self._chain.influence
+        weights = {task.id: weigh(task.line) for task in tasks} if settings else {}
+        burst = settings.burst if settings else None
+
+        def enter(conn: Connection) -> tuple[dict[int, list[Near]], list[int]]:
+            near = deduplication.enter(conn, list(entries.values()), self._threshold)
+            if weights:
+                bursts.enter(conn, weights)
+            if burst is None:
+                return near, []
+            alike = [task for task, others in near.items() if others]
+            return near, bursts.hold_bursts(conn, alike, burst.count, burst.seconds)
+
+        near, held = self._ask(enter)
+        if held:
+            log.warning(
+                "a burst of near-identical questions: %d tasks are set aside. See `flywheel tasks --state held`",
+                len(held),
+            )
+        return near, set(held)
+
+    def _run(
+        self,
+        steps: Sequence[Step],
+        results: dict[int, FilterResult],
+        entries: dict[int, Entry],
+        near: dict[int, list[Near]],
+    ) -> list[FilterResult]:
+        """Run the steps in order, each on the tasks that passed those before it."""
+        for step in steps:
+            left = [each.task for each in results.values() if each.passed]
+            if isinstance(step, LineFilter):
+                for task in left:
+                    if self.stop.is_set():
+                        raise FilterError("filter tasks", "judging stops", "The tasks wait.", retryable=True)
+                    if not (decision := step.decide(task.line)).kept:
+                        reason = "" if decision.error else f"filter {decision.filter}: {decision.reason}"
+                        results[task.id] = FilterResult(task, passed=False, reason=reason, error=decision.error)
+            elif left:
+                for number, repeats in self._repeats(step, [entries[task.id] for task in left], near).items():
+                    how = f"{repeats.method}, {repeats.similarity:.2f}"
+                    reason = f"filter deduplication: repeats {repeats.key} ({how})"
+                    results[number] = FilterResult(results[number].task, passed=False, reason=reason, repeats=repeats)
+        return list(results.values())
+
+    def _repeats(
+        self, step: Deduplication, entries: Sequence[Entry], near: dict[int, list[Near]]
+    ) -> dict[int, Repeats]:
+        """The tasks that repeat a kept one. The others are kept from now on."""
+        vectors = self._vectors(step, {entry.compared.text: entry.compared.query for entry in entries})
+
+        def compare(conn: Connection) -> dict[int, Repeats]:
+            found: dict[int, Repeats] = {}
+            kept: list[Entry] = []
+            for entry in entries:
+                now = {each.task for each in kept}
+                others = [other for other in near[entry.task] if other.kept or other.task in now]
+                repeats = _nearest(others)
+                vector = vectors.get(entry.compared.text, b"")
+                if step.model and vector and (repeats is None or repeats.method != "exact"):
+                    # Words decide only between questions of which one has no embedding.
+                    known = embeddings.of_texts(conn, step.model, [other.text for other in others])
+                    by_words = _nearest([other for other in others if not known.get(other.text)])
+                    repeats = embeddings.nearest(conn, entry, self._threshold, step.model, vector) or by_words
+                if repeats is not None:
+                    found[entry.task] = repeats
+                    continue
+                kept.append(entry)
+                if step.model:
+                    # At once: the next embedding is compared with those in the store.
+                    deduplication.keep(conn, [entry])
+            if not step.model:
+                deduplication.keep(conn, kept)
+            return found
+
+        return self._ask(compare)
+
+    def _vectors(self, step: Deduplication, texts: dict[str, str]) -> dict[str, bytes]:
+        """The embeddings of texts (by hash). Those that are not stored are computed and stored permanently.
+
+        If the length of vectors has changed, another model answers by the same name, and earlier tasks are embedded
+        again: vectors of two models cannot be compared. Raises FilterError.
+        """
+        if step.model is None:
+            return {}
+        for _ in range(2):
+            known, replaced = self._embed(step.model, step, texts)
+            if not replaced:
+                return known
+            log.warning(
+                "the embedding model %s gives vectors of another length than before: %d questions are embedded anew",
+                step.model,
+                replaced,
+            )
+            if self._embed_earlier(step.model, step):
+                break
+        raise FilterError(
+            f"embed questions with {step.model}",
+            "the length of its vectors keeps changing: there is more than one model behind it",
+            "Let one model answer by this name; the tasks wait.",
+        )
+
+    def _embed(self, model: str, step: Deduplication, texts: dict[str, str]) -> tuple[dict[str, bytes], int]:
+        """The embeddings of texts, and how many stored ones of another length were removed."""
+        known = self._ask(embeddings.of_texts, model, list(texts))
+        missing = [text for text in texts if text not in known]
+        removed = 0
+        if missing:
+            from flywheel.judge.filters.embedder import (
+                Embedder,  # its client is slow to import, and few chains need it
+            )
+
+            embedder = Embedder(step, stop=self.stop)
+            try:
+                for start in range(0, len(missing), step.batch_size):
+                    batch = missing[start : start + step.batch_size]
+                    made = dict(zip(batch, embedder.embed([texts[text] for text in batch]), strict=True))
+                    removed += self._ask(embeddings.store, model, made)
+                    known |= made
+            finally:
+                embedder.close()
+        return known, removed
+
+    def _embed_earlier(self, model: str, step: Deduplication) -> int:
+        """Embed kept tasks without an embedding. Returns how many stored ones of another length were removed."""
+        while rows := self._ask(embeddings.lacking, model, BACKFILL_BATCH):
+            _, removed = self._embed(model, step, {row.text: row.payload["main_query"] for row in rows})
+            if removed:
+                return removed
+        return 0
+
+    def _backfill(self) -> None:
+        """Store fingerprints and embeddings of tasks from before the chain had `deduplication` or its model."""
+        if (step := self._deduplication) is None:
+            return
+        while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
+            entries = [Entry(row.id, row.key, fingerprint(row.payload, self._threshold, row.target)) for row in rows]
+            self._ask(deduplication.take_in, entries, self._threshold)
+        while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, BACKFILL_BATCH)):
+            self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
+
+
+def without_embeddings(chain: Chain) -> Chain:
+    """The chain without a filter that calls an embedding model."""
+
+    def is_local(step: Step) -> bool:
+        return not isinstance(step, Deduplication) or step.model is None
+
+    return replace(chain, before=tuple(filter(is_local, chain.before)), after=tuple(filter(is_local, chain.after)))
+
+
+def _was_filtered(task: Claimed) -> bool:
+    return task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
+
+
+def _nearest(others: Sequence[Near]) -> Repeats | None:
+    """The first of them, which is the nearest."""
+    found = (Repeats(each.task, each.key, each.similarity, "exact" if each.is_exact else "words") for each in others)
+    return next(found, None)

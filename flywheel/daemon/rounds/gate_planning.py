@@ -1,0 +1,104 @@
+"""The statistical power of the gate's next test: its tasks, its level, and the conversations that are missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection
+
+from flywheel.config import Config, GateSettings
+from flywheel.records.round import GateTest
+from flywheel.store import gate_tests
+from flywheel.system.terminal import quantity
+from flywheel.training.gate import alpha_spending, power
+
+CONSIDERED: Final = 10
+"""Tasks that are considered, as a multiple of `gate.max_tasks`: conversations have several."""
+PAST: Final = 10
+"""The newest comparisons, from which the variance of scores is estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextTest:
+    """`tasks` are the numbers of the test's tasks, of `conversations` conversations. `power` is the probability of
+    showing a gain of ten points; `missing` is the number of conversations until that suffices, None where no number
+    suffices."""
+
+    test: GateTest
+    tasks: list[int]
+    conversations: int
+    power: float
+    missing: int | None
+
+    def shortfall(self, gate: GateSettings) -> str:
+        """Why no round may start yet; empty when one may."""
+        if self.missing == 0:
+            return ""
+        why = (
+            f"on {quantity(self.conversations, 'held-out conversation')}, test {self.test.number} of epoch"
+            f" {self.test.epoch} (one-sided level {self.test.alpha:.2g}) would show a gain of ten points with"
+            f" probability {self.power:.2f}, and gate.min_power is {gate.min_power:g}"
+        )
+        if self.missing is None:
+            return f"gate.max_tasks {gate.max_tasks} is too low: {why}"
+        return f"{quantity(self.missing, 'held-out conversation')} missing: {why}"
+
+    def as_json(self, gate: GateSettings) -> dict[str, Any]:
+        """The part of `flywheel status --json`."""
+        return {
+            "epoch": self.test.epoch,
+            "test": self.test.number,
+            "alpha": self.test.alpha,
+            "conversations": self.conversations,
+            "power": round(self.power, 4),
+            "missing": self.missing,
+            "shortfall": self.shortfall(gate),
+        }
+
+
+def next_test(conn: Connection, config: Config) -> NextTest:
+    """The test of a round that starts now."""
+    gate = config.gate
+    most, takes = CONSIDERED * gate.max_tasks, config.takes.gate
+    past = gate_tests.spent(conn, PAST, takes.target)
+    last = past[0] if past else None
+    fresh = gate_tests.candidates(conn, most, takes)
+    never_tested = len({conversation for _, conversation in fresh})
+    test = alpha_spending.next_test(gate.alpha, last, never_tested)
+    own = [] if test.number == 1 else gate_tests.candidates(conn, most, takes, test.epoch)
+    asked = _spread_out([*own, *fresh])[: gate.max_tasks]
+    conversations = len({conversation for _, conversation in asked})
+
+    def power_of(conversations: int, alpha: float, tasks: int) -> float:
+        return power.power(conversations, power.spread(gate.samples_for(tasks), past), alpha)
+
+    now = power_of(conversations, test.alpha, len(asked))
+    missing: int | None = 0
+    if now < gate.min_power:
+        most_asked = range(1, gate.max_tasks + 1)
+        ways = []
+        if (needed := _first(most_asked, lambda n: power_of(n, test.alpha, n) >= gate.min_power)) is not None:
+            ways.append(needed - conversations)
+        first = alpha_spending.alpha_of(gate.alpha, 1)
+        if last is not None and (needed := _first(most_asked, lambda n: power_of(n, first, n) >= gate.min_power)):
+            ways.append(max(needed, last.conversations) - never_tested)
+        # With several tasks per conversation each gets fewer samples: at least one conversation is missing.
+        missing = max(1, min(ways)) if ways else None
+    return NextTest(test, [number for number, _ in asked], conversations, now, missing)
+
+
+def _spread_out(tasks: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Ordered so that one task of every conversation comes first, then a second one, …: independent tasks first."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for number, conversation in tasks:
+        ranked.append((seen[conversation], number, conversation))
+        seen[conversation] += 1
+    return [(number, conversation) for _, number, conversation in sorted(ranked, key=lambda each: each[0])]
+
+
+def _first(numbers: Iterable[int], fits: Callable[[int], bool]) -> int | None:
+    return next((number for number in numbers if fits(number)), None)

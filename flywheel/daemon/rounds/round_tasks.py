@@ -1,0 +1,164 @@
+"""The tasks of a round as its worker gets them, with the recordings that answer their tools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+from sqlalchemy import Connection
+
+from flywheel.config import AgentProgramSettings, Config
+from flywheel.judge.filters.chain import redactor_of
+from flywheel.records.exclusion import WORDS, Exclusion
+from flywheel.records.round import RoundTask
+from flywheel.records.states import Split
+from flywheel.records.task import conversation_key, whole_line
+from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.trace import sends_reasoning
+from flywheel.store import rounds
+from flywheel.store.recorded_tasks import recorded_lines
+from flywheel.training.recorded.call_key import tools_by_name
+from flywheel.training.recorded.recording_pool import RecordingPool
+from flywheel.training.recorded.recordings import recording_of, results_of, trace_results
+
+log = logging.getLogger(__name__)
+
+Redactor = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class RoundTasks:
+    """`left_out` are tasks that are not trained on, by id, with the reason. `shared` is for training, `shared_gate`
+    for the gate."""
+
+    train: list[RoundTask]
+    held_out: list[RoundTask]
+    left_out: dict[str, str]
+    shared: SharedRecordings = field(default_factory=SharedRecordings)
+    shared_gate: SharedRecordings = field(default_factory=SharedRecordings)
+
+
+def round_tasks(conn: Connection, train: Sequence[int], held_out: Sequence[int], config: Config) -> RoundTasks:
+    """The tasks with these numbers, and what their rollouts may use of other traces."""
+    # Tasks may have been stored before the chain had the filter.
+    redact = redactor_of(config)
+    left_out: dict[str, str] = {}
+    not_asked: dict[str, str] = {}
+    found = RoundTasks(
+        _tasks(conn, train, Split.TRAIN, config, redact, left_out),
+        _tasks(conn, held_out, Split.HELD_OUT, config, redact, not_asked),
+        left_out,
+    )
+    for task, why in not_asked.items():
+        log.warning("the gate does not ask %s: %s", task, why)
+    _share(conn, found, config, redact)
+    return found
+
+
+def _tasks(
+    conn: Connection,
+    ids: Sequence[int],
+    split: Split,
+    config: Config,
+    redact: Redactor | None,
+    left_out: dict[str, str],
+) -> list[RoundTask]:
+    rejected = rounds.rejected(conn, ids)
+    found = []
+    for line in rounds.payloads(conn, ids):
+        # The judge takes a reference for an accepted answer: a rejected one is left out.
+        is_accepted = line["task_id"] not in rejected
+        task = round_task(redact(line) if redact is not None else line, config, is_accepted=is_accepted)
+        if why := _unanswerable(task, split, config, is_accepted=is_accepted):
+            left_out[task.task_id] = why
+        else:
+            found.append(task)
+    return found
+
+
+def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTask:
+    """The task of a line of the task file. Only an accepted answer is a reference for the judge."""
+    metadata = line["metadata"]
+    tools, steps = orjson.loads(metadata["tools_json"]), orjson.loads(metadata["trajectory_json"])
+    configured = config.rollout.agent
+    agent: Literal["reply", "recorded", "program"]
+    if isinstance(configured, AgentProgramSettings):
+        agent = "program"
+    else:
+        agent = configured or ("recorded" if tools else "reply")
+    has_recordings = agent == "recorded" and bool(tools)
+    return RoundTask(
+        task_id=line["task_id"],
+        query=line["main_query"],
+        answer=line["answer"] if is_accepted else "",
+        prompt=line["prompt"],
+        history=line["init_messages"],
+        tools=tools,
+        reference=metadata.get("reference", ""),
+        output_tokens=metadata.get("output_tokens", 0),
+        conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
+        prompt_tokens=_tokens_sent(metadata, config),
+        agent=agent,
+        line=whole_line(line) if agent == "program" else {},
+        steps=steps if has_recordings else [],
+        errors=orjson.loads(metadata["errors_json"]) if has_recordings else [],
+        sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *steps]),
+    )
+
+
+def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
+    """The tokens of a prompt as this round's model counts them; 0 where they cannot be compared."""
+    model, adapter = metadata["model"], metadata["adapter"]
+    is_own = metadata["adapter_source"] == "id" or config.models_of(None).is_own(model, adapter)
+    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.takes.train.exclusions:
+        return 0
+    return int(metadata["prompt_tokens"])
+
+
+def _unanswerable(task: RoundTask, split: Split, config: Config, *, is_accepted: bool) -> str:
+    """Why no round may ask a task with tools; empty if one may. The settings, and which of its functions are finish
+    tools, may be others than when it was chosen."""
+    if not task.tools or task.agent == "program":
+        return ""
+    if task.agent == "reply":
+        return WORDS[Exclusion.TOOLS].why
+    rollout = config.rollout
+    results = trace_results(task.tools, task.steps, task.errors, rollout.finish_tools)
+    if split is Split.TRAIN:
+        may_ask = results.trains(use_uncalled=rollout.tools.uncalled == "use")
+    else:
+        may_ask = results.gates(accepted=is_accepted)
+    if may_ask:
+        return ""
+    if results.calls:
+        return WORDS[Exclusion.UNRECORDED].why
+    return "the agent called no tool but those of `rollout.finish_tools`"
+
+
+def _share(conn: Connection, found: RoundTasks, config: Config, redact: Redactor | None) -> None:
+    """Read the recordings of all decided tasks once, for training and the gate."""
+    tools = config.rollout.tools
+    agreeing, simulated = tools.share == "agreeing", tools.on_miss == "simulate"
+    for_train, for_gate = _offered(found.train), _offered(found.held_out)
+    if not (for_train | for_gate) or not (agreeing or simulated):
+        return
+    with (
+        closing(RecordingPool(Split.TRAIN, for_train, agreeing=agreeing, examples=simulated)) as train,
+        # The gate never simulates.
+        closing(RecordingPool(Split.HELD_OUT, for_gate, agreeing=agreeing)) as gate,
+    ):
+        for split, line in recorded_lines(conn):
+            recording = recording_of(redact(line) if redact is not None else line, split)
+            results = results_of(recording, config.rollout.finish_tools)
+            for pool in (train, gate):
+                pool.add(recording, results)
+        found.shared, found.shared_gate = train.shared(), gate.shared()
+
+
+def _offered(tasks: Iterable[RoundTask]) -> set[str]:
+    """The digests of the tools of recorded rollouts."""
+    return {tool.digest for task in tasks if task.agent == "recorded" for tool in tools_by_name(task.tools).values()}

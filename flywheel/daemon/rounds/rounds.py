@@ -1,0 +1,386 @@
+"""Rounds: takes the live round through its states, from whatever state a crash left it in.
+
+planned     start the worker                                  → training
+training    wait for it, adopt it, or read its result         → evaluating, or abandoned
+evaluating  compare, decide, swap                             → promoted | rejected | failed
+abandoned   plan it again while attempts last                 → planned | failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row
+
+from flywheel.config import Config
+from flywheel.daemon.configured_source import apply_model_rules
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
+from flywheel.daemon.rounds import planner
+from flywheel.daemon.rounds.free_samples import Supplies
+from flywheel.daemon.rounds.round_usage import RoundUsage, left
+from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
+from flywheel.errors import ServeError, TrainError
+from flywheel.judge.budget import Budget
+from flywheel.judge.filters.chain import chain_of
+from flywheel.judge.grader import Grader
+from flywheel.judge.rubric import Rubric
+from flywheel.records.round import RoundResult
+from flywheel.records.states import RoundState
+from flywheel.serving.client.replica_condition import Condition
+from flywheel.store import calibrations, deployments, gate_tests, rounds
+from flywheel.store.kernel import database
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.store.views import supplies
+from flywheel.system.files import tree_sha256
+from flywheel.training.data.round_progress import RoundProgress, progress_of
+from flywheel.training.gate.gate import decide
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What the rounds of a target need."""
+
+    config: Config
+    rubric: Rubric
+    deployer: Deployer
+    supplies: Supplies
+
+
+class Rounds:
+    """Plans rounds and finishes them, one at a time; those of several targets in turn."""
+
+    def __init__(
+        self, store: Store, config: Config, rubric: Rubric, deployer: Deployer, budget: Budget | None = None
+    ) -> None:
+        """`budget` also counts what this run uses for judging tasks. Targets use `rubric` unless they have their own.
+
+        Raises ConfigError for a wrong rubric.
+        """
+        self._store = store
+        self._budget = budget or Budget(config.judge.budget)
+        self._config = config
+        self._rubric = rubric
+        self._targets = {
+            name: _Target(own, rubric_of_target(own, rubric), deployer.of(own), Supplies(own))
+            for name, own in config.by_target().items()
+        }
+        self._worker: WorkerProcess | None = None
+        self._stopping = asyncio.Event()
+        self._with_worker = asyncio.Lock()
+        self._noted_supplies: dict[str, tuple[int, int, str]] = {}
+
+    async def start_due(self, *, window: bool = False) -> bool:
+        """Plan a round if one is due."""
+        due = await self.due(window=window)
+        if due.start:
+            await self.plan(due.reason, due.target or None)
+        else:
+            await self._note(due.reason)
+        return due.start
+
+    async def due(self, *, window: bool = False, target: str | None = None) -> planner.Due:
+        """Whether a round is due now, of the given target or of any, and of which."""
+        await apply_model_rules(self._store, self._config)
+        reasons = {}
+        if target is None:
+            turn = await self._store.read(planner.in_turn, self._config)
+        else:
+            turn = [await self._store.read(planner.next_with_samples, self._config, target)]
+        for own in (self._targets[each.target] for each in turn):
+            due = await self._store.read(planner.due, own.config, own.supplies, window=window)
+            await self._note_supply(own, due.reason)
+            if due.start:
+                why = await self._store.read(self._shortfall, own) or await self._store.read(self._spent)
+                if not why:
+                    return due
+                due = planner.Due(False, why)
+            reasons[own.config.target] = due.reason
+        told = (f"{name}: {reason}" if name else reason for name, reason in reasons.items())
+        return planner.Due(False, "; ".join(told))
+
+    async def plan(self, trigger: str, target: str | None = None) -> str:
+        """Plan a round now, of the given target or of the next one with samples; returns its name. Raises TrainError
+        when that is not possible or not allowed."""
+        await apply_model_rules(self._store, self._config)
+        chosen = await self._store.read(planner.next_with_samples, self._config, target)
+        own = self._targets[chosen.target]
+        if shortfall := await self._store.read(self._shortfall, own):
+            raise TrainError("start a round", shortfall, "Or lower judge.min_kappa.")
+        if spent := await self._store.read(self._spent):
+            raise TrainError("start a round", spent, "Or raise it.")
+        directory = self._config.state_dir / "rounds"
+        row = await self._store.write(planner.plan, own.config, own.rubric, directory, trigger)
+        log.info("%s is planned%s: %s", row.name, f" for {row.target}" if row.target else "", trigger)
+        await self._note("")
+        return str(row.name)
+
+    def _target_of(self, row: Row[Any]) -> _Target:
+        """What the live round needs. Raises TrainError if its target is no longer configured."""
+        if (own := self._targets.get(row.target)) is None:
+            why = f"`targets` has no {row.target} now" if row.target else "it was planned before `targets` was set"
+            raise TrainError(f"finish {row.name}", why, "Its samples are free again.")
+        return own
+
+    def _shortfall(self, conn: Connection, own: _Target) -> str | None:
+        """Why the rubric may not be used for training: its agreement with people is below `judge.min_kappa`."""
+        bar = own.config.judge.min_kappa
+        if bar is None:
+            return None
+        with closing(Grader(own.rubric, judge_settings(own.config, chain_of(own.config)))) as grader:
+            return calibrations.shortfall(conn, own.rubric.hash, grader.judge_hash, bar)
+
+    def _spent(self, conn: Connection) -> str:
+        """Why the judge budget allows no verdict; empty when it does."""
+        lent = left(conn, self._config.judge.budget, self._budget)
+        return lent.why if lent is not None and lent.tokens <= 0 else ""
+
+    async def finish_live(self) -> RoundState | None:
+        """Take the live round as far as possible; its final state, or None without one.
+
+        Raises ServeError when the candidate is better but the servers cannot load it now, and TrainError when the
+        adapter's files cannot be read now. Then the round stays in `evaluating`, and the next call retries.
+        """
+        while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
+            state = RoundState(row.state)
+            if state in (RoundState.PLANNED, RoundState.TRAINING):
+                async with self._with_worker:
+                    if self._stopping.is_set():
+                        break
+                    if state is RoundState.TRAINING or await self._start(row):
+                        await self._watch(row)
+            elif state is RoundState.ABANDONED:
+                await self._retry(row, state, "its worker died")
+            else:
+                await self._evaluate(row)
+            ended = await self._store.read(rounds.by_name, row.name)
+            if ended is not None and ended.live is None:
+                return RoundState(ended.state)
+        return None
+
+    async def _start(self, row: Row[Any]) -> bool:
+        try:
+            own = self._target_of(row)
+            row = await self._store.write(planner.begin, row, own.config, own.rubric)
+            spec = await self._store.read(planner.spec_of, row, own.config, own.rubric)
+            for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
+                log.warning("%s: an unrecorded worker (process %d) is stopped", row.name, stray.pid)
+                await stray.stop()
+            self._worker = await WorkerProcess.start(Path(row.dir), spec, self._usage_of(row).settle)
+        except TrainError as error:
+            await self._fail(row, RoundState.PLANNED, str(error))
+            return False
+        pid = self._worker.pid
+        await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
+        log.info("%s trains on %d samples (process %d)", row.name, len(spec.train), pid)
+        return True
+
+    async def _watch(self, row: Row[Any]) -> None:
+        worker = self._worker
+        if worker is None and (worker := WorkerProcess.adopt(Path(row.dir), row.pid)) is not None:
+            log.info("%s: the worker of an earlier daemon (process %d) is adopted", row.name, worker.pid)
+        self._worker = worker
+        usage = self._usage_of(row)
+        code: int | None = None
+        try:
+            if worker is not None and self._stopping.is_set():
+                await worker.stop()
+            elif worker is not None:
+                watch = WorkerWatch(row.name, worker, usage)
+                code = await watch.follow(self._config.daemon.round_timeout_seconds)
+            if self._stopping.is_set():
+                await self._store.write(rounds.retry, row.id, RoundState.TRAINING, "it was stopped", 0)
+                return
+            result = await asyncio.to_thread(result_of, Path(row.dir), code)
+        except TimeoutError:
+            assert worker is not None
+            await worker.stop()
+            seconds = self._config.daemon.round_timeout_seconds
+            await self._retry(row, RoundState.TRAINING, f"it ran longer than {seconds:g} s")
+            return
+        except TrainError as error:
+            if worker is not None:
+                await worker.stop()
+            if error.retryable:
+                await self._retry(row, RoundState.TRAINING, str(error))
+            else:
+                await self._fail(row, RoundState.TRAINING, str(error))
+            return
+        finally:
+            await usage.settle()
+            self._worker = None
+        await self._store.write(_trained, row.id, result)
+
+    def _usage_of(self, row: Row[Any]) -> RoundUsage:
+        judge = self._config.judge
+        return RoundUsage(self._store, self._budget, judge.budget, row.id, Path(row.dir), judge.prices)
+
+    async def _retry(self, row: Row[Any], state: RoundState, why: str) -> None:
+        if row.attempt >= self._config.daemon.round_attempts:
+            await self._fail(row, state, f"{why} (attempt {row.attempt} of {row.attempt})")
+            return
+        log.warning("%s is retried: %s", row.name, why)
+        await self._store.write(rounds.retry, row.id, state, why)
+
+    async def _fail(self, row: Row[Any], state: RoundState, why: str) -> None:
+        log.error("%s failed: %s", row.name, why)
+        await self._store.write(rounds.finish, row.id, state, RoundState.FAILED, why)
+
+    async def _evaluate(self, row: Row[Any]) -> None:
+        result = RoundResult.model_validate(row.result)
+        try:
+            own = self._target_of(row)
+        except TrainError as error:
+            await self._fail(row, RoundState.EVALUATING, str(error))
+            return
+        if result.adapter is None or result.comparison is None:
+            reason = result.reason or "the round left no adapter"
+            log.warning("%s is rejected: %s", row.name, reason)
+            await self._reject(row, reason)
+            return
+        try:
+            found = await asyncio.to_thread(tree_sha256, Path(result.adapter.path))
+        except OSError as error:
+            why = f"{error.filename or result.adapter.path}: {error.strerror or error}"
+            await self._note(f"{row.name} cannot be decided: {why}")
+            attempted, hint = f"read the adapter of {row.name}", "Correct that: the daemon decides the round again."
+            raise TrainError(attempted, why, hint, retryable=True) from error
+        if found != result.adapter.sha256:
+            await self._fail(row, RoundState.EVALUATING, f"the files in {result.adapter.path} have changed")
+            return
+        await self._store.write(rounds.add_adapter, row, result, self._config.model.base)
+        decision = decide(result.comparison, self._config.gate)
+        await self._store.write(gate_tests.record_decision, row.id, decision)
+        if not decision.promote:
+            log.info("%s is rejected: %s", row.name, decision.reason)
+            await self._reject(row, decision.reason)
+            return
+        await self._promote(row, own, result.adapter.name, decision.reason)
+
+    async def _reject(self, row: Row[Any], why: str) -> None:
+        uses, rejected = self._config.training.max_uses, RoundState.REJECTED
+        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, rejected, why, max_uses=uses)
+
+    async def _promote(self, row: Row[Any], own: _Target, adapter: str, reason: str) -> None:
+        alias = own.config.model.alias
+        active = await self._store.read(deployments.active, alias)
+        serves = active.adapter if active is not None else None
+        if serves != adapter and await self._store.read(deployments.has_served, alias, adapter):
+            # It was swapped in before a crash and has been rolled back since.
+            await self._promoted(row, f"{reason}; rolled back since")
+            return
+        if serves not in (adapter, row.parent):
+            compared, now = (name or "the base model" for name in (row.parent, serves))
+            why = f"{reason}; but it was compared with {compared}, and {now} serves now"
+            await self._fail(row, RoundState.EVALUATING, why)
+            return
+        if serves != adapter:
+            try:
+                await own.deployer.deploy(adapter, f"{row.name}: {reason}")
+            except ServeError as error:
+                # A server error does not fail the candidate, whose training may have taken hours.
+                if error.retryable or error.condition == Condition.MISCONFIGURED:
+                    await self._note(f"{row.name} is better, but {error}")
+                    raise
+                await self._fail(row, RoundState.EVALUATING, f"better ({reason}), but not deployed: {error}")
+                return
+        await self._promoted(row, reason)
+
+    async def _promoted(self, row: Row[Any], reason: str) -> None:
+        await self._note("")
+        uses, promoted = self._config.training.max_uses, RoundState.PROMOTED
+        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, promoted, reason, max_uses=uses)
+        log.info("%s is promoted: %s", row.name, reason)
+
+    async def stop(self) -> None:
+        """Stop the worker and plan its round again, for the next start. `finish_live` then returns."""
+        self._stopping.set()
+        if self._worker is not None:
+            await self._worker.stop()
+        async with self._with_worker:
+            pass  # `finish_live` has planned the round again
+
+    async def _note_supply(self, own: _Target, reason: str) -> None:
+        supply = await self._store.read(own.supplies.now)
+        target, found = own.config.target, (supply.usable, supply.needs, reason)
+        if found != self._noted_supplies.get(target):
+            await self._store.write(supplies.note, *found, target)
+            self._noted_supplies[target] = found
+
+    async def _note(self, text: str) -> None:
+        if await self._store.read(database.noted, database.ROUND_NOTE) != text:
+            await self._store.write(database.note, database.ROUND_NOTE, text)
+
+
+def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:
+    rounds.store_result(conn, round_id, result)
+    move(conn, round_id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
+
+
+WATCH_SECONDS = 1.0
+"""How often the progress of a running round is read."""
+LOG_SECONDS: Final = 60.0
+"""How often steps and rollouts are logged. A new phase, a pause and its end are logged at once."""
+
+
+class WorkerWatch:
+    """Watches one worker: logs its progress under `name` and books its judge usage."""
+
+    def __init__(self, name: str, worker: WorkerProcess, usage: RoundUsage | None = None) -> None:
+        self._name, self._worker, self._usage = name, worker, usage
+        self._paused: str | None = None
+        self._logged: RoundProgress | None = None
+        self._logged_at = float("-inf")
+        self._read_at = time.monotonic()
+        self._worked_seconds = 0.0
+
+    async def follow(self, most_seconds: float) -> int | None:
+        """Wait for the worker's end; returns its exit code, see `WorkerProcess.wait`.
+
+        Raises TimeoutError when it worked for longer than `most_seconds` without pauses, and TrainError when it waits
+        for tokens that the budget of this run does not have.
+        """
+        waiting = asyncio.create_task(self._worker.wait())
+        try:
+            while not waiting.done():
+                await asyncio.wait((waiting,), timeout=WATCH_SECONDS)
+                progress = await self._progress()
+                if self._usage is not None:
+                    await self._usage.settle()
+                    paused = progress.paused if progress is not None else ""
+                    if paused != self._paused:
+                        await self._usage.note_pause(self._name, paused)
+                        self._paused = paused
+                    if progress is not None and progress.paused and (why := self._usage.used_up):
+                        raise TrainError(f"finish {self._name}", why, "Raise the budget; the samples are free again.")
+                if self._worked_seconds > most_seconds and not waiting.done():
+                    raise TimeoutError
+            return await waiting
+        finally:
+            waiting.cancel()
+
+    async def _progress(self) -> RoundProgress | None:
+        """Read the progress, and log it when it changed."""
+        now = time.monotonic()
+        elapsed, self._read_at = now - self._read_at, now
+        progress = await asyncio.to_thread(progress_of, self._worker.dir)
+        if progress is None or not progress.paused:
+            self._worked_seconds += elapsed
+        if progress is None:
+            return None
+        before = self._logged
+        changed = before is None or (before.phase, before.paused) != (progress.phase, progress.paused)
+        moved = before is None or (before.step, before.rollouts) != (progress.step, progress.rollouts)
+        if changed or (moved and now - self._logged_at >= LOG_SECONDS):
+            log.info("%s: %s", self._name, progress.summary)
+            self._logged, self._logged_at = progress, now
+        return progress

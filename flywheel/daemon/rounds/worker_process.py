@@ -1,0 +1,171 @@
+"""The round worker's process: start, wait, adopt after a restart, stop. Processes are addressed by id only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import orjson
+from pydantic import ValidationError
+
+from flywheel.errors import TrainError
+from flywheel.records.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
+from flywheel.secrets import redact_secrets
+from flywheel.system.files import PRIVATE, make_private, private, write_atomic
+from flywheel.system.yaml_file import explain
+from flywheel.training.data.round_progress import PROGRESS_FILE
+
+STOP_SECONDS = 20.0
+ADOPTED_POLL_SECONDS = 1.0
+LOG_END_BYTES: Final = 4096
+_BEGIN: Final = "=== worker started:"
+
+
+class WorkerProcess:
+    """`python -m flywheel.training.worker ROUND_DIR`, leader of a process group of its own."""
+
+    def __init__(self, round_dir: Path, pid: int, process: asyncio.subprocess.Process | None) -> None:
+        self.dir = round_dir
+        self.pid = pid
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, round_dir: Path, spec: RoundSpec, prepare: Callable[[], Awaitable[object]] | None = None
+    ) -> WorkerProcess:
+        """Write the specification and start the worker, after `prepare`. Raises TrainError when that fails."""
+        try:
+            make_private(round_dir)
+            if prepare is not None:
+                await prepare()
+            for name in (RESULT_FILE, ERROR_FILE, PROGRESS_FILE):
+                (round_dir / name).unlink(missing_ok=True)
+            write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
+            with os.fdopen(private(round_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb", 0) as log:
+                # Lines before this one are those of an earlier worker.
+                log.write(
+                    f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
+                )
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "flywheel.training.worker",
+                    str(round_dir),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise TrainError(
+                f"start the worker of {round_dir}",
+                error.strerror or str(error),
+                "Free space or memory, or move state.dir; the round is retried.",
+                retryable=True,
+            ) from error
+        return cls(round_dir, process.pid, process)
+
+    @classmethod
+    def adopt(cls, round_dir: Path, pid: int | None) -> WorkerProcess | None:
+        """The worker that an earlier daemon started, if it still runs; a reused process id is recognised."""
+        if pid is None or not _is_worker(pid, round_dir):
+            return None
+        return cls(round_dir, pid, None)
+
+    @classmethod
+    def strays(cls, round_dir: Path) -> list[WorkerProcess]:
+        """Workers of a round without a recorded worker: their daemon was killed before it recorded them."""
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [cls(round_dir, pid, None) for pid in pids if _is_worker(pid, round_dir)]
+
+    async def wait(self) -> int | None:
+        """Wait for its end; its exit code, or minus the signal's number. None for a worker that an earlier daemon
+        started: only a parent gets the exit code."""
+        if self._process is not None:
+            return await self._process.wait()
+        while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - not a child process: no notification
+            await asyncio.sleep(ADOPTED_POLL_SECONDS)
+        return None
+
+    async def stop(self) -> None:
+        """Send SIGTERM, and after STOP_SECONDS SIGKILL to its process group."""
+        self._signal(signal.SIGTERM, group=False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), STOP_SECONDS)
+        self._signal(signal.SIGKILL, group=True)
+        await self.wait()
+
+    def _signal(self, number: signal.Signals, *, group: bool) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if group:
+                os.killpg(self.pid, number)
+            elif self._process is not None:
+                self._process.send_signal(number)
+            elif _is_worker(self.pid, self.dir):
+                os.kill(self.pid, number)
+
+
+def _is_worker(pid: int, round_dir: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
+    return not zombie and b"flywheel.training.worker" in words and str(round_dir).encode() in words
+
+
+def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
+    """The result that the worker left. Raises TrainError with the worker's own error if it wrote one, else with the
+    cause that its exit code shows and the last line of its log."""
+    path = round_dir / RESULT_FILE
+    attempted = f"finish {round_dir.name}"
+    if path.exists():
+        try:
+            return RoundResult.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            # After an update, the worker of another version may have written it.
+            why = error.strerror if isinstance(error, OSError) else explain(error, RoundResult)
+            raise TrainError(
+                attempted, f"{path} cannot be read ({why})", "The round is retried.", retryable=True
+            ) from error
+    with contextlib.suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        said = orjson.loads((round_dir / ERROR_FILE).read_bytes())
+        raise TrainError(attempted, str(said["error"]), said.get("hint", ""), retryable=bool(said.get("retryable")))
+    last = _last_line(round_dir / LOG_FILE)
+    raise TrainError(
+        attempted,
+        f"its worker died{_cause(code)}{f' ({last})' if last else ''}",
+        f"See {round_dir / LOG_FILE}.",
+        retryable=True,
+    )
+
+
+def _cause(code: int | None) -> str:
+    if code is None:
+        return ""
+    # A worker that handles a signal exits with 128 plus its number.
+    number = -code if code < 0 else code - 128
+    if number not in {each.value for each in signal.Signals}:
+        return f" with exit code {code}"
+    often = ", often because memory ran out," if number == signal.SIGKILL else ""
+    return f" of {signal.Signals(number).name}{often}"
+
+
+def _last_line(path: Path) -> str:
+    """The last log line of this worker; empty without one."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
+            # Before the line is shortened: part of a key would not be recognised as a secret.
+            lines = redact_secrets(log.read().decode(errors="replace")).splitlines()
+    except OSError:
+        return ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "" if last.startswith(_BEGIN) else last[-300:]

@@ -1,1 +1,0 @@
-"""Diagnostics: `flywheel doctor` checks an installation, `flywheel audit` compares the ledger with its sources."""

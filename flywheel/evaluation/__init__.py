@@ -1,1 +1,0 @@
-"""Evaluation of a candidate: the paired comparison on held-out tasks, its statistics, and the gate."""

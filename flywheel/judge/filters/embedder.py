@@ -1,0 +1,144 @@
+"""The client of an embedding model: texts in, unit vectors out, by any OpenAI-compatible endpoint.
+
+An endpoint can always fail on one text: it is too long, or the model computes no number for it. A batch that failed
+is therefore retried in halves, as long as the endpoint answers for a plain text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+
+from flywheel.errors import FilterError
+from flywheel.judge.filters.fingerprint import Deduplication
+from flywheel.system.model_http_client import NEVER, CallError, ModelHttpClient, endpoint_url, is_http_url, retrying
+
+MAX_CHARACTERS: Final = 8000
+"""Characters of a text that are sent: embedding models take a few thousand tokens."""
+PLAIN_TEXT: Final = "a"
+"""A text that every embedding model takes."""
+MAX_VECTOR_BYTES: Final = 1 << 20
+"""Upper bound of one vector as JSON."""
+TEXT_ERRORS: Final = frozenset({400, 413, 422})
+HINTS: Final = {
+    401: "Put the right key into OPENAI_API_KEY (or into deduplication's api_key).",
+    402: "Fill up the account of the key in OPENAI_API_KEY (or in deduplication's api_key).",
+    403: "Use a key with access to this model.",
+    404: "Check deduplication's model and base_url.",
+}
+
+
+class Embedder:
+    """Calls an embedding model. Raises FilterError if it cannot be called; no text is then known to be at fault."""
+
+    def __init__(self, settings: Deduplication, *, longest_wait: float = 20.0, stop: threading.Event = NEVER) -> None:
+        """`stop` ends the waits between attempts. Raises FilterError for an endpoint that is no URL."""
+        assert settings.model is not None
+        self.model = settings.model
+        self._settings = settings
+        self._url = endpoint_url(settings.base_url)
+        key = settings.api_key or os.environ.get("OPENAI_API_KEY") or "none"
+        if not is_http_url(self._url):
+            raise self._failure(
+                "its endpoint is no URL", "Set deduplication's base_url to one such as http://host/v1."
+            )
+        try:
+            self._client = ModelHttpClient(
+                self._url,
+                timeout_seconds=settings.timeout_seconds,
+                max_bytes=settings.batch_size * MAX_VECTOR_BYTES,
+            )
+        except ValueError as error:
+            raise self._failure(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
+        self._key = key.strip()
+        self._retrying = retrying(
+            settings.max_attempts,
+            settings.timeout_seconds,
+            stop,
+            longest_wait=longest_wait,
+            is_retried=lambda state: not _is_too_large(state.outcome and state.outcome.exception()),
+        )
+
+    def embed(self, texts: Sequence[str]) -> list[bytes]:
+        """One float32 vector per text; an empty one for a text that the endpoint cannot embed."""
+        size = self._settings.batch_size
+        batches = (texts[start : start + size] for start in range(0, len(texts), size))
+        vectors = [vector for batch in batches for vector in self._batch(batch)]
+        if len({len(vector) for vector in vectors if vector}) > 1:
+            why = "it returned vectors of several lengths: there is more than one model behind it"
+            raise self._failure(why, "Let one model answer by this name; the tasks wait.")
+        return vectors
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _batch(self, texts: Sequence[str]) -> list[bytes]:
+        try:
+            return self._retrying(self._call, texts)
+        except CallError as error:
+            # Whether a call with fewer texts may succeed.
+            can_be_split = _is_too_large(error) or (
+                error.status != 429 and (error.status == 0 or error.retryable or error.status in TEXT_ERRORS)
+            )
+            if not can_be_split or self._attempt([PLAIN_TEXT]) is None:
+                hint = HINTS[404] if error.status in TEXT_ERRORS else HINTS.get(error.status, "")
+                raise self._failure(str(error), hint) from error
+            is_retryable = error.retryable and not _is_too_large(error)
+        if len(texts) > 1:
+            # One of them may be at fault, or they are too many for one call.
+            middle = len(texts) // 2
+            return self._batch(texts[:middle]) + self._batch(texts[middle:])
+        # One more attempt, now that the endpoint has answered for the plain text.
+        return (self._attempt(texts) if is_retryable else None) or [b""]
+
+    def _attempt(self, texts: Sequence[str]) -> list[bytes] | None:
+        try:
+            return self._call(texts)
+        except CallError:
+            return None
+
+    def _call(self, texts: Sequence[str]) -> list[bytes]:
+        sent = [text[:MAX_CHARACTERS].encode("utf-8", "replace").decode() or " " for text in texts]
+        wanted = {"model": self.model, "input": sent, "encoding_format": "float"}
+        answer = self._client.post("/embeddings", orjson.dumps(wanted), self._key)
+        try:
+            return _vectors(orjson.loads(answer.body), len(texts))
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise CallError(f"it returned no usable embeddings: {error}", final=True) from error
+
+    def _failure(self, why: str, hint: str) -> FilterError:
+        return FilterError(
+            f"embed questions with {self.model} at {self._url}",
+            why,
+            hint or "The tasks wait; they are judged when the endpoint is back.",
+            retryable=not hint,
+        )
+
+
+def _is_too_large(error: object) -> bool:
+    """A call that alone exceeds the tokens per minute can only succeed with fewer texts."""
+    return isinstance(error, CallError) and error.status == 429 and "too large" in str(error).lower()
+
+
+def _vectors(reply: Any, count: int) -> list[bytes]:
+    """The vectors of a response in the order of their texts. Raises various errors for a malformed response."""
+    data = reply.get("data")
+    if not isinstance(data, list):
+        raise ValueError(str(reply.get("error") or reply)[:300])
+    found = {item["index"]: item["embedding"] for item in data}
+    if sorted(found) != list(range(count)):
+        raise ValueError(f"{len(data)} vectors for {count} texts")
+    return [_unit(found[place]) for place in range(count)]
+
+
+def _unit(vector: Sequence[float]) -> bytes:
+    length = math.sqrt(sum(value * value for value in vector))
+    if not vector or not math.isfinite(length) or length == 0:
+        raise ValueError("a vector without direction")
+    return array("f", (value / length for value in vector)).tobytes()

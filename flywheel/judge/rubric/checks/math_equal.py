@@ -1,0 +1,131 @@
+"""The check `math-equal`: the last boxed result of an answer equals the reference, as math-verify compares them.
+
+math-verify runs in a child process. It guards itself with signals, which work in main threads only, and a thread
+cannot be ended: 9^{9^{9^9}} would compute forever.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import resource
+from contextlib import suppress
+from typing import Final
+
+from flywheel.errors import CheckError
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.pattern import visible
+from flywheel.judge.rubric.rubric import Rubric
+from flywheel.records.trace import get_path
+from flywheel.records.verdict import Exchange
+from flywheel.secrets import environment_without_secrets
+from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess, python_command, serve
+
+TIMEOUT_SECONDS: Final = 10.0
+"""Longest comparison of two results."""
+START_SECONDS: Final = 120.0
+"""Longest start of the child process, which imports sympy."""
+MAX_PROCESSES: Final = 2
+MEMORY_BYTES: Final = 4 << 30
+"""Address space of the child process."""
+MAX_CHARACTERS: Final = 2000
+"""Longest result that is compared."""
+_BRACES: Final = re.compile(
+    r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?!\\(?:boxed|fbox)\s*\{).|(?P<open>\{)|(?P<close>\})", re.DOTALL
+)
+"""Boxes and braces. The second alternative skips escaped characters, and with them escaped braces."""
+_THOUSANDS_SEPARATOR: Final = re.compile(r"(?<=\d)(?:[ \u00a0\u2009\u202f]|\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
+_HALF_WIDTH: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+"""Full-width digits and signs, as Chinese texts have them, to ASCII."""
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{…} whose braces are balanced, None without one."""
+    opened: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        if match["box"] or match["open"]:
+            opened.append(match.end() if match["box"] else None)
+        elif match["close"] and opened:
+            begin = opened.pop()
+            if begin is not None and (last is None or begin > last[0]):
+                last = begin, match.start()
+    return None if last is None else text[slice(*last)].strip()
+
+
+def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    wanted = _reference(criterion, exchange)
+    given = boxed(exchange.answer)
+    if given is None:
+        return False, "the answer has no \\boxed{…}"
+    given, wanted = (visible(text).translate(_HALF_WIDTH) for text in (given, wanted))
+    if not given or len(given) > MAX_CHARACTERS:
+        return False, "the answer's \\boxed{…} holds no result"
+    is_equal: bool | None = "".join(given.split()) == "".join(wanted.split())
+    if not is_equal:
+        is_equal = _compare(*(_THOUSANDS_SEPARATOR.sub("", text) for text in (given, wanted)))
+    if is_equal is None:
+        raise CheckError(
+            f"decide criterion {criterion.id}",
+            f"comparing {given[:80]!r} with {wanted[:80]!r} took more than {TIMEOUT_SECONDS:g} s or too much memory",
+            "The task is judged again later.",
+        )
+    return is_equal, f"{given[:80]} {'equals' if is_equal else 'is not'} {wanted[:80]}"
+
+
+def _reference(criterion: Criterion, exchange: Exchange) -> str:
+    """The right answer: the rubric's, the task's, or the accepted answer that a rollout is compared with.
+
+    Raises CheckError without one.
+    """
+    recorded = get_path(exchange.line, "metadata", "reference")
+    is_given = isinstance(recorded, str | int | float) and not isinstance(recorded, bool)
+    for text in (criterion.right_answer, str(recorded) if is_given else "", exchange.reference):
+        inside = boxed(text)
+        if wanted := (inside if inside is not None else text).strip().strip("$").strip():
+            return wanted[:MAX_CHARACTERS]
+    raise CheckError(
+        f"decide criterion {criterion.id}",
+        "there is no reference answer",
+        "Give the task a metadata.reference, or the criterion a value.",
+    )
+
+
+_children: Final[ChildPool[ChildProcess]] = ChildPool(MAX_PROCESSES)
+
+
+def _compare(*texts: str) -> bool | None:
+    """Whether two results are equal; None if the child process took too long or ended."""
+    with suppress(OSError, ChildEndedError), _children.child(_start) as child:
+        return bool(json.loads(child.ask(json.dumps(texts).encode(), TIMEOUT_SECONDS)))
+    return None
+
+
+def _start() -> ChildProcess:
+    child = ChildProcess(python_command(__name__), environment_without_secrets())
+    child.ask(b'["1", "1"]', START_SECONDS)
+    return child
+
+
+def main() -> None:
+    """The child process."""
+    import sympy  # noqa: F401 - before the limit, which is meant for answers and not for the libraries
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+    def answer(request: bytes) -> bytes:
+        try:
+            given, wanted = (
+                parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None)
+                for text in json.loads(request)
+            )
+            is_equal = bool(given and wanted and verify(wanted, given, timeout_seconds=None))
+        except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
+            is_equal = False
+        return json.dumps(is_equal).encode()
+
+    serve(answer)

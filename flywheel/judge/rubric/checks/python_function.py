@@ -1,0 +1,73 @@
+"""The check `python`: a function of the user's gets the task line and returns how far the criterion is met."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from flywheel.errors import CheckError, ConfigError
+from flywheel.judge.rubric.checks.tool_calls import calls_of
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import Rubric, UsedFile
+from flywheel.records.verdict import Exchange
+from flywheel.system.user_code import FunctionError, PythonProcess, function_of
+
+TIMEOUT_SECONDS: Final = 30.0
+"""Longest call of a function for one task."""
+MAX_PROCESSES: Final = 8
+"""Processes per function: calls that wait for something outside run side by side."""
+
+
+def check_python_function(criterion: Criterion, exchange: Exchange, rubric: Rubric | None) -> tuple[float, str]:
+    name = str(criterion.value).rpartition(":")[2]
+    attempted = f"decide criterion {criterion.id} by {criterion.value}"
+    if rubric is None or criterion.file not in rubric.files:
+        raise CheckError(attempted, "its file was not read", "Read the rubric from a file.")
+    try:
+        returned = load(rubric.files[criterion.file], name)(task_line(exchange))
+        value = returned.value
+        if value is None or math.isnan(value) or not 0 <= value <= 1:
+            raise FunctionError(
+                f"{name} must return a bool, a number in 0…1, or one of them and a reason, not {returned.shown}"
+            )
+    except ConfigError as error:
+        raise CheckError(attempted, error.why, error.hint) from error
+    except FunctionError as error:
+        raise CheckError(attempted, str(error), "Correct the function; the task is judged again later.") from error
+    return value, f"{name} returned {returned.shown}" if returned.reason is None else returned.reason
+
+
+@lru_cache(maxsize=16)
+def load(used: UsedFile, name: str) -> PythonProcess:
+    """The function of a file that a rubric uses, in processes of its own. Raises ConfigError."""
+    attempted = f"load {used.path}:{name}"
+    return function_of(
+        used.text, Path(used.path), name, attempted=attempted, seconds=TIMEOUT_SECONDS, most=MAX_PROCESSES
+    )
+
+
+def task_line(exchange: Exchange) -> Mapping[str, Any]:
+    """The task line; where it is not whole, as for a rollout, what is known of it under the same keys."""
+    if "answer" in exchange.line:
+        return exchange.line
+    errors = [f"tool {call.name}: {call.result}" for call in calls_of(exchange) if call.failed]
+    return {
+        "main_query": exchange.query,
+        "question": exchange.query,
+        "answer": exchange.answer,
+        "init_messages": list(exchange.history),
+        **exchange.line,
+        "metadata": {
+            "answer": exchange.answer,
+            "reference": exchange.reference,
+            "tools_json": orjson.dumps(exchange.tools).decode(),
+            "trajectory_json": orjson.dumps(exchange.trajectory).decode(),
+            "errors_json": orjson.dumps(errors).decode(),
+            **exchange.line.get("metadata", {}),
+        },
+    }

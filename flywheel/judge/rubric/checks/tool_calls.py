@@ -1,0 +1,157 @@
+"""The checks of the steps: which tools were called and in which order, what failed, timed out or was repeated.
+
+`call-format` is in a module of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import orjson
+
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import Rubric
+from flywheel.records.tool_calls import Call, calls_in
+from flywheel.records.trace import get_path
+from flywheel.records.verdict import Exchange
+
+UNKNOWN_EFFICIENCY: Final = 0.5
+"""The `step-efficiency` of a reply without calls: nothing was wasted, and nothing was done."""
+_TIMEOUT: Final = re.compile(
+    r"\b\w*(?:Timeout|TimedOut)(?:Error|Exception|Expired)?(?=[:(]|$)|\bETIMEDOUT\b|\b(?i:timed[ -]out)\b"
+    r"|\b(?i:deadline[ _]?exceeded|gateway time-?out|exceeded the timeout|timeout exceeded)\b",
+    re.MULTILINE,
+)
+"""Names of exceptions, and phrases of clients. Only failures are searched: a result may be about anything."""
+_PROGRAM_TIMEOUT: Final = re.compile(
+    r"\A<returncode>-1</returncode>.*\bTimeoutError: The \w+ execution exceeded the timeout", re.DOTALL
+)
+"""What AgentScope 1.x returns of a program that it has stopped."""
+
+
+def calls_of(exchange: Exchange) -> list[Call]:
+    """The tool calls of an exchange with their results, in order."""
+    return calls_in(exchange.trajectory, _errors(exchange.line.get("metadata")))
+
+
+def called_tools(exchange: Exchange) -> list[str]:
+    """Names of the tools that were called, in order."""
+    turns = (turn.get("tool_calls") for turn in exchange.trajectory)
+    return [str(get_path(call, "function", "name")) for calls in turns if isinstance(calls, list) for call in calls]
+
+
+def check_tool_called(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    names = called_tools(exchange)
+    count = sum(name in criterion.names for name in names)
+    least = criterion.min if criterion.min is not None else 0 if criterion.max == 0 else 1
+    return least <= count and (criterion.max is None or count <= criterion.max), _listed(names)
+
+
+def check_tool_sequence(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    names, wanted = called_tools(exchange), list(criterion.names)
+    if criterion.match == "exact":
+        return names == wanted, _listed(names)
+    remaining = iter(names)
+    return all(name in remaining for name in wanted), _listed(names)
+
+
+def _listed(names: list[str]) -> str:
+    return f"tools called: {', '.join(names) or 'none'}"
+
+
+def check_no_error(_criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    """Errors are in the task's `metadata.errors_json`; a tool message can also carry the status `error`."""
+    failed = [
+        f"tool {turn.get('name') or '?'}"
+        for turn in exchange.trajectory
+        if turn.get("role") == "tool" and turn.get("status") == "error"
+    ]
+    failed += [str(error) for error in _errors(exchange.line.get("metadata"))]
+    return not failed, f"failed: {'; '.join(failed)}"[:300] if failed else "no step failed"
+
+
+def _errors(metadata: Any) -> list[Any]:
+    try:
+        errors = orjson.loads(metadata["errors_json"])
+    except (KeyError, TypeError, orjson.JSONDecodeError):
+        return []
+    return errors if isinstance(errors, list) else []
+
+
+def definitions_of(exchange: Exchange) -> dict[str, dict[str, Any]]:
+    """The functions that the agent was offered, by name."""
+    functions = (get_path(tool, "function") or tool for tool in exchange.tools)
+    return {str(each.get("name")): each for each in functions if isinstance(each, dict)}
+
+
+def check_redundant_call(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    repeated = list(_redundant(calls_of(exchange), exchange, criterion.names))
+    names = ", ".join(sorted({call.name for call in repeated}))
+    return bool(repeated), f"repeated for nothing: {names}" if repeated else "no call was repeated for nothing"
+
+
+def check_step_efficiency(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[float, str]:
+    calls = calls_of(exchange)
+    if not calls:
+        return UNKNOWN_EFFICIENCY, "no tool was called"
+    failed = sum(call.failed for call in calls)
+    repeated = sum(not call.failed for call in _redundant(calls, exchange, criterion.names))
+    useful = len(calls) - failed - repeated
+    enough = useful if criterion.max is None else min(useful, criterion.max)
+    return enough / len(calls), f"{len(calls)} calls, {failed} failed, {repeated} repeated for nothing"
+
+
+def _redundant(calls: Sequence[Call], exchange: Exchange, may_repeat: Sequence[str]) -> Iterator[Call]:
+    """Calls that repeat the last one of the same tool and arguments, and brought the same result. A failed one may be
+    repeated once."""
+    defaults = {name: _defaults(function) for name, function in definitions_of(exchange).items()}
+    last: dict[tuple[str, str], tuple[str | None, int]] = {}
+    for call in calls:
+        if call.name in may_repeat:
+            continue
+        try:
+            arguments = json.dumps({**defaults.get(call.name, {}), **call.parsed}, sort_keys=True)
+        except (ValueError, TypeError, RecursionError):
+            arguments = str(call.arguments)
+        result, times = last.get((call.name, arguments), (None, 0))
+        times = times + 1 if call.result == result else 1
+        last[call.name, arguments] = call.result, times
+        if times > (2 if call.failed else 1):
+            yield call
+
+
+def _defaults(function: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of a tool's parameters: a call that leaves them out is the same as one that gives them."""
+    properties = get_path(function, "parameters", "properties")
+    return {
+        name: schema["default"]
+        for name, schema in (properties.items() if isinstance(properties, dict) else ())
+        if isinstance(schema, dict) and "default" in schema
+    }
+
+
+def check_timeout(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    metadata = exchange.line.get("metadata")
+    failures = [str(error) for error in _errors(metadata)]
+    for call in calls_of(exchange):
+        if call.result is not None and (call.failed or _PROGRAM_TIMEOUT.match(call.result)):
+            failures.append(f"tool {call.name}: {call.result}")
+    if late := next((each for each in failures if _TIMEOUT.search(each)), None):
+        return True, f"timed out: {late}"[:300]
+    seconds = _seconds(metadata) if criterion.value else None
+    if seconds is not None and seconds > float(str(criterion.value)):
+        return True, f"the reply took {seconds:.1f} s"
+    return False, "no step timed out"
+
+
+def _seconds(metadata: Any) -> float | None:
+    """How long the reply took; None if its times are not recorded."""
+    try:
+        began, ended = (datetime.fromisoformat(metadata[key]) for key in ("started_at", "ended_at"))
+        return (ended - began).total_seconds()
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,209 @@
+"""Rubric files: read YAML into a rubric, or list every problem with its position."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema_rs
+import yaml
+from pydantic import ValidationError
+
+from flywheel.errors import ConfigError
+from flywheel.judge.rubric.checks.python_function import load
+from flywheel.judge.rubric.criterion import Criterion
+from flywheel.judge.rubric.rubric import Rubric, UsedFile
+from flywheel.system.files import expanded
+from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
+
+REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
+_MAX_PASSES: Final = 50
+"""How often a file is validated again without the problems that were found so far."""
+_VALID_EXAMPLE: Final = {"query": "valid", "answer": "valid", "verdict": "accept"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """A problem of a rubric file, and its position."""
+
+    line: int
+    column: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.line}:{self.column}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class RubricFile:
+    """A rubric file: the rubric, or its problems."""
+
+    rubric: Rubric | None
+    problems: tuple[Problem, ...]
+    document: YamlDocument | None = None
+    """None if the file could not be read."""
+
+
+def load_rubric(path: Path, if_missing: str = "Set filter.rubric to a rubric in YAML.") -> Rubric:
+    """Read a rubric. Raises ConfigError; `if_missing` is its remedy if there is no such file."""
+    read = validate(read_yaml(path, f"read rubric {path}", if_missing), path.parent)
+    if read.rubric is None:
+        raise ConfigError(f"use rubric {path}", "; ".join(map(str, read.problems)), REMEDY)
+    return read.rubric
+
+
+def parse_rubric(raw: Any, name: str) -> Rubric:
+    """Validate a parsed rubric; it brings the files that it uses. Raises ConfigError."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"use rubric {name}", f"its root is a {type(raw).__name__}, not a mapping", REMEDY)
+    try:
+        return Rubric.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"use rubric {name}", explain(error, Rubric), REMEDY) from None
+
+
+def read_rubric(path: Path) -> RubricFile:
+    """Read a rubric; problems are returned and not raised."""
+    try:
+        document = read_yaml(path, f"read {path}", "Name a rubric in YAML.")
+    except ConfigError as error:
+        cause = error.__cause__
+        mark = cause.problem_mark if isinstance(cause, yaml.MarkedYAMLError) else None
+        position = Position(mark.line + 1, mark.column + 1) if mark else START
+        return RubricFile(None, (Problem(*position, f"cannot be read: {error.why}"),))
+    return validate(document, path.parent)
+
+
+def validate(document: YamlDocument, folder: Path) -> RubricFile:
+    """Validate a rubric. The files that it uses are relative to `folder`."""
+    raw = document.value
+    if not isinstance(raw, dict):
+        kind = "empty" if raw is None else f"a {type(raw).__name__}, not a mapping"
+        return RubricFile(None, (Problem(*START, f"its root is {kind}"),), document)
+    problems = [
+        Problem(*second, f"key `{path[-1]}` is written twice: the first time at {first.line}:{first.column}")
+        for path, second, first in document.duplicates
+    ]
+    if "files" in raw:
+        problems.append(Problem(*document.position(["files"], key=True), "unknown key `files`"))
+        raw = {key: value for key, value in raw.items() if key != "files"}
+    rubric = None
+    try:
+        rubric = Rubric.model_validate(raw)
+        criteria: Iterable[tuple[int, Criterion]] = enumerate(rubric.criteria)
+    except ValidationError:
+        problems += [*_same_ids(raw, document), *_validation_problems(raw, document)]
+        criteria = valid_criteria(raw)
+    files: dict[str, UsedFile] = {}
+    if with_files := [(index, criterion) for index, criterion in criteria if criterion.file]:
+        files, file_problems = _read_files(with_files, document, folder)
+        problems += file_problems
+    if problems:
+        rubric = None
+    elif rubric is not None and files:
+        rubric = rubric.model_copy(update={"files": files})
+    return RubricFile(rubric, tuple(sorted(set(problems))), document)
+
+
+def valid_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
+    """The criteria of a parsed file that are valid by themselves, with their index."""
+    criteria = raw.get("criteria")
+    for index, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+        with suppress(ValidationError):
+            yield index, Criterion.model_validate(criterion)
+
+
+def _same_ids(raw: dict[str, Any], document: YamlDocument) -> Iterator[Problem]:
+    criteria = raw.get("criteria")
+    first: dict[str, int] = {}
+    for index, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+        name = criterion.get("id") if isinstance(criterion, dict) else None
+        if isinstance(name, str) and (earlier := first.setdefault(name, index)) != index:
+            where = document.position(["criteria", earlier, "id"])
+            message = f"criteria have the same id: {name}, the first time at {where.line}:{where.column}"
+            yield Problem(*document.position(["criteria", index, "id"]), message)
+
+
+def _validation_problems(raw: dict[str, Any], document: YamlDocument) -> list[Problem]:
+    """All problems that the models report. Validated repeatedly: invalid parts are replaced by valid ones, because a
+    part that is invalid hides the problems of the whole."""
+    problems: list[Problem] = []
+    left = copy.deepcopy(raw)
+    for _ in range(_MAX_PASSES):
+        try:
+            Rubric.model_validate(left)
+            break
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        # Without the invalid criteria, what the model says of all of them together is not true.
+        is_whole = all(problem.message.startswith("unknown key") for problem in problems)
+        reported = [_problem(dict(item), document) for item in found if item["loc"] or is_whole]
+        problems += [problem for problem in reported if "have the same id" not in problem.message]
+        parts = [item for item in found if item["loc"]]
+        if not parts:
+            break
+        for item in parts:
+            _replace_invalid(left, item["loc"], is_unknown=item["type"] == "extra_forbidden")
+    return problems
+
+
+def _problem(item: dict[str, Any], document: YamlDocument) -> Problem:
+    context = item.get("ctx", {})
+    path = (*item["loc"], *context.get("at", ()))
+    message = explain_one(item, Rubric)
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        known = re.findall(r"'([^']+)'", context["expected"])
+        if close := difflib.get_close_matches(item["input"], known, n=1):
+            message = f"`{'.'.join(map(str, path))}`: there is no {item['input']!r} (did you mean {close[0]!r}?)"
+    if context.get("pos") is not None:
+        return Problem(*document.position_in_text(path, context["pos"]), message)
+    return Problem(*document.position(path, key=item["type"] == "extra_forbidden"), message)
+
+
+def _replace_invalid(raw: dict[str, Any], location: tuple[int | str, ...], *, is_unknown: bool) -> None:
+    """Remove an unknown key; replace an invalid criterion or example by a valid one, and remove any other part."""
+    match location:
+        case ("criteria" | "examples" as key, int(index), *rest) if is_unknown and rest:
+            part = raw[key][index]
+            for name in rest[:-1]:
+                part = part[name]
+            part.pop(rest[-1], None)
+        case ("criteria", int(index), *_):
+            raw["criteria"][index] = {"id": f"valid_{index}", "value": "valid"}
+        case ("examples", int(index), *_):
+            raw["examples"][index] = dict(_VALID_EXAMPLE)
+        case (key, name) if is_unknown:
+            raw[str(key)].pop(name, None)
+        case ("id",):
+            raw["id"] = "valid"
+        case (key, *_):
+            raw.pop(str(key), None)
+
+
+def _read_files(
+    criteria: Iterable[tuple[int, Criterion]], document: YamlDocument, folder: Path
+) -> tuple[dict[str, UsedFile], list[Problem]]:
+    """Read the files that criteria name, and try to use them."""
+    files: dict[str, UsedFile] = {}
+    problems = []
+    for index, criterion in criteria:
+        name = criterion.file
+        try:
+            path = folder / expanded(Path(name))
+            files[name] = UsedFile(path=str(path.absolute()), text=path.read_text(encoding="utf-8"))
+            if criterion.type == "python":
+                load(files[name], str(criterion.value).rpartition(":")[2])
+            else:
+                jsonschema_rs.meta.validate(json.loads(files[name].text))
+        except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
+            why = error.why if isinstance(error, ConfigError) else str(error).partition("\n")[0]
+            message = f"`criteria.{index}`: {criterion.value} cannot be used: {why}"
+            problems.append(Problem(*document.position(["criteria", index, "value"]), message))
+    return files, problems

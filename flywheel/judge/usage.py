@@ -1,0 +1,162 @@
+"""Use of the judge: calls and tokens, and the files that keep what is not in the store yet.
+
+The worker appends a line to `usage.jsonl` for every verdict that it paid for, before anything else sees the verdict.
+The daemon books each line once, and writes to `allowance.json` how much the worker may use. `calls-in-flight` holds
+the calls of tasks whose verdicts are not stored yet: a kill -9 must not lose what they used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import threading
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, date, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from flywheel.system.files import PRIVATE, append_jsonl, cut_torn_line, private, write_json
+
+USAGE_FILE: Final = "usage.jsonl"
+ALLOWANCE_FILE: Final = "allowance.json"
+IN_FLIGHT_FILE: Final = "calls-in-flight"
+_SLOT: Final = struct.Struct("<3q8x")
+"""Day (ordinal), calls and prompt tokens. The size divides that of a page: a slot is written whole or not at all."""
+
+
+class Purpose(StrEnum):
+    FILTER = "filter"
+    ROUNDS = "rounds"
+    GATES = "gates"
+    CALIBRATION = "calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Calls and tokens, with the day (UTC) of the calls."""
+
+    day: str
+    purpose: Purpose
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+class UsageFile:
+    """The usage file of one round. All attempts of the round append to it."""
+
+    def __init__(self, round_dir: Path) -> None:
+        self.path = round_dir / USAGE_FILE
+
+    def append(self, used: Used) -> None:
+        append_jsonl(self.path, [asdict(used)])
+
+    def mend(self) -> None:
+        """Remove the incomplete last line of a worker that was killed while it wrote."""
+        cut_torn_line(self.path)
+
+    def size(self) -> int:
+        """In bytes."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def read(self, begin: int, end: int = -1) -> tuple[list[Used], int]:
+        """The complete lines from byte `begin` to `end` (by default, to the end of the file), and where they end."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(begin)
+                lines, newline, _ = file.read(end - begin if end >= 0 else -1).rpartition(b"\n")
+        except FileNotFoundError:
+            return [], begin
+        found = []
+        for line in lines.splitlines():
+            # Other lines are not by a worker.
+            with contextlib.suppress(ValueError, TypeError):
+                stored = json.loads(line)
+                found.append(Used(**{**stored, "purpose": Purpose(stored["purpose"])}))
+        return found, begin + len(lines) + len(newline)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How many tokens the round's `usage.jsonl` may hold before its worker has to wait, and why no more."""
+
+    tokens: int
+    why: str
+
+    def write(self, round_dir: Path) -> None:
+        write_json(round_dir / ALLOWANCE_FILE, asdict(self), mode=PRIVATE)
+
+    @classmethod
+    def read(cls, round_dir: Path) -> Allowance | None:
+        """None without a readable file."""
+        try:
+            stored = json.loads((round_dir / ALLOWANCE_FILE).read_bytes())
+            return cls(int(stored["tokens"]), str(stored["why"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(eq=False, slots=True)
+class CallsInFlight:
+    """The judge calls whose verdicts are not stored yet, in a file of the state directory. Thread-safe.
+
+    Each call is counted before it is sent, in a slot of the thread that sends it. After a kill -9 the next process
+    books what the file holds. The file is not flushed to disk: after a power failure the count can be lost.
+    """
+
+    state_dir: Path
+    """The caller holds its instance lock."""
+    _file: int | None = None
+    _counted: dict[threading.Thread, tuple[int, int, int]] = field(default_factory=dict)
+    """By thread: slot, calls, prompt tokens."""
+    _free_slots: list[int] = field(default_factory=list)
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, prompt_tokens: int) -> None:
+        """Count one call that this thread is about to send, with its estimated tokens."""
+        thread = threading.current_thread()
+        with self._changing:
+            if self._file is None:
+                self._file = private(self.state_dir / IN_FLIGHT_FILE, os.O_RDWR | os.O_CREAT)
+            if thread not in self._counted:
+                self._counted[thread] = self._free_slots.pop() if self._free_slots else len(self._counted), 0, 0
+            slot, calls, tokens = self._counted[thread]
+            self._counted[thread] = slot, calls + 1, tokens + prompt_tokens
+            content = _SLOT.pack(datetime.now(UTC).toordinal(), calls + 1, tokens + prompt_tokens)
+            os.pwrite(self._file, content, slot * _SLOT.size)
+
+    def forget(self) -> None:
+        """Take back what this thread has counted: its verdict is stored, with the usage of its calls."""
+        with self._changing:
+            counted = self._counted.pop(threading.current_thread(), None)
+            if counted is not None and self._file is not None:
+                os.pwrite(self._file, bytes(_SLOT.size), counted[0] * _SLOT.size)
+                self._free_slots.append(counted[0])
+
+    def read(self) -> list[Used]:
+        """The calls that a process which died left in the file."""
+        try:
+            content = (self.state_dir / IN_FLIGHT_FILE).read_bytes()
+        except FileNotFoundError:
+            return []
+        whole = content[: len(content) - len(content) % _SLOT.size]
+        return [
+            Used(date.fromordinal(day).isoformat(), Purpose.FILTER, calls, tokens, 0)
+            for day, calls, tokens in _SLOT.iter_unpack(whole)
+            if calls
+        ]
+
+    def reset(self) -> None:
+        """Remove the file, after what `read` returned is booked."""
+        (self.state_dir / IN_FLIGHT_FILE).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Plain frozen records that pass between the rooms; no input or output."""

@@ -1,0 +1,291 @@
+"""The files of a training round: the specification that the worker reads, and the result that it writes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.trace import ChatMessage
+
+SPEC_FILE = "spec.json"
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+ROLLOUT_INDEX_FILE = "rollouts.index.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
+RESULT_FILE = "result.json"
+ERROR_FILE = "error.json"
+ADAPTER_DIR = "adapter"
+LOG_FILE = "worker.log"
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RoundTask(Frozen):
+    """A task for training or evaluation."""
+
+    task_id: str
+    query: str
+    answer: str
+    """The traced answer if it was accepted, else empty."""
+    prompt: list[ChatMessage]
+    """In the OpenAI chat format."""
+    history: list[ChatMessage] = []
+    """The conversation before the question, for the judge. The prompt may also have messages behind the question."""
+    tools: list[dict[str, Any]] = []
+    reference: str = ""
+    """The right answer, if the task has one."""
+    prompt_tokens: int = 0
+    """Tokens of the traced prompt, 0 if unknown or not comparable."""
+    output_tokens: int = 0
+    """Tokens of the traced reply."""
+    conversation: str = ""
+    """Tasks of one conversation are not independent of each other."""
+    agent: Literal["reply", "recorded", "program"] = "reply"
+    """Who acts in a rollout: `reply` is one message, `recorded` a loop of the model and recorded tools, `program` the
+    user's own agent."""
+    line: dict[str, Any] = {}
+    """For a `program`: the whole line of the task, as in the task file."""
+    steps: list[ChatMessage] = []
+    """The messages between question and traced answer, from which tools are answered."""
+    errors: list[str] = []
+    """The steps that failed, as in `metadata.errors_json`."""
+    sends_reasoning: bool = False
+    """Whether the agent sends the model's reasoning again with later calls."""
+
+
+class GateTest(Frozen):
+    """The gate's test of a round."""
+
+    epoch: int
+    number: int
+    """Its number in the epoch."""
+    alpha: float
+    """Its one-sided level."""
+
+
+class SpentTest(Frozen):
+    """A test whose rewards were seen."""
+
+    epoch: int
+    number: int
+    conversations: int
+    spread: float | None
+    """See `Comparison`; None if unknown."""
+    samples: int | None
+    """Answers per task and adapter; None if unknown."""
+
+
+class AdapterRef(Frozen):
+    """An adapter by name (`r0007`), directory and tree hash."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+class FrozenTarget(Frozen):
+    """A target that a round of another one does not train: its agent answers as it is deployed."""
+
+    target: str
+    alias: str
+    adapter: AdapterRef | None
+    """None: the base model."""
+
+
+class RoundSpec(Frozen):
+    """Everything that a worker needs."""
+
+    round_id: str
+    attempt: int
+    seed: int
+    debug: bool
+    base_model: str
+    parent: AdapterRef | None
+    target: str = ""
+    """The target that is trained, with `settings.model.alias`; empty without `targets`."""
+    frozen: list[FrozenTarget] = []
+    """The other targets."""
+    train: list[RoundTask]
+    held_out: list[RoundTask]
+    left_out: dict[str, str] = {}
+    """Tasks of the round that are not trained on, by id, with the reason."""
+    rubric: dict[str, Any]
+    settings: dict[str, Any]
+    """The whole configuration, without secrets."""
+    test: GateTest | None = None
+    """None for a debug round."""
+    shared: SharedRecordings = SharedRecordings()
+    """For training, of traces in the training split."""
+    shared_gate: SharedRecordings = SharedRecordings()
+    """For the gate, of all traces."""
+
+
+class Score(Frozen):
+    """Rewards of one held-out task, 0…1: the mean of each adapter over the same seeds."""
+
+    task_id: str
+    candidate: float
+    deployed: float
+
+
+class CriterionComparison(Frozen):
+    """The comparison by one criterion: its values in 0…1, inverted for a negative weight, so that more is better."""
+
+    criterion: str
+    tasks: int
+    """Tasks with a value for both adapters: after a failed required check the judge is not called."""
+    candidate_mean: float
+    deployed_mean: float
+    gain: float
+    lower: float
+    upper: float
+
+
+class Comparison(Frozen):
+    """The candidate and the deployed adapter on the same held-out tasks."""
+
+    tasks: int
+    conversations: int = 0
+    samples: int
+    undecided: int
+    candidate_mean: float
+    deployed_mean: float
+    gain: float
+    """Mean of the paired differences over tasks."""
+    lower: float
+    """Lower bound of the gain's confidence interval."""
+    upper: float
+    """Its upper bound."""
+    confidence: float
+    """Its level."""
+    method: str
+    """How it was computed."""
+    spread: float | None = None
+    """The gain's standard error times the square root of the number of conversations."""
+    scores: list[Score]
+    criteria: list[CriterionComparison] = []
+    """In the order of the rubric."""
+    candidate_missed: int = 0
+    """Answers of the candidate that ended by a miss: a call without a recorded result. They score 0."""
+    deployed_missed: int = 0
+    """Those of the deployed adapter. They score the mean of its other answers."""
+    candidate_failed: int = 0
+    """Answers of the candidate in which the user's agent failed. They score 0, or the least reward if that is
+    below."""
+    deployed_failed: int = 0
+    """Those of the deployed adapter. They score the mean of its other answers."""
+    lower_at_bound: float | None = None
+    """The lower bound if misses and failures of the deployed adapter scored 1, or the highest reward if that is
+    above; None if there are none."""
+
+
+class Ground(StrEnum):
+    """What a decision of the gate rests on."""
+
+    BETTER = "better"
+    """the gain is shown: promoted"""
+    FEW_TASKS = "few_tasks"
+    """fewer tasks than `gate.min_tasks` are decided"""
+    NOT_BETTER = "not_better"
+    """the lower bound of the gain is not above `gate.min_gain`"""
+    FEW_ON_CRITERION = "few_on_criterion"
+    """a criterion with a margin was evaluated on fewer tasks than `gate.min_tasks`"""
+    WORSE_ON_CRITERION = "worse_on_criterion"
+    """a criterion is not shown to lose less than its margin"""
+
+
+class GateDecision(Frozen):
+    """The gate's decision about a comparison, with the limits that it applied."""
+
+    promote: bool
+    reason: str
+    ground: Ground
+    criterion: str = ""
+    """The criterion that prevented a promotion."""
+    min_tasks: int
+    min_gain: float
+    confidence: float
+    """That of the intervals of single criteria."""
+    margins: dict[str, float] = {}
+    """The largest acceptable loss of each criterion that has a margin."""
+
+
+class Recording(Frozen):
+    """Log-probabilities in nats at the places of a probe, measured once."""
+
+    adapter: list[float]
+    base: list[float]
+    parent: list[float] | None = None
+    """None without a parent."""
+
+    @property
+    def versions(self) -> list[list[float]]:
+        """Each one next to the one that it was trained from: base model, parent if there is one, adapter."""
+        return [self.base, *([] if self.parent is None else [self.parent]), self.adapter]
+
+
+class Probe(Frozen):
+    """Tokens by whose log-probabilities a server is verified to answer with an adapter's weights, recorded twice in
+    different batch shapes, so that the errors of the two recordings are independent."""
+
+    texts: list[list[int]]
+    """Token ids: prompts with continuations sampled from the adapter."""
+    places: list[tuple[int, int]]
+    """The text and the position in it of each token, those that tell most first."""
+    first: Recording
+    """Texts as a whole. It has chosen the places."""
+    second: Recording
+    """Token by token, as a server measures them."""
+
+
+class SystemPrompt(Frozen):
+    text: str
+    """Empty for rollouts without one; at most 2,000 characters."""
+    rollouts: int
+
+
+class Sampling(Frozen):
+    """How the rollouts of a round were made."""
+
+    temperature: float
+    steps: int
+    prompts: int
+    """Of a step."""
+    group_size: int
+    """Rollouts of each prompt."""
+    system_prompts: list[SystemPrompt] = []
+    """The most frequent ones, those of the most rollouts first."""
+    further_system_prompts: int = 0
+    """Number of different ones that are not listed."""
+
+
+class RoundResult(Frozen):
+    """The result of a worker, written atomically when it ends."""
+
+    round_id: str
+    outcome: Literal["trained", "refused", "debug"]
+    reason: str = ""
+    adapter: AdapterRef | None = None
+    """None after a debug round and after a refusal."""
+    comparison: Comparison | None = None
+    probe: Probe | None = None
+    left_out: dict[str, str] = {}
+    """Tasks that were not trained on, by id, with the reason."""
+    inexact: dict[str, str] = {}
+    """Tasks whose prompt has another length than the traced one, by id, with the difference."""
+    without_gradient: list[str] = []
+    """Tasks that gave no gradient, by id: their groups had too few rewards, or rewards that are equal."""
+    steps: int = 0
+    sampling: Sampling | None = None
+    """None if there were no rollouts, and for older rounds."""
+    reward_first: float | None = None
+    reward_last: float | None = None
+    seconds: dict[str, float] = {}
+    usage: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    device: str = ""

@@ -1,0 +1,97 @@
+"""The tool calls among the steps of a reply, with their results. Plain data, no I/O."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from flywheel.records.trace import TOOL_ERROR, ChatMessage, get_path
+
+MAX_DIGITS: Final = 308
+"""Of a whole number. More are beyond the range of a double, in which other programs keep numbers."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call of the steps.
+
+    Attributes:
+        arguments: As the step has them: a JSON text, or what was parsed of it.
+        result: None if the steps have none.
+        failed: Whether the steps or the task's errors say that it failed.
+    """
+
+    id: str
+    name: str
+    arguments: Any
+    result: str | None = None
+    failed: bool = False
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments. Raises ValueError if they are not a JSON object; no text at all is an empty one."""
+        try:
+            value = parse_json(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
+        except RecursionError:
+            raise ValueError("they are nested too deeply") from None
+        if not isinstance(value, dict | None):
+            raise ValueError("they are not an object")
+        return value or {}
+
+
+def calls_in(steps: Iterable[ChatMessage], failures: Iterable[object] = ()) -> list[Call]:
+    """The tool calls of steps with their results, in order. `failures` are the
+    errors that their task lists."""
+    calls: list[Call] = []
+    latest: list[Call] = []
+    errors = {str(failure) for failure in failures}
+    for turn in steps:
+        if isinstance(made := turn.get("tool_calls"), list) and made:
+            latest = [_call(each) for each in made]
+            calls += latest
+        if turn.get("role") != "tool":
+            continue
+        # The latest calls first: some models number their calls from 0 in every answer.
+        waiting = (each for each in (*latest, *reversed(calls)) if each.result is None)
+        call = next((each for each in waiting if each.id == str(turn.get("tool_call_id"))), None)
+        if call is not None:
+            call.result = str(turn.get("content"))
+            told = f"tool {call.name}: {' '.join(call.result.split())}"[:500]
+            call.failed = turn.get("status") == "error" or bool(TOOL_ERROR.match(call.result)) or told in errors
+    for call in calls:
+        if call.result is None:
+            call.failed = any(error.startswith(f"tool {call.name}: ") for error in errors)
+    return calls
+
+
+def _call(step: Any) -> Call:
+    name = get_path(step, "function", "name")
+    arguments = get_path(step, "function", "arguments")
+    return Call(str(get_path(step, "id")), name if isinstance(name, str) else "", arguments)
+
+
+def parse_json(text: str) -> Any:
+    """JSON without NaN, Infinity and numbers that a double cannot hold.
+
+    Raises ValueError, and RecursionError if it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_reject_constant, parse_int=_integer, parse_float=_float)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not valid in JSON")

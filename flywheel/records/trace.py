@@ -1,0 +1,160 @@
+"""Replies of agents, and where reading a source resumes. Plain data, no I/O.
+
+They are structs because a long history creates millions of them, and a frozen dataclass takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Final
+
+from msgspec import Struct
+
+from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.states import SkipReason
+
+ChatMessage = dict[str, Any]
+"""One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
+`tool_call_id`, `reasoning_content`."""
+
+LATEST_NS: Final = 10**19
+"""Times from here on (in nanoseconds since 1970: the year 2286), and before 1970, are refused where they are read: at
+the ends of the calendar, arithmetic with times overflows."""
+
+TOOL_ERROR: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
+"""How agents begin the result of a tool that raised or does not exist."""
+
+
+class SpanStatus(StrEnum):
+    UNSET = "unset"
+    OK = "ok"
+    ERROR = "error"
+
+
+class Reply(Struct, frozen=True):
+    """One agent invocation, with everything that a task needs.
+
+    - `query`: what the user asked. `request`: what this agent was called with; for the last stage of a pipeline that
+      is another agent's text.
+    - `root`: the conversation whose split this one takes; empty for its own.
+    - `history`: the conversation before the reply, the system prompt first. `turn`: the number of earlier turns.
+    - `trajectory`: the model and tool messages between request and answer.
+    - `errors`: the steps that failed ("tool search: TimeoutError: …").
+    - `reference`: the right answer, if the source has one.
+    - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:
+      where that is recorded: the `id` or the `model` of the response, the deployment `history`, or nowhere (empty).
+    - `prompt`: the messages that the model was sent first, from the call log; empty if that has no such call.
+      `parameters`: the other parameters of that call. `calls`: the request ids of all model calls, `missing` those of
+      them that were not found in the call log.
+    - `extra`: what a task file's line has besides, by key; `metadata` in it are the further keys of its metadata.
+    - `prompt_reason`: why the prompt is not exactly what the model was sent; empty if nothing is known to be missing.
+    - `input_tokens`, `output_tokens`: of all model calls. `prompt_tokens`: input tokens of the first. 0: unknown.
+    - `skip`: why the reply becomes no task, if so; `skip_detail`: the same for people.
+    """
+
+    span_id: str
+    trace_id: str
+    conversation_id: str
+    agent: str
+    query: str
+    answer: str
+    started_at: datetime
+    ended_at: datetime
+    request: str = ""
+    root: str = ""
+    model: str = ""
+    adapter: str = ""
+    adapter_source: str = ""
+    turn: int = 0
+    history: tuple[ChatMessage, ...] = ()
+    trajectory: tuple[ChatMessage, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    images: tuple[str, ...] = ()
+    structured: dict[str, Any] | None = None
+    errors: tuple[str, ...] = ()
+    reference: str = ""
+    status: SpanStatus = SpanStatus.OK
+    service: str = ""
+    user: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_reason: str = ""
+    prompt: tuple[ChatMessage, ...] = ()
+    parameters: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    calls: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    skip: SkipReason | None = None
+    skip_detail: str = ""
+
+
+class DeadRow(Struct, frozen=True):
+    """A row of a source that cannot be parsed. It affects no other row."""
+
+    rowid: int
+    span_id: str
+    trace_id: str
+    error: str
+    excerpt: str = ""
+
+
+class Cursor(Struct, frozen=True):
+    """Where reading resumes: every row up to and including `rowid` has been read.
+
+    `identity` is the file's device and inode, `fingerprint` a hash of the schema, `anchor` the id of the row at
+    `rowid`. If one of them has changed, `generation` is increased and reading starts over; the ledger's keys prevent
+    duplicates. For a JSONL file, `rowid` is the number of bytes read.
+    """
+
+    rowid: int = 0
+    identity: str = ""
+    fingerprint: str = ""
+    generation: int = 0
+    anchor: str = ""
+
+
+class Checkpoint(Struct, frozen=True):
+    """The state of a trace when it was last read: its rows by number (in `generation`), and their contents.
+
+    `digest` is the sum of the hashes of the rows, 0 if the trace was not extracted yet. An open trace may get more
+    rows, or must be extracted again.
+    """
+
+    trace_id: str
+    rowids: tuple[int, ...]
+    digest: int = 0
+    generation: int = 0
+    is_open: bool = False
+
+
+class Selection(Struct, frozen=True):
+    """Agents, by name, whose replies become tasks although another agent called them, or never; trained models."""
+
+    include: frozenset[str] = frozenset()
+    exclude: frozenset[str] = frozenset()
+    models: TrainedModels = ANY_MODEL
+
+
+def reasoning_of(message: ChatMessage) -> str:
+    """The reasoning in a message of the model; empty if it has none."""
+    texts = (message.get(key) for key in ("reasoning", "reasoning_content"))
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def sends_reasoning(messages: Iterable[ChatMessage]) -> bool:
+    """Whether an agent sends the model's reasoning again with later calls, as far as these messages show: a task's
+    prompt and steps. Steps have the reasoning of recorded calls only where a later call has it, too."""
+    return any(message.get("role") == "assistant" and reasoning_of(message) for message in messages)
+
+
+def get_path(value: Any, *keys: str) -> Any:
+    """The value at a path of keys in nested mappings; None if there is none."""
+    for key in keys:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value

@@ -1,0 +1,420 @@
+"""The call log: an SQLite file of model requests and their responses, byte for byte, in the order of their ends.
+
+The inference server writes one, and the daemon a mirror of those of all servers. The parts of request bodies
+(`request_parts`) are stored once by hash, so that a growing conversation grows the file linearly. Standard library
+only, because the server's middleware imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import secrets
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Final, NamedTuple, Self
+
+from flywheel.errors import CallLogError
+from flywheel.serving.calls.request_parts import packed, parts_of, runs
+from flywheel.system.files import file_identity, make_private_database
+
+FORMAT: Final = 1
+BUSY_SECONDS: Final = 5.0
+CALLS_PER_STEP: Final = 100
+"""Calls that one transaction of `prune` removes. A write that waits for it is delayed by a few milliseconds."""
+HASHES_PER_QUERY: Final = 500
+PAGE_BYTES: Final = 4_000_000
+"""Bodies that a page of several calls has at most."""
+EXPANSION: Final = 16
+"""A page may be this much longer when the repeated parts of its requests are joined."""
+MAX_PAGE_BYTES: Final = 32 << 20
+"""The longest page, which has one call. Clients read no more."""
+
+_TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS log (log_id TEXT NOT NULL, dropped INTEGER NOT NULL, "
+    "only INTEGER PRIMARY KEY CHECK (only = 1))",
+    "CREATE TABLE IF NOT EXISTS calls (number INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE, "
+    "path TEXT NOT NULL, version TEXT NOT NULL, credential TEXT NOT NULL, retry INTEGER NOT NULL, "
+    "started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL, status INTEGER NOT NULL, is_complete INTEGER NOT NULL, "
+    "media_type TEXT NOT NULL, request BLOB NOT NULL, size INTEGER NOT NULL, response BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
+    # Apart from the contents, because each call writes here for all of its parts.
+    "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
+)
+_NEWEST = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One request and its response. Times are nanoseconds since 1970.
+
+    `version` is the adapter or "base". `credential` is a short hash of the Authorization header, the same on every
+    server, "" without one. `retry` counts the client's earlier attempts, as it says. `status` is 0 if no response
+    began; `is_complete` says whether the response's last byte was sent. `media_type` is the response's.
+    """
+
+    request_id: str
+    path: str
+    version: str
+    credential: str
+    retry: int
+    started_ns: int
+    ended_ns: int
+    status: int
+    is_complete: bool
+    media_type: str
+    request: bytes
+    response: bytes
+
+
+_PLAIN: Final = tuple(field.name for field in fields(RecordedCall))[:-2]
+"""The fields that are not bodies."""
+
+
+class LogState(NamedTuple):
+    """`log_id` is random, made with the file. Calls from `oldest` to `newest` are there; with none, `oldest` is
+    `newest` + 1. `dropped` counts the calls that could not be stored."""
+
+    log_id: str
+    oldest: int
+    newest: int
+    dropped: int
+
+
+class CallLog:
+    """One connection to the file, which is created when it is first used. Every method raises CallLogError.
+
+    Threads may share an object: a lock serializes its transactions. Reading through a second object does not wait for
+    a write.
+    """
+
+    extra_tables: ClassVar[Sequence[str]] = ()
+    """Statements for the tables of a subclass."""
+
+    def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
+        self.path = path
+        self._busy_seconds = busy_seconds
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                connection, self._connection = self._connection, None
+                connection.close()
+
+    def transaction(self, attempt: str = "write to") -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """A write transaction. Methods called within it, in the same thread, join it."""
+        return self._began("BEGIN IMMEDIATE", attempt)
+
+    def reading(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """One state of the file for several queries and methods."""
+        return self._began("BEGIN", "read")
+
+    @contextlib.contextmanager
+    def _began(self, begin: str, attempt: str) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._connection is not None and self._connection.in_transaction:
+                yield self._connection
+                return
+            with self._explained(attempt):
+                connection = self._connected()
+                connection.execute(begin)
+                with _ending(connection):
+                    yield connection
+
+    def append(self, calls: Iterable[RecordedCall], dropped: int = 0) -> int:
+        """Store the calls and add to the count of dropped ones, in one transaction. Calls whose request id is there
+        already are ignored. Returns the number of calls stored."""
+        split = []
+        for call in calls:
+            parts = parts_of(call.request)
+            split.append((call, parts, [hashlib.sha256(part).digest()[:16] for part in parts]))
+        with self.transaction() as connection:
+            if dropped:
+                connection.execute("UPDATE log SET dropped = dropped + ?", (dropped,))
+            return sum(_insert(connection, call, parts, hashes) for call, parts, hashes in split)
+
+    def state(self) -> LogState:
+        with self.reading() as connection:
+            return _state(connection)
+
+    def page(self, after: int, max_calls: int, max_bytes: int) -> list[tuple[int, RecordedCall]]:
+        """The calls with numbers above `after`: at most `max_calls`, and at most `max_bytes` of bodies, where a part
+        that several requests have counts once; but at least one, if there is any."""
+        with self.reading() as connection:
+            contents: dict[int, bytes] = {}
+            return [
+                (number, _call(row, b"".join(contents[part] for part in parts)))
+                for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents)
+            ]
+
+    def page_json(self, after: int, max_calls: int, max_bytes: int, dropped: int = 0) -> str:
+        """The same page as JSON text, in which each part is written once: `{"log", "oldest", "newest", "dropped",
+        "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. A text that is not UTF-8 is a
+        list of one text with a character for each byte. `dropped` is added to the count of the file."""
+        with self.reading() as connection:
+            contents: dict[int, bytes] = {}
+            places: dict[int, int] = {}
+            calls = []
+            for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents):
+                known = dict(zip(_PLAIN, row, strict=False))
+                request = [places.setdefault(part, len(places)) for part in parts]
+                response = _text(zlib.decompress(row[-1]))
+                call = {"number": number, **known, "is_complete": bool(known["is_complete"])}
+                # One call at a time: a long call into C would hold the interpreter, and with it the server.
+                calls.append(json.dumps({**call, "request": request, "response": response}))
+            texts = [json.dumps(_text(contents[part])) for part in places]
+            state = _state(connection)
+        numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
+        head = json.dumps({"log": state.log_id, **numbers})
+        return f'{head[:-1]}, "texts": [{", ".join(texts)}], "calls": [{", ".join(calls)}]}}'
+
+    def find(self, request_ids: Iterable[str]) -> dict[str, RecordedCall]:
+        """Those of the calls that are there, by request id."""
+        found = {}
+        with self.reading() as connection:
+            for request_id in request_ids:
+                query = f"SELECT {', '.join(_PLAIN)}, request, response FROM calls WHERE request_id = ?"  # noqa: S608
+                if row := connection.execute(query, (request_id,)).fetchone():
+                    contents: dict[int, bytes] = {}
+                    parts = _parts(connection, row[-2], contents)
+                    found[request_id] = _call(row, b"".join(contents[part] for part in parts))
+        return found
+
+    def sizes(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """The bytes of request and response of those of the calls that are there. No body is read."""
+        query = "SELECT size FROM calls WHERE request_id = ?"
+        with self.reading() as connection:
+            rows = {each: connection.execute(query, (each,)).fetchone() for each in request_ids}
+        return {request_id: int(row[0]) for request_id, row in rows.items() if row}
+
+    def live_bytes(self) -> int:
+        """The bytes of the file that hold something. Freed pages are reused; the file does not shrink."""
+        with self.reading() as connection:
+            return _live_bytes(connection)
+
+    def prune(self, before_ns: int, max_bytes: int, max_calls: int | None = None) -> int:
+        """Remove the oldest calls: those that ended before `before_ns`, and as many as it takes to have `max_bytes`
+        or less (`live_bytes`). Returns their number; it stops when `max_calls` or more are removed."""
+        removed = 0
+        while max_calls is None or removed < max_calls:
+            with self.transaction("prune") as connection:
+                excess = _live_bytes(connection) - max_bytes
+                query = "SELECT number, ended_ns, size, request FROM calls ORDER BY number LIMIT ?"
+                rows = connection.execute(query, (CALLS_PER_STEP,)).fetchall()
+                going = list(itertools.takewhile(lambda row: row[1] < before_ns, rows))
+                if not going:
+                    # A call takes its size or less of the file: the size of the file is then looked at again.
+                    before = itertools.accumulate((row[2] for row in rows), initial=0)
+                    going = [row for row, removed_bytes in zip(rows, before, strict=False) if removed_bytes < excess]
+                _remove(connection, [(number, request) for number, _, _, request in going])
+            if not going:
+                break
+            removed += len(going)
+        return removed
+
+    def older(self, before_ns: int) -> int:
+        """The number of calls that `prune` would remove because they ended before `before_ns`."""
+        with self.reading() as connection:
+            query = "SELECT number FROM calls WHERE ended_ns >= ? ORDER BY number LIMIT 1"
+            row = connection.execute(query, (before_ns,)).fetchone()
+            state = _state(connection)
+        return (int(row[0]) if row else state.newest + 1) - state.oldest
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None and self._identity != file_identity(self.path):
+            self.close()  # The file was removed or replaced; nothing reads the old one any more.
+        if self._connection is None:
+            make_private_database(self.path)
+            connection = sqlite3.connect(
+                self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
+            )
+            try:
+                _prepare(connection, [*_TABLES, *self.extra_tables], self._busy_seconds)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection, self._identity = connection, file_identity(self.path)
+        return self._connection
+
+    @contextlib.contextmanager
+    def _explained(self, attempt: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, zlib.error) as error:
+            self.close()
+            hint = "Check the disk's free space and the permissions of the folder."
+            if isinstance(error, (sqlite3.DatabaseError, zlib.error)) and not isinstance(
+                error, sqlite3.OperationalError
+            ):
+                hint = "Move the file away; a new one is created."
+            raise CallLogError(f"{attempt} the call log {self.path}", str(error), hint, retryable=True) from error
+
+
+@contextlib.contextmanager
+def _ending(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # After a full disk, SQLite has rolled back already.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds: float) -> None:
+    # With WAL, readers and the writer do not block each other. NORMAL: kill -9 loses nothing, and a power failure at
+    # most the last calls.
+    _use_wal(connection, busy_seconds)
+    for pragma in ("synchronous = NORMAL", "journal_size_limit = 16000000"):
+        connection.execute(f"PRAGMA {pragma}")
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found > FORMAT:
+        raise sqlite3.DatabaseError(f"a newer version of Flywheel made it (format {found})")
+    connection.execute("BEGIN IMMEDIATE")
+    with _ending(connection):
+        for table in tables:
+            connection.execute(table)
+        connection.execute("INSERT OR IGNORE INTO log VALUES (?, 0, 1)", (secrets.token_hex(8),))
+        if found != FORMAT:
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+
+def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
+    """Switch the file to WAL. SQLite does not wait for others that do so with a new file at the same time."""
+    end = time.monotonic() + busy_seconds
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
+def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[bytes], hashes: list[bytes]) -> bool:
+    if connection.execute("SELECT 1 FROM calls WHERE request_id = ?", (call.request_id,)).fetchone():
+        return False
+    known: dict[bytes, int] = {}
+    for start in range(0, len(hashes), HASHES_PER_QUERY):
+        asked = hashes[start : start + HASHES_PER_QUERY]
+        query = f"SELECT hash, part FROM parts WHERE hash IN ({', '.join('?' * len(asked))})"  # noqa: S608 - numbers
+        known.update(connection.execute(query, asked).fetchall())
+    (last,) = connection.execute("SELECT coalesce(max(part), 0) FROM parts").fetchone()
+    new: list[tuple[int, bytes, bytes]] = []
+    for digest, part in zip(hashes, parts, strict=True):
+        if digest not in known:
+            known[digest] = last + len(new) + 1
+            new.append((known[digest], digest, zlib.compress(part, 1)))
+    connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", new)
+    request = packed([known[digest] for digest in hashes])
+    size = len(call.request) + len(call.response)
+    values = [*astuple(call)[:-2], request, size, zlib.compress(call.response, 1)]
+    number = connection.execute(
+        f"INSERT INTO calls ({', '.join(_PLAIN)}, request, size, response) "  # noqa: S608 - constants
+        f"VALUES ({', '.join('?' * len(values))})",
+        values,
+    ).lastrowid
+    connection.executemany(
+        "UPDATE part_uses SET last_call = ? WHERE part BETWEEN ? AND ?", [(number, *run) for run in runs(request)]
+    )
+    connection.executemany("INSERT INTO part_uses VALUES (?, ?)", [(part, number) for part, _, _ in new])
+    return True
+
+
+def _remove(connection: sqlite3.Connection, oldest: Sequence[tuple[int, bytes]]) -> None:
+    """Remove the oldest calls, given by number and packed parts, and the parts that no other call has."""
+    if not oldest:
+        return
+    last = oldest[-1][0]
+    connection.execute("DELETE FROM calls WHERE number <= ?", (last,))
+    for first_part, last_part in {run for _, request in oldest for run in runs(request)}:
+        unused = "SELECT part FROM part_uses WHERE part BETWEEN ? AND ? AND last_call <= ?"
+        connection.execute(f"DELETE FROM parts WHERE part IN ({unused})", (first_part, last_part, last))  # noqa: S608
+        connection.execute(
+            "DELETE FROM part_uses WHERE part BETWEEN ? AND ? AND last_call <= ?", (first_part, last_part, last)
+        )
+
+
+def _state(connection: sqlite3.Connection) -> LogState:
+    query = f"SELECT log_id, (SELECT min(number) FROM calls), {_NEWEST}, dropped FROM log"  # noqa: S608 - constants
+    log_id, oldest, newest, dropped = connection.execute(query).fetchone()
+    return LogState(log_id, newest + 1 if oldest is None else oldest, newest, dropped)
+
+
+def _live_bytes(connection: sqlite3.Connection) -> int:
+    query = "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, "
+    (found,) = connection.execute(query + "pragma_page_size").fetchone()
+    return int(found)
+
+
+def _rows(
+    connection: sqlite3.Connection, after: int, max_calls: int, max_bytes: int, contents: dict[int, bytes]
+) -> Iterator[tuple[int, tuple[Any, ...], list[int]]]:
+    """Number, row and part numbers of each call of a page. Contents of the parts are added to `contents`."""
+    query = (
+        f"SELECT number, size, {', '.join(_PLAIN)}, request, response FROM calls "  # noqa: S608 - constants
+        "WHERE number > ? ORDER BY number LIMIT ?"
+    )
+    sent = joined = 0
+    for number, size, *row in connection.execute(query, (after, max_calls)):
+        known = set(contents)
+        parts = _parts(connection, row[-2], contents)
+        sent += size - sum(len(contents[part]) for part in parts if part in known)
+        joined += size
+        if joined > size and (sent > max_bytes or joined > EXPANSION * max_bytes):
+            return
+        yield number, tuple(row), parts
+
+
+def _parts(connection: sqlite3.Connection, request: bytes, contents: dict[int, bytes]) -> list[int]:
+    """The part numbers of a request. Contents that are not in `contents` yet are added."""
+    parts: list[int] = []
+    for first, last in runs(request):
+        run = range(first, last + 1)
+        parts.extend(run)
+        if any(part not in contents for part in run):
+            query = "SELECT part, content FROM parts WHERE part BETWEEN ? AND ?"
+            for part, content in connection.execute(query, (first, last)):
+                if part not in contents:
+                    contents[part] = zlib.decompress(content)
+    if missing := [part for part in parts if part not in contents]:
+        raise sqlite3.DatabaseError(f"part {missing[0]} of a request is missing")
+    return parts
+
+
+def _text(content: bytes) -> str | list[str]:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return [content.decode("latin-1")]
+
+
+def fits_a_page(call: RecordedCall) -> bool:
+    """Whether a page has room for the call: in JSON, a byte takes six at most."""
+    bodies = (call.request, call.response)
+    most = MAX_PAGE_BYTES - PAGE_BYTES
+    return sum(map(len, bodies)) * 6 < most or sum(len(json.dumps(_text(each))) for each in bodies) < most
+
+
+def _call(row: Sequence[Any], request: bytes) -> RecordedCall:
+    plain = dict(zip(_PLAIN, row, strict=False))
+    plain["is_complete"] = bool(plain["is_complete"])
+    return RecordedCall(**plain, request=request, response=zlib.decompress(row[-1]))

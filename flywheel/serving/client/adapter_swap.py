@@ -1,0 +1,267 @@
+"""The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
+
+Until the last replica has it, the old version serves, and it keeps serving after any failure. The caller records what
+is deployed; adapters' directories are never changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flywheel.errors import FlywheelError, ServeError
+from flywheel.records.round import AdapterRef, Probe
+from flywheel.records.states import DeploymentState
+from flywheel.serving.client.health_check import if_healthy
+from flywheel.serving.client.replica_client import Alias, Replica, every
+from flywheel.serving.client.replica_condition import Condition
+from flywheel.serving.client.swap_report import ReplicaReport, RollbackError, SwapReport
+from flywheel.serving.client.weight_verification import ProbeFigures, prove
+
+log = logging.getLogger(__name__)
+
+Check = Callable[[], Awaitable[object]]
+"""Raises ServeError when the files of the adapter must not be loaded."""
+PROVE_SECONDS = 60.0
+"""Timeout in seconds for verifying what serves already."""
+Proven = tuple[str, str]
+"""The verified adapter of a replica, and the start of its server."""
+
+
+class OnState(Protocol):
+    """Called with each state of a swap; with `active`, also with its report. An exception reverts the swap."""
+
+    async def __call__(self, state: DeploymentState, report: SwapReport | None = None, /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """The progress of the swap on one replica."""
+
+    replica: Replica
+    before: Alias
+    target: str
+    loaded: bool
+    probe: ProbeFigures | None = None
+    flip_tried: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the alias must be changed."""
+        return self.before.target != self.target
+
+    async def flip(self, alias: str, adapter: AdapterRef | None) -> None:
+        path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
+        await self.replica.flip(alias, self.target, self.before.target, path, sha256)
+
+    def report(self) -> ReplicaReport:
+        """Mark the swap as complete."""
+        return ReplicaReport(
+            self.replica.url, self.before.serves, self.loaded, self.moves, self.probe, serves=self.target
+        )
+
+
+def version_name(alias: str, adapter: str) -> str:
+    """The served name of an adapter: `my-agent@r0007`. A name always stands for the same weights."""
+    return f"{alias}@{adapter}"
+
+
+def _target(alias: str, adapter: AdapterRef | None) -> str:
+    return version_name(alias, adapter.name) if adapter else ""
+
+
+async def swap(
+    replicas: Sequence[Replica],
+    alias: str,
+    adapter: AdapterRef | None,
+    probe: Probe | None,
+    on_state: OnState,
+) -> SwapReport:
+    """Point `alias` to `adapter` (None: the base model) on every replica, or on none.
+
+    `on_state` is called for loading, probing, and active or failed. Raises ServeError, and any exception of
+    `on_state`, after everything was restored; the error names what could not be restored.
+    """
+    target = _target(alias, adapter)
+    steps: list[_Step] = []
+    try:
+        await on_state(DeploymentState.LOADING)
+        await every([_prepare(replica, alias, adapter, steps) for replica in replicas])
+        await on_state(DeploymentState.PROBING)
+        if target and probe is not None:
+            await every([_prove(step, probe) for step in steps])
+        if target:
+            await every([_still_there(step) for step in steps])
+        for step in steps:
+            step.flip_tried = True
+            await step.flip(alias, adapter)
+        by_url = {step.replica.url: step for step in steps}
+        report = SwapReport(alias, target, tuple(by_url[replica.url].report() for replica in replicas))
+        await on_state(DeploymentState.ACTIVE, report)
+    except BaseException as error:
+        # Shielded: stopping the daemon meanwhile must not leave replicas with different versions.
+        left = await asyncio.shield(_undo(steps, alias))
+        await on_state(DeploymentState.FAILED)
+        if left and isinstance(error, FlywheelError):
+            raise ServeError(error.attempted, f"{error.why}; moreover, {'; '.join(left)}", error.hint) from error
+        for what in left:
+            log.error("after a swap that was stopped: %s", what)
+        raise
+    return report
+
+
+async def rollback(replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None) -> SwapReport:
+    """Return to a version that has served before (None: the base model) on every reachable replica.
+
+    Unlike a swap, an unreachable replica does not prevent the others from going back. Raises RollbackError, which
+    names the replicas that did not follow, at the end or when it is stopped while it waits.
+    """
+    going = [asyncio.create_task(_restore(each, alias, adapter, None)) for each in replicas]
+    stopped = None
+    try:
+        await asyncio.wait(going)
+    except asyncio.CancelledError as stop:
+        stopped = stop
+        for task in going:
+            task.cancel()
+        await asyncio.wait(going)
+    reports = [
+        _unanswered(each) if task.cancelled() else task.result() for each, task in zip(replicas, going, strict=True)
+    ]
+    report = SwapReport(alias, _target(alias, adapter), tuple(reports))
+    if stopped and len(report.errors) == len(replicas):
+        raise stopped
+    if report.errors:
+        raise RollbackError(report)
+    return report
+
+
+async def reconcile(
+    replicas: Sequence[Replica],
+    alias: str,
+    adapter: AdapterRef | None,
+    probe: Probe | None,
+    check: Check | None = None,
+    proven: MutableMapping[str, Proven] | None = None,
+) -> SwapReport:
+    """Restore the deployed adapter on replicas, for example after a restart of a server.
+
+    `check` is called before the adapter's files are loaded again. `proven` has the last verified state by URL and is
+    updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be
+    restored; its report says why. Must not run during a swap.
+    """
+
+    async def bring_back(replica: Replica) -> ReplicaReport:
+        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, check, proven))
+
+    reports = await asyncio.gather(*map(bring_back, replicas))
+    return SwapReport(alias, _target(alias, adapter), tuple(reports))
+
+
+def _unanswered(replica: Replica) -> ReplicaReport:
+    error = f"{replica.url}: stopped before it had answered."
+    return ReplicaReport(replica.url, error=error, condition=Condition.UNREACHABLE)
+
+
+async def _prepare(
+    replica: Replica, alias: str, adapter: AdapterRef | None, steps: list[_Step], check: Check | None = None
+) -> None:
+    before = await replica.alias(alias)
+    step = _Step(replica, before, _target(alias, adapter) or before.base_model, loaded=False)
+    steps.append(step)
+    if adapter is None:
+        return
+    if check is not None and not await replica.has(step.target, adapter.path):
+        await check()
+    step.loaded = await replica.load(step.target, adapter.path)
+
+
+async def _restore(
+    replica: Replica,
+    alias: str,
+    adapter: AdapterRef | None,
+    probe: Probe | None,
+    check: Check | None = None,
+    proven: MutableMapping[str, Proven] | None = None,
+) -> ReplicaReport:
+    """Bring one replica to the version; problems are in the report."""
+    steps: list[_Step] = []
+    try:
+        await _prepare(replica, alias, adapter, steps, check)
+        step = steps[0]
+        state = (step.target, step.before.instance)
+        if adapter is not None and probe is not None:
+            # Also if it was loaded before: it may have failed its last verification.
+            if step.loaded or step.moves:
+                await _prove(step, probe)
+            elif proven is not None and step.before.instance and proven.get(replica.url) != state:
+                await _prove_soon(step, probe)
+        if proven is not None:
+            proven[replica.url] = state
+        if step.moves or step.before.waiting or _lacks_digest(step.before, adapter):
+            await step.flip(alias, adapter)
+        return step.report()
+    except ServeError as error:
+        wanted = steps[0].target if steps else ""
+        return ReplicaReport.failed(replica.url, error, serves=steps[0].before.serves if steps else "", wanted=wanted)
+
+
+def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
+    """Whether the server has no hash of the adapter's files, so that it could not notice changed files at its next
+    start: an earlier version of Flywheel set the alias."""
+    return adapter is not None and before.sha256 not in (None, adapter.sha256)
+
+
+async def _prove(step: _Step, probe: Probe) -> None:
+    step.probe = await prove(step.replica, step.target, step.before.base_model, probe)
+
+
+async def _prove_soon(step: _Step, probe: Probe) -> None:
+    """Verify the adapter that already serves; no other change of the servers can run meanwhile."""
+    try:
+        async with asyncio.timeout(PROVE_SECONDS):
+            await _prove(step, probe)
+    except TimeoutError:
+        raise ServeError(
+            f"prove {step.target} on {step.replica.url}",
+            f"its engine gave no answer within {PROVE_SECONDS:g} s",
+            "See whether the server is overloaded or hangs; it is asked again.",
+            retryable=True,
+        ).of_condition(Condition.UNREACHABLE) from None
+
+
+async def _still_there(step: _Step) -> None:
+    """Raise ServeError when the replica has restarted: its alias would point to an adapter that is not loaded."""
+    if step.target not in await step.replica.models():
+        raise ServeError(
+            f"point an alias at {step.target} on {step.replica.url}",
+            "the adapter is not loaded there any more: the server has restarted",
+            "It is tried again; by hand, deploy again.",
+            retryable=True,
+        )
+
+
+async def _undo(steps: list[_Step], alias: str) -> list[str]:
+    """Restore the previous target on every replica. Returns a description of the failures."""
+    left = []
+    for step in steps:
+        try:
+            if step.flip_tried:
+                # A change whose response was lost may have taken effect, so ask the server.
+                before = step.before
+                if (step.moves or before.waiting) and (await step.replica.alias(alias)).target == step.target:
+                    saved = before.path, before.sha256 or None, before.waiting
+                    await step.replica.flip(alias, before.target, step.target, *saved)
+            elif step.loaded:
+                # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
+                # is retired.
+                await step.replica.unload(step.target)
+        except ServeError as error:
+            if step.flip_tried:
+                left.append(f"{step.replica.url} may still answer with {step.target}: {error}")
+            else:
+                log.warning("after a swap that failed: %s", error)
+    return left

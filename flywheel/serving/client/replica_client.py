@@ -1,0 +1,312 @@
+"""The client of one replica: vLLM's administrative calls and the alias, with errors that name the remedy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import httpx2
+
+from flywheel.errors import ServeError
+from flywheel.serving import routes
+from flywheel.serving.calls.call_log import MAX_PAGE_BYTES
+from flywheel.serving.calls.call_log_page import Page, read_page
+from flywheel.serving.client.replica_condition import Condition
+from flywheel.serving.client.replica_errors import load_error, message_of, no_middleware, refused
+from flywheel.serving.model_listing import OWNER
+from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 5.0
+QUICK_SECONDS = 15.0
+"""Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
+MEASURED_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
+    hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
+    changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
+    at the same time; None if the server has no limit. `waiting` is the reason why the server refuses requests to the
+    alias until its target is set; empty if it answers."""
+
+    target: str
+    path: str | None
+    base_model: str
+    sha256: str | None = None
+    instance: str = ""
+    max_adapters: int | None = None
+    waiting: str = ""
+
+    @property
+    def serves(self) -> str:
+        """The model that answers; empty if none does."""
+        return "" if self.waiting else self.target
+
+
+class Replica:
+    """A vLLM server with the alias middleware. Every method raises ServeError."""
+
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout_seconds: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._seconds = timeout_seconds
+        self._http = BoundedClient(self.url, seconds=timeout_seconds, headers=headers)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def ready(self) -> bool:
+        """Whether the server answers and its engine is alive."""
+        return await self._health() == 200
+
+    async def is_down(self) -> bool:
+        """Whether the server reports a dead engine or does not answer. A proxy that refuses the path counts as
+        neither."""
+        status = await self._health()
+        return status is None or status >= 500
+
+    async def _health(self) -> int | None:
+        try:
+            answer = await self._http.get("/health", timeout=self._quick_seconds, extensions={"max_bytes": 0})
+            return answer.status_code
+        except httpx2.HTTPError:
+            return None
+
+    async def models(self) -> dict[str, str]:
+        """The loaded models, name → path; without aliases."""
+        attempted = f"list the models of {self.url}"
+        listing = self._json(await self._call("GET", "/v1/models", attempted), attempted)
+        cards = listing.get("data")
+        if not isinstance(cards, list):
+            raise self._not_vllm(attempted)
+        try:
+            return {str(card["id"]): card.get("root") or "" for card in cards if card.get("owned_by") != OWNER}
+        except (KeyError, TypeError, AttributeError):
+            raise self._not_vllm(attempted) from None
+
+    async def load(self, name: str, path: str) -> bool:
+        """Load the adapter in directory `path` as `name`; False when it was already there from the same path.
+
+        A name is never loaded again in place: vLLM would read it from disk on every request from then on.
+        """
+        attempted = f"load adapter {name} on {self.url}"
+        if await self.has(name, path):
+            return False
+        response = await self._call(
+            "POST", routes.LOAD_ADAPTER, attempted, {"lora_name": name, "lora_path": path}, self._seconds
+        )
+        if response.status_code == 200:
+            return True
+        # Another client may have loaded it since the check.
+        if response.status_code == 400 and await self.has(name, path):
+            return False
+        raise load_error(attempted, response, path, healthy=await self.ready())
+
+    async def unload(self, name: str) -> bool:
+        """Unload the name; requests in flight complete. False when it was not loaded."""
+        attempted = f"unload adapter {name} on {self.url}"
+        response = await self._call("POST", routes.UNLOAD_ADAPTER, attempted, {"lora_name": name})
+        if response.status_code == 404 and name not in await self.models():
+            return False
+        if response.status_code != 200:
+            raise refused(attempted, response)
+        return True
+
+    async def alias(self, alias: str) -> Alias:
+        """The target of `alias`; an alias that was never set points to the base model."""
+        attempted = f"ask {self.url} what {alias} stands for"
+        answer = self._json(await self._call("GET", routes.ALIAS, attempted), attempted)
+        try:
+            base = str(answer["base_model"])
+            target = str(answer["aliases"].get(alias, base))
+            path = answer["paths"].get(target)
+            # An older server that was not restarted yet has no digests.
+            sha256 = answer["digests"].get(target, "") if "digests" in answer else None
+            most = answer.get("max_adapters")
+            waiting = str(answer.get("waiting", {}).get(alias, ""))
+        except (KeyError, TypeError, AttributeError):
+            raise no_middleware(attempted) from None
+        if not base:
+            raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
+        limit = most if isinstance(most, int) else None
+        return Alias(target, path, base, sha256, str(answer.get("instance", "")), limit, waiting)
+
+    async def calls(self, after: int, limit: int) -> Page | None:
+        """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
+        attempted = f"pull calls from {self.url}"
+        path = f"{routes.CALLS}?after={after}&limit={limit}"
+        response = await self._call("GET", path, attempted, max_bytes=MAX_PAGE_BYTES)
+        if response.status_code == 404:
+            return None
+        if response.status_code != 200:
+            raise refused(attempted, response)
+        try:
+            return await asyncio.to_thread(read_page, response.content, after)
+        except ValueError as error:
+            raise self._not_vllm(attempted, f" and no page of a call log: {error}") from None
+
+    async def flip(
+        self,
+        alias: str,
+        target: str,
+        expected: str,
+        path: str | None = None,
+        sha256: str | None = None,
+        waiting: str = "",
+    ) -> None:
+        """Point `alias` to `target` if it points to `expected` now; later requests use it, or are refused for the
+        reason in `waiting`."""
+        attempted = f"point {alias} at {target} on {self.url}"
+        wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
+        response = await self._call("PUT", routes.ALIAS, attempted, {**wanted, "waiting": waiting})
+        if response.status_code == 404:
+            raise no_middleware(attempted)
+        if response.status_code == 409:
+            raise ServeError(
+                attempted,
+                f"{message_of(response)}, not {expected}: something else has changed it",
+                "See that only one Flywheel looks after this server.",
+                retryable=True,
+            )
+        if response.status_code != 200:
+            raise refused(attempted, response)
+
+    async def logprobs(self, model: str, texts: Sequence[Sequence[int]]) -> list[float]:
+        """The log-probability, in nats, of the last token of each text (token ids) under `model`.
+
+        One request per token, with that token as the only allowed one: vLLM reports the log-probability before this
+        restriction. `prompt_logprobs` would need a single request per text, but on a CPU vLLM 0.32 computes it with a
+        wrong shape when LoRA is enabled and other requests run, and the engine dies.
+        """
+        attempted = f"measure {model} on {self.url}"
+        free = asyncio.Semaphore(MEASURED_AT_ONCE)
+
+        async def measure(text: Sequence[int]) -> float:
+            request = {
+                "model": model,
+                "prompt": text[:-1],
+                "max_tokens": 1,
+                "temperature": 0,
+                "allowed_token_ids": [text[-1]],
+                "logprobs": 0,
+            }
+            async with free:
+                response = await self._call("POST", "/v1/completions", attempted, request, self._seconds)
+            if response.status_code == 404:
+                why = f"it does not have it: {message_of(response)}"
+                raise ServeError(attempted, why, "A server that has restarted is asked again.", retryable=True)
+            answer = self._json(response, attempted)
+            try:
+                if answer["model"] != model:
+                    why = f"{answer['model']} answered"
+                    raise ServeError(attempted, why, "Restart the server with `flywheel serve`.")
+                return float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise self._not_vllm(attempted) from None
+
+        return await asyncio.gather(*map(measure, texts))
+
+    async def has(self, name: str, path: str) -> bool:
+        """Whether the adapter is loaded. Raises ServeError when another one has its name."""
+        root = (await self.models()).get(name)
+        if root is not None and root != path:
+            raise ServeError(
+                f"load adapter {name} on {self.url}",
+                f"that name is taken by another adapter, from {root}",
+                "Restart the server with `flywheel serve`: a name must never change its weights.",
+            ).of_condition(Condition.MISCONFIGURED)
+        return root is not None
+
+    @property
+    def _quick_seconds(self) -> float:
+        return min(self._seconds, QUICK_SECONDS)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        attempted: str,
+        content: Any = None,
+        seconds: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> httpx2.Response:
+        """The answer with headers and whole body, within `seconds` and of `max_bytes` at most."""
+        timeout = httpx2.Timeout(seconds or self._quick_seconds, connect=CONNECT_SECONDS)
+        try:
+            response = await self._http.request(
+                method, path, json=content, timeout=timeout, extensions={"max_bytes": max_bytes}
+            )
+        except httpx2.TimeoutException as error:
+            raise ServeError(
+                attempted,
+                f"no answer within its time ({type(error).__name__})",
+                "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
+                retryable=True,
+            ).of_condition(Condition.UNREACHABLE) from error
+        except (httpx2.DecodingError, AnswerTooLargeError) as error:
+            raise self._not_vllm(attempted, f": {error}") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                hint = "Name the file of the authority that signed it in SSL_CERT_FILE, or correct serving.urls."
+                why = f"its certificate is not trusted ({error})"
+                raise ServeError(attempted, why, hint).of_condition(Condition.MISCONFIGURED) from error
+            raise ServeError(
+                attempted,
+                f"it cannot be reached ({error or type(error).__name__})",
+                "Start it with `flywheel serve`, or correct serving.urls.",
+                retryable=True,
+            ).of_condition(Condition.UNREACHABLE) from error
+        if response.status_code in (401, 403):
+            raise ServeError(
+                attempted,
+                "it refuses the key",
+                "Use the state directory that `flywheel serve` uses, where its admin key is, or name the environment "
+                "variable with that key in serving.admin_key_env on both sides.",
+            ).of_condition(Condition.MISCONFIGURED)
+        if response.status_code in (502, 503, 504):
+            raise ServeError(
+                attempted,
+                f"it is not ready (HTTP {response.status_code})",
+                "Look at the server's log; restart it if its engine has died.",
+                retryable=True,
+            ).of_condition(Condition.UNREACHABLE)
+        return response
+
+    def _json(self, response: httpx2.Response, attempted: str) -> dict[str, Any]:
+        if response.status_code == 404 and routes.ALIAS in str(response.url):
+            raise no_middleware(attempted)
+        if response.status_code != 200:
+            raise refused(attempted, response)
+        try:
+            answer = response.json()
+        except (ValueError, RecursionError):
+            raise self._not_vllm(attempted) from None
+        if not isinstance(answer, dict):
+            raise self._not_vllm(attempted)
+        return answer
+
+    def _not_vllm(self, attempted: str, why: str = "") -> ServeError:
+        hint = f"See whether {self.url} is the inference server."
+        return ServeError(attempted, f"its answer is not what vLLM answers{why}", hint).of_condition(
+            Condition.MISCONFIGURED
+        )
+
+
+async def every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of calls on several replicas, or the first error after every call has ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

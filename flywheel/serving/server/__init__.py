@@ -1,0 +1,1 @@
+"""What runs inside the vLLM server, and the command that starts it."""

@@ -1,0 +1,113 @@
+"""The aliases of one server and their target models, stored in a file so that they survive a restart.
+
+An alias whose target is not known or not loaded at the start waits: requests to it are refused with the reason until
+its target is set. Runs inside vLLM's process, so only the standard library (and `flywheel.system.files`) is imported.
+Does not know what is loaded later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flywheel.system.files import PRIVATE, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target of an alias: a served model's name and, unless it is the base model, the adapter's directory and the
+    hash of its verified files."""
+
+    name: str
+    path: str | None = None
+    sha256: str | None = None
+
+
+class TargetMismatchError(Exception):
+    """A compare-and-set found another target than it expected."""
+
+    def __init__(self, current: str) -> None:
+        super().__init__(current)
+        self.current = current
+
+
+def read_aliases(file: Path) -> tuple[dict[str, Target], str]:
+    """The saved aliases, none if the file is missing; and why a damaged file cannot be read."""
+    try:
+        saved = json.loads(file.read_bytes())
+        return {
+            alias: Target(str(entry["target"]), entry.get("path"), entry.get("sha256"))
+            for alias, entry in saved.items()
+        }, ""
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return {}, f"the saved aliases in {file} cannot be read ({error})"
+
+
+class AliasTable:
+    """Alias → target, changed by compare-and-set. Lookups never wait; a change is on disk before it takes effect."""
+
+    def __init__(
+        self,
+        aliases: Collection[str],
+        base_model: str,
+        file: Path | None,
+        loaded: Collection[str],
+        waiting: Mapping[str, str],
+    ) -> None:
+        """`loaded` are the adapters that the server starts with. `waiting` are the aliases that are known not to be
+        answered yet, with the reason; saved targets that are not loaded are added."""
+        self.base_model = base_model
+        self._file = file
+        self._change = asyncio.Lock()
+        saved, damage = read_aliases(file) if file else ({}, "")
+        self._targets = {alias: Target(base_model) for alias in aliases} | saved
+        self.waiting: Mapping[str, str] = {}
+        """The aliases that are not answered, and why not."""
+        for alias, target in self._targets.items():
+            why = damage if target.name in (base_model, *loaded) else f"{target.name} is not loaded"
+            self._wait(alias, waiting.get(alias, why))
+        self._sources = {alias: "restored" if alias in saved else "base" for alias in aliases}
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        return self._targets
+
+    def counts(self) -> Counter[str]:
+        """How many of the server's own aliases are `waiting`, answered by the `base` model because nothing else is
+        recorded, `restored` from the file, or `confirmed` since the start."""
+        return Counter("waiting" if alias in self.waiting else where for alias, where in self._sources.items())
+
+    def resolve(self, model: str) -> str | None:
+        """The target of `model`, or None when it is not an alias."""
+        target = self._targets.get(model)
+        return target.name if target else None
+
+    async def point(self, alias: str, target: Target, expected: str | None = None, waiting: str = "") -> str:
+        """Set the target of `alias` and return the previous model name. With a reason in `waiting`, requests to it
+        are refused, as before a swap that is taken back.
+
+        Raises TargetMismatchError when `expected` is given and is not the present target, and OSError when the file
+        cannot be written; both change nothing.
+        """
+        async with self._change:
+            current = self._targets.get(alias, Target(self.base_model)).name
+            if expected is not None and expected != current:
+                raise TargetMismatchError(current)
+            changed = {**self._targets, alias: target}
+            if self._file:
+                saved = {name: {"target": t.name, "path": t.path, "sha256": t.sha256} for name, t in changed.items()}
+                await asyncio.to_thread(write_json, self._file, saved, mode=PRIVATE)
+            self._targets = changed
+            self._wait(alias, waiting)
+            if alias in self._sources:
+                self._sources[alias] = "confirmed"
+            return current
+
+    def _wait(self, alias: str, why: str) -> None:
+        self.waiting = {name: reason for name, reason in {**self.waiting, alias: why}.items() if reason}

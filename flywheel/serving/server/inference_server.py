@@ -1,0 +1,219 @@
+"""The inference server: vLLM's OpenAI server with LoRA, the alias middleware and the deployed adapters.
+
+Builds the command line and the environment of `flywheel serve`. It never imports vLLM, which is a separate program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from flywheel.config import Config, ServingSettings
+from flywheel.config.serving import own_url
+from flywheel.errors import ServeError
+from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
+from flywheel.serving.environment_variables import (
+    ADDRESS_VARIABLE,
+    ADMIN_KEY_FILE_VARIABLE,
+    ADMIN_KEY_VARIABLE,
+    ALIAS_VARIABLE,
+    API_KEY_VARIABLE,
+    BASE_VARIABLE,
+    CALL_LOG_VARIABLE,
+    EXPOSE_VERSIONS_VARIABLE,
+    FILE_VARIABLE,
+    HOSTS_VARIABLE,
+    LOADED_VARIABLE,
+    MAX_ADAPTERS_VARIABLE,
+    MAX_BODY_VARIABLE,
+    OPEN_METRICS_VARIABLE,
+    VLLM_KEY_VARIABLE,
+    WAITING_VARIABLE,
+)
+from flywheel.serving.server.left_processes import environment as server_environment
+from flywheel.serving.server.left_processes import left_processes
+from flywheel.serving.server.middleware import AliasMiddleware
+from flywheel.serving.server.model_parsers import parsers_of
+from flywheel.serving.server.startup_adapters import alias_file, base_name, call_log_file, deployed
+from flywheel.serving.server.vllm_arguments import chat_arguments, check_arguments, has_tls
+from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
+from flywheel.system.files import make_private
+from flywheel.system.server_limits import is_loopback
+
+log = logging.getLogger(__name__)
+
+MODULE = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = f"{AliasMiddleware.__module__}.{AliasMiddleware.__qualname__}"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
+    """The server's arguments and additional environment variables. `versions` are those that the state says are
+    deployed, by alias.
+
+    The last targets of the aliases are loaded at the start. An adapter whose files are missing, damaged or different
+    from the verified ones, or that was trained on another base model, is not loaded, and its alias is refused until
+    its target is set. Raises ServeError.
+    """
+    serving, base = config.serving, config.model.base
+    name = base_name(base)
+    check_arguments(serving.extra_args)
+    keys = _keys(config)
+    adapters, waiting = deployed(config, versions)
+    for alias, why in waiting.items():
+        log.warning("%s is not answered until the daemon or `flywheel deploy` sets its target: %s", alias, why)
+    arguments = [sys.executable, "-m", MODULE]
+    arguments += ["--model", base, "--served-model-name", name]
+    arguments += ["--host", serving.host, "--port", str(serving.port)]
+    # On a CPU, vLLM 0.32 (without our plugin) adds the adapter in the last slot to requests for the base model that
+    # share a batch with one for an adapter: one slot more than adapters stays empty, and an empty slot adds nothing.
+    slots = str(config.max_adapters + _built_for_cpu())
+    arguments += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots]
+    arguments += ["--max-lora-rank", str(serving.max_lora_rank)]
+    arguments += ["--middleware", MIDDLEWARE]
+    if _built_for_cpu():
+        # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
+        # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset"), and every model with it.
+        arguments += ["--no-enable-chunked-prefill"]
+    if serving.max_model_len is not None:
+        arguments += ["--max-model-len", str(serving.max_model_len)]
+    if adapters:
+        modules = [json.dumps({"name": adapter, "path": path}) for adapter, path in adapters.items()]
+        arguments += ["--lora-modules", *modules]
+    arguments += chat_arguments(base, serving)
+    environment = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(serving.cpu_kv_cache_gib),
+        ALIAS_VARIABLE: "\n".join(config.aliases),
+        BASE_VARIABLE: name,
+        FILE_VARIABLE: str(alias_file(config)),
+        LOADED_VARIABLE: json.dumps(list(adapters)),
+        MAX_ADAPTERS_VARIABLE: str(config.max_adapters),
+        CPU_LORA_VARIABLE: "1",
+        WAITING_VARIABLE: json.dumps(waiting),
+        MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
+        ADDRESS_VARIABLE: _address(serving),
+        **keys,
+    }
+    if serving.call_log is not None:
+        kept = {"keep_days": serving.call_log.keep_days, "max_bytes": serving.call_log.max_bytes}
+        environment[CALL_LOG_VARIABLE] = json.dumps({"path": str(call_log_file(config).absolute()), **kept})
+    if Path(base).is_absolute():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if is_loopback(serving.host):
+        hosts = {*LOOPBACK_NAMES, serving.host, *serving.allowed_hosts}
+        environment[HOSTS_VARIABLE] = json.dumps(sorted(hosts))
+    if serving.open_metrics:
+        environment[OPEN_METRICS_VARIABLE] = "1"
+    if serving.expose_versions:
+        environment[EXPOSE_VERSIONS_VARIABLE] = "1"
+    return arguments, environment
+
+
+def prepare(config: Config) -> None:
+    """Create the server's files in the state directory: a directory for its aliases, and its admin key. Raises
+    ServeError."""
+    folder = alias_file(config).parent
+    try:
+        make_private(folder)
+        if not config.serving.admin_key_env:
+            make_admin_key(config)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ServeError(
+            f"keep the aliases and the admin key in {folder}", why, "Check state.dir and its permissions."
+        ) from error
+
+
+def serve(config: Config, versions: Mapping[str, str] | None = None) -> None:
+    """Replace this process by the server, as `command` has it; returns only by raising ServeError."""
+    arguments, environment = command(config, versions)
+    _check_machine(config)
+    prepare(config)
+    if (kept := config.serving.call_log) is not None:
+        log.info(
+            "requests to %s and their responses are recorded in %s: for %g days, up to %g GB. `serving.call_log: "
+            "false` turns it off.",
+            ", ".join(config.aliases),
+            call_log_file(config),
+            kept.keep_days,
+            kept.max_gb,
+        )
+    if not parsers_of(config.model.base, config.serving.tool_call_parser).tool:
+        log.warning(
+            "requests with tools are refused: no parser is known for %s. Set serving.tool_call_parser.",
+            config.model.base,
+        )
+    for left in left_processes(config.state_dir):
+        log.warning("%s: it is ended", left)
+        if not left.end(config.state_dir):
+            log.error("process %d could not be ended and may keep memory of the GPU", left.pid)
+    os.execve(arguments[0], arguments, {**os.environ, **environment, **server_environment(config.state_dir)})
+
+
+def _built_for_cpu() -> bool:
+    """Whether the installed vLLM is the CPU build, which has a distribution of its own."""
+    return bool(list(metadata.distributions(name="vllm-cpu")))
+
+
+def _address(serving: ServingSettings) -> str:
+    url = own_url(serving.host, serving.port)
+    return url.replace("http:", "https:", 1) if has_tls(serving.extra_args) else url
+
+
+def _keys(config: Config) -> dict[str, str]:
+    """The keys as environment variables, because every user of the machine can read arguments. Raises ServeError."""
+    serving, attempted = config.serving, "start the inference server"
+    agents = agents_key(serving, attempted)
+    if not agents and not is_loopback(serving.host):
+        raise ServeError(
+            f"listen on {serving.host}",
+            "whoever reaches the server could use it, and no key is set",
+            "Name an environment variable with a key in serving.api_key_env, or listen on 127.0.0.1.",
+        )
+    keys = {API_KEY_VARIABLE: agents or "", VLLM_KEY_VARIABLE: secrets.token_urlsafe(32)}
+    if not serving.admin_key_env:
+        return {**keys, ADMIN_KEY_FILE_VARIABLE: str(admin_key_file(config))}
+    admin = admin_key(config, own_url(serving.host, serving.port), attempted)
+    if not admin or admin == agents:
+        raise ServeError(
+            attempted,
+            "the admin key is the agents' key: every agent could load adapters",
+            f"Set {serving.admin_key_env} to another key.",
+        )
+    return {**keys, ADMIN_KEY_VARIABLE: admin}
+
+
+def _check_machine(config: Config) -> None:
+    serving, base = config.serving, Path(config.model.base)
+    if importlib.util.find_spec("vllm") is None:
+        raise ServeError(
+            "start the inference server",
+            f"vLLM is not installed for {sys.executable}",
+            "Install `agentscope-flywheel[gpu]`, or `agentscope-flywheel[cpu]` on a machine without a GPU.",
+        )
+    if base.is_absolute() and not (base / "config.json").is_file():
+        why = "the folder holds no config.json" if base.is_dir() else "there is no such folder"
+        raise ServeError(f"serve the model {base}", why, "Point model.base at a model's folder or a hub name.")
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
+    try:
+        with socket.create_server((serving.host, serving.port), family=family):
+            pass
+    except OSError as error:
+        # Errors of name resolution have their own numbers, and create_server extends the text of others.
+        number = error.errno or 0
+        raise ServeError(
+            f"listen on {f'[{serving.host}]' if ':' in serving.host else serving.host}:{serving.port}",
+            os.strerror(number) if number > 0 else (error.strerror or str(error)),
+            "Stop what listens there, or change serving.port and serving.urls.",
+        ) from error

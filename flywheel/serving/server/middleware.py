@@ -1,0 +1,201 @@
+"""The middleware: pure ASGI, inside vLLM's API server (`--middleware`), so a swap costs no extra hop.
+
+It authenticates requests (`authentication`) and replaces an alias in the `model` of a request by its present target
+before the request reaches vLLM (`model_rewriting`): a request in flight keeps its version, and the answer's `model`
+and id name it. Requests to an alias are recorded (`call_recorder`). Answers are unchanged, except that the list of
+models includes the aliases. `management` reads and sets aliases, and `routes` lists the paths. Only the standard
+library is imported, and modules that do the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flywheel.records.request_id import BASE_VERSION, mark_of, new_request_id
+from flywheel.serving import routes
+from flywheel.serving.environment_variables import (
+    ADDRESS_VARIABLE,
+    ALIAS_VARIABLE,
+    BASE_VARIABLE,
+    EXPOSE_VERSIONS_VARIABLE,
+    FILE_VARIABLE,
+    HOSTS_VARIABLE,
+    LOADED_VARIABLE,
+    MAX_BODY_VARIABLE,
+    WAITING_VARIABLE,
+)
+from flywheel.serving.model_listing import listed, not_found, unknown_model
+from flywheel.serving.server.adapter_slots import AdapterSlots
+from flywheel.serving.server.alias_table import AliasTable
+from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, with_body, with_header
+from flywheel.serving.server.authentication import Access, Gate, credential
+from flywheel.serving.server.call_recorder import RETRY_HEADER, CallInProgress, CallRecorder
+from flywheel.serving.server.management_endpoints import Management
+from flywheel.serving.server.model_rewriting import rewrite_model
+from flywheel.serving.server.ready_line import announcing
+from flywheel.system.server_limits import (
+    App,
+    Limited,
+    Message,
+    Receive,
+    RefusedError,
+    Scope,
+    Send,
+    ServerLimits,
+    header,
+    read_body,
+)
+
+MAX_BODY_BYTES = 32_000_000
+"""The default if `flywheel serve` sets no other."""
+
+
+class AliasMiddleware:
+    """vLLM creates it with the app as its only argument; settings come from the environment that `flywheel serve`
+    sets."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        file = os.environ.get(FILE_VARIABLE)
+        self._aliases = AliasTable(
+            os.environ.get(ALIAS_VARIABLE, "").splitlines(),
+            os.environ.get(BASE_VARIABLE, ""),
+            Path(file) if file else None,
+            json.loads(os.environ.get(LOADED_VARIABLE) or "[]"),
+            json.loads(os.environ.get(WAITING_VARIABLE) or "{}"),
+        )
+        self._gate = Gate.of_environment()
+        self._exposes_versions = bool(os.environ.get(EXPOSE_VERSIONS_VARIABLE))
+        hosts = json.loads(os.environ.get(HOSTS_VARIABLE) or "null")
+        limits = ServerLimits(
+            hosts=None if hosts is None else frozenset(hosts),
+            host_hint="Name it in serving.allowed_hosts.",
+            body_bytes=int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES),
+            body_hint="The limit is serving.max_body_mb.",
+        )
+        self._limited = Limited(self._let_in, limits, refuse)
+        self._address = os.environ.get(ADDRESS_VARIABLE)
+        self._started = int(time.time())
+        # Tells clients that the server was restarted.
+        self._instance = secrets.token_hex(8)
+        self._recorder = CallRecorder.of_environment()
+        self._slots = AdapterSlots.of_environment(app)
+        self._management = Management(self._aliases, self._instance, self._recorder, self._slots.most)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            told = announcing(send, self._address, self._announcement) if self._address else send
+            return await self._app(scope, receive, self._flushing(told))
+        await self._limited(scope, receive, send)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = credential(scope)
+        scope, access = self._gate.admit(scope)
+        if scope["type"] == "websocket":
+            return await self._app(scope, receive, send)
+        path, method = route_path(scope), scope["method"]
+        may_ask = self._may_ask(access)
+        send = changed(send, (404, 405), lambda status, body: not_found(status, body, self._aliases.targets))
+        if path.removesuffix("/") == routes.READY:
+            await self._app(_at(scope, routes.HEALTH), receive, changed(send, range(600), self._readiness))
+        elif path.startswith(routes.MANAGEMENT):
+            await self._management(scope, receive, send)
+        elif method == "POST" and path == routes.LOAD_ADAPTER:
+            await self._slots.load(scope, receive, send)
+        elif path.startswith(routes.SAGEMAKER_ADAPTERS):
+            raise RefusedError(404, f"adapters are loaded at {routes.LOAD_ADAPTER}")
+        elif method == "POST" and path in routes.INFERENCE and is_json(scope):
+            await self._infer(scope, receive, send, key, may_ask)
+        else:
+            if method == "GET" and (path == routes.MODELS or path.startswith(routes.MODEL)):
+                wanted = path.removeprefix(routes.MODELS).removeprefix("/")
+                scope = _at(scope, routes.MODELS)
+
+                def models(status: int, body: bytes) -> tuple[int, bytes]:
+                    return listed(status, body, self._aliases.targets, self._started, may_ask, wanted)
+
+                send = changed(send, (200,), models)
+            await self._app(scope, receive, send)
+
+    def _may_ask(self, access: Access) -> Callable[[str], bool]:
+        """Whether a client may ask for the model of a name, besides the aliases."""
+        base = self._aliases.base_model
+        shows_all = access is Access.ADMIN or self._exposes_versions or not base
+        return lambda model: shows_all or model in ("", base)
+
+    async def _infer(
+        self, scope: Scope, receive: Receive, send: Send, key: bytes, may_ask: Callable[[str], bool]
+    ) -> None:
+        """`key` is the client's, which the request to vLLM does not have."""
+
+        def resolve(model: str) -> str | None:
+            if why := self._aliases.waiting.get(model):
+                raise RefusedError(503, f"{model} has no answer yet: {why}")
+            target = self._aliases.resolve(model)
+            if target is None and not may_ask(model):
+                raise RefusedError(404, unknown_model(model, self._aliases.targets))
+            return target
+
+        started_ns = time.time_ns()
+        request = await read_body(receive)
+        if request is None:
+            return  # The client disconnected before the end of its request.
+        path = route_path(scope)
+        marked = functools.cache(self._new_request_id)  # The same id in the header, the body and the call log.
+        # vLLM takes the id of a response from the header, but this path's from the body.
+        in_body = (lambda target: f"resp_{marked(target)}") if path == routes.RESPONSES else None
+        # The version is fixed here: nothing is awaited between the lookup and the app.
+        body, target = rewrite_model(request, resolve, in_body)
+        if target is not None:
+            request_id = marked(target)
+            scope = with_header(scope, b"x-request-id", request_id.encode())
+            if self._recorder is not None and path in routes.RECORDED:
+                version, retry = self._version(target), header(scope, RETRY_HEADER)
+                call = CallInProgress(request_id, path, version, key, retry, request, started_ns)
+                return await self._recorder.recorded(call, self._app, scope, body, receive, send)
+        elif mark_of(header(scope, b"x-request-id").decode("latin-1")):
+            # Only the middleware sets this header, and only for requests to an alias.
+            scope = with_header(scope, b"x-request-id", None)
+        await with_body(self._app, scope, body, receive, send)
+
+    def _version(self, target: str) -> str:
+        return BASE_VERSION if target == self._aliases.base_model else target
+
+    def _new_request_id(self, target: str) -> str:
+        return new_request_id(self._instance, self._version(target))
+
+    def _flushing(self, send: Send) -> Send:
+        """A `send` for the server's lifespan events, which writes the recorded calls before the server stops."""
+
+        async def passed(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown") and self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
+            await send(message)
+
+        return passed
+
+    def _readiness(self, health: int, _body: bytes) -> tuple[int, bytes]:
+        """The status and body of the readiness, from those of vLLM's health."""
+        counts = self._aliases.counts()
+        is_ready = health == 200 and not counts["waiting"]
+        return 200 if is_ready else 503, json.dumps({"ready": is_ready, "health": health, "aliases": counts}).encode()
+
+    def _announcement(self) -> str:
+        waiting = self._aliases.waiting
+        targets = [
+            f"{alias} {'waits: ' + waiting[alias] if alias in waiting else 'is answered by ' + target.name}"
+            for alias, target in self._aliases.targets.items()
+        ]
+        return f"flywheel serve is ready at {self._address}/v1: {', '.join(targets)}"
+
+
+def _at(scope: Scope, path: str) -> Scope:
+    """The same request for another of the server's paths."""
+    return {**scope, "path": str(scope["path"]).removesuffix(route_path(scope)) + path}

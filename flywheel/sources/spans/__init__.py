@@ -1,0 +1,1 @@
+"""Spans of any source, and the replies that are read from them."""

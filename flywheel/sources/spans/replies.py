@@ -1,0 +1,401 @@
+"""Makes replies of traces: query, answer, history, trajectory, and why a reply becomes no task.
+
+`extract` is pure: a batch with packed rows in, a batch with ledger entries out. It runs in the reader's thread, or in
+a process of its own while a long history is read.
+
+Interruptions look different in each client. AgentScope 1.0.7 exports no agent span at all, so the reply ends as
+unfinished. Later 1.x ends the span with `asyncio.CancelledError`. 2.x ends it as if all were well, with a fixed
+sentence; only the last model call (finish reason) or tool result (`is_interrupted`, state) shows the interruption. A
+returned message may also say so (`_is_interrupted` in its metadata). The fixed sentence alone proves nothing, as a
+model may say it: it counts if no model call of the reply produced it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from flywheel.records import exclusion
+from flywheel.records.batch import Batch, Entry, entries_of, storable
+from flywheel.records.exclusion import TrainedModels
+from flywheel.records.finish_functions import FINISH_FUNCTIONS
+from flywheel.records.model_call import ModelCall
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import ChatMessage, DeadRow, Reply, Selection, SpanStatus
+from flywheel.sources.spans import attributes as at
+from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
+from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, question_of, with_calls
+from flywheel.sources.spans.span import NOTHING, Attributes, Span, SpanKind
+from flywheel.sources.spans.trace_tree import Role, Tree
+from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
+from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
+
+INTERRUPTION_SENTENCES: Final = frozenset(
+    {
+        "I noticed that you have interrupted me. What can I do for you?",
+        "I notice the interruption. How can I help you?",
+    }
+)
+NO_CALLS: Final[Mapping[str, ModelCall]] = MappingProxyType({})
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
+"""Raised by content of an unexpected shape. It makes its own reply dead, never the batch."""
+_FINISH_NAMES: Final = [name.encode() for name in FINISH_FUNCTIONS]
+_GROUP: Final = 256
+"""Replies that become entries together. Larger groups save little time and hold more memory."""
+
+
+def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Batch:
+    """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
+    known = SCHEMAS[schema]
+    entries: list[Entry] = []
+    dead = list(batch.dead)
+    kinds: Counter[str] = Counter()
+    replies: list[Reply] = []
+    for rows, is_open in batch.traces:
+        own, bad = replies_of(known, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls)
+        replies += own
+        dead += bad
+        if len(replies) >= _GROUP:
+            entries += _entries(replies, source, selection.models, dead)
+            replies.clear()
+    entries += _entries(replies, source, selection.models, dead)
+    return replace(batch, traces=(), marks=(), calls={}, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
+
+
+def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
+    """The entries of replies. A reply that cannot be written becomes a dead row."""
+    try:
+        return entries_of(replies, source, models)
+    except _BAD_CONTENT as error:
+        if len(replies) > 1:
+            return [entry for reply in replies for entry in _entries([reply], source, models, dead)]
+        (reply,) = replies
+        why = storable(f"it cannot be written as JSON: {error}")[:2000]
+        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500]))
+        return []
+
+
+def replies_of(
+    schema: Schema,
+    rows: Mapping[int, bytes],
+    selection: Selection,
+    *,
+    is_open: bool,
+    kinds: Counter[str],
+    calls: Mapping[str, ModelCall] = NO_CALLS,
+) -> tuple[list[Reply], list[DeadRow]]:
+    """The replies and dead rows of one trace, from its packed rows by number.
+
+    `is_open` if spans are missing that may still arrive. `kinds` counts the spans of traces without an agent.
+    `calls` are recorded calls by request id.
+    """
+    spans: dict[str, Span] = {}
+    dead: list[DeadRow] = []
+    for rowid in sorted(rows):
+        span = schema.read(rowid, rows[rowid])
+        if isinstance(span, DeadRow):
+            dead.append(span)
+        else:
+            spans[span.span_id] = span
+    spans = with_calls(spans, calls)
+    tree = Tree(spans, {row.span_id for row in dead})
+    if not tree.is_plain and (cyclic := tree.cyclic()):
+        for span in cyclic:
+            dead.append(_dead(span, rows, "its parents form a circle"))
+            del spans[span.span_id]
+        tree = Tree(spans, {row.span_id for row in dead})
+    if not tree.agents:
+        kinds.update(span.kind.value for span in spans.values())
+    replies: list[Reply] = []
+    for agent in tree.agents:
+        try:
+            reply = finished_reply(tree, agent, selection)
+        except _BAD_CONTENT as error:
+            dead.append(_dead(agent, rows, f"its content cannot be read: {error}"))
+            continue
+        if is_open:
+            reply = replace(reply, skip=SkipReason.UNFINISHED, skip_detail="a span above the agent's has not arrived")
+        replies.append(reply)
+    if tree.missing_agents:
+        replies += _missing_agents(tree, selection)
+    return replies, dead
+
+
+def _missing_agents(tree: Tree, selection: Selection) -> Iterator[Reply]:
+    for parent, children in tree.missing_agents.items():
+        try:
+            yield unfinished_reply(tree, parent, children, selection)
+        except _BAD_CONTENT:
+            # The children cannot be read either; all that is known is that the reply existed.
+            bare = [replace(child, attributes=Attributes(), kind=SpanKind.OTHER, events=()) for child in children]
+            yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare, selection)
+
+
+def _dead(span: Span, rows: Mapping[int, bytes], error: str) -> DeadRow:
+    why = storable(error)[:2000]
+    return DeadRow(span.rowid, span.span_id, span.trace_id, why, excerpt_of(rows[span.rowid]))
+
+
+def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
+    """The reply of an agent span. Raises ReprError if its texts are garbled."""
+    placement = tree.placement(agent)
+    calls = Trajectory(tree.own(agent.span_id))
+    handed = at.input_messages(agent)
+    output = at.agent_output(agent)
+    answer = text_of(output) if output else ""
+    request = _request(handed)
+    conversation = calls.first_input()
+    resumed: tuple[ChatMessage, ...] = ()
+    if not handed:
+        conversation, resumed = _resumed(conversation)
+        request = conversation[-1]["content"] if conversation and conversation[-1]["role"] != "system" else ""
+    history, turn = _history(conversation, request, handed)
+    given = conversation + list(resumed)
+    asked = placement.asked if placement.role is Role.LAST else agent
+    query = request if asked is agent else _request(at.input_messages(asked))
+    images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
+    if calls.recorded is not None and not images and (sent := question_of(calls.recorded.messages)) is not None:
+        images = tuple(dict.fromkeys(images_of(sent)))
+    name = at.agent_name(agent)
+    steps = calls.steps(answer, resumed)
+    has_query = bool(query.strip() or images)
+    skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
+    of_models = calls.of_models(selection.models)
+    if skip in (SkipReason.ERROR, SkipReason.NESTED) and all(
+        map(_shows_nothing, tree.agents_above(agent) or [agent])
+    ):
+        # Its calls are not claimed: a source of calls shows the reply.
+        of_models |= {"calls": (), "missing": ()}
+    return Reply(
+        span_id=agent.span_id,
+        trace_id=agent.trace_id,
+        conversation_id=agent.conversation_id,
+        root=agent.attributes.flywheel.root_conversation,
+        agent=name,
+        query=query,
+        answer=answer,
+        started_at=_time(agent.started_ns),
+        ended_at=_time(agent.ended_ns),
+        request=request,
+        turn=turn,
+        history=history,
+        trajectory=steps,
+        images=images,
+        structured=_structured(agent, calls),
+        errors=calls.errors(steps),
+        status=agent.status,
+        service=agent.service,
+        user=at.user_id(agent),
+        prompt_reason=inexact_because(calls.recorded)
+        if calls.recorded is not None
+        else prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}]),
+        skip=skip,
+        skip_detail=detail,
+        **of_models,
+    )
+
+
+def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selection: Selection) -> Reply:
+    """The reply of an agent span that never arrived, from its children."""
+    calls = Trajectory(tree.own(parent_id))
+    conversation = calls.first_input()
+    asked = [m["content"] for m in conversation if m["role"] == "user" and not is_reminder(m["content"])]
+    request = asked[-1] if asked else ""
+    history, turn = _history(conversation, request, ())
+    return Reply(
+        span_id=parent_id,
+        trace_id=children[0].trace_id,
+        conversation_id=children[0].conversation_id,
+        agent=next((name for span in calls.models if (name := at.speaker(span))), ""),
+        query=request,
+        answer="",
+        started_at=_time(min(span.started_ns for span in calls.own)),
+        ended_at=_time(max(span.ended_ns for span in calls.own)),
+        request=request,
+        turn=turn,
+        history=history,
+        trajectory=calls.steps(""),
+        status=SpanStatus.UNSET,
+        service=children[0].service,
+        skip=SkipReason.UNFINISHED,
+        skip_detail="the agent's own span has not arrived",
+        **calls.of_models(selection.models),
+    )
+
+
+def _request(handed: Sequence[Message]) -> str:
+    """The text of the last message with text. The messages before it are history."""
+    return next((text for message in reversed(handed) if (text := text_of(message))), "")
+
+
+def _resumed(conversation: list[ChatMessage]) -> tuple[list[ChatMessage], tuple[ChatMessage, ...]]:
+    """The conversation that an agent called without a message answers, and the steps it had taken before.
+
+    It answers what it has observed. Or it continues a reply that stopped at a tool, which a person had to allow or
+    which was executed elsewhere: then it answers the question before those steps.
+    """
+    end = len(conversation)
+    while end and (conversation[end - 1]["role"] == "tool" or "tool_calls" in conversation[end - 1]):
+        end -= 1
+    return conversation[:end], tuple(conversation[end:])
+
+
+def _history(
+    conversation: Sequence[ChatMessage], request: str, handed: Sequence[Message]
+) -> tuple[tuple[ChatMessage, ...], int]:
+    """The conversation without the request, and the number of earlier turns.
+
+    The request is the last user message with that text, else the last assistant message with it, by which a pipeline
+    stage is called, else the last user message.
+    Messages behind it (retrieved knowledge, hints) stay, as the model saw them.
+    """
+    same = [place for place, message in enumerate(conversation) if message["content"] == request]
+    asked_at = (
+        [place for place in same if conversation[place]["role"] == "user"]
+        or [place for place in same if conversation[place]["role"] == "assistant"]
+        or [place for place, message in enumerate(conversation) if message["role"] == "user"]
+    )
+    if not asked_at:
+        return tuple(conversation), 0
+    place = asked_at[-1]
+    before = list(conversation[:place])
+    asked = conversation[place]
+    if asked["content"] != request and (earlier := _earlier(asked["content"], handed)):
+        before.append({**asked, "content": earlier})
+    asked_before = sum(message["role"] == "user" and not is_reminder(message["content"]) for message in before)
+    return (*before, *conversation[place + 1 :]), max(0, asked_before - _handed_with(handed, before))
+
+
+def _handed_with(handed: Sequence[Message], before: Sequence[ChatMessage]) -> int:
+    """How many messages the agent was handed together with the request. Those up to an answer of its own, which its
+    model was sent as such, are earlier turns."""
+    answers = {message["content"] for message in before if message["role"] == "assistant"}
+    for number, message in enumerate(reversed(handed)):
+        if message.get("role") == "assistant" and text_of(message) in answers:
+            return max(0, number - 1)
+    return max(0, len(handed) - 1)
+
+
+def _earlier(content: str, handed: Sequence[Message]) -> str:
+    """The part of a message that is the conversation before the request; empty if there is none.
+
+    AgentScope's formatters for several agents write a conversation into one message, between tags, with each text
+    behind its speaker's name.
+    """
+    message = next((message for message in reversed(handed) if text_of(message)), None)
+    if message is None:
+        return ""
+    asked = "".join(f"\n{message.get('name')}: {text}" for text in texts_in(blocks_of(message)))
+    head, end, _ = content.rpartition("\n</history>")
+    if not end or not head.endswith(asked):
+        return ""
+    head = head[: -len(asked)]
+    return "" if head.endswith("<history>") else head + end
+
+
+def _structured(agent: Span, calls: Trajectory) -> dict[str, Any] | None:
+    """Structured output: 1.x has it in the returned message's metadata, 2.x in the finish function's arguments."""
+    if agent.attributes.input.kwargs.structured_model != NOTHING:
+        metadata = {key: value for key, value in at.returned_metadata(agent).items() if not key.startswith("_")}
+        if metadata:
+            return metadata
+    for tool in reversed(calls.tools):
+        arguments = tool.arguments if tool.name in FINISH_FUNCTIONS else None
+        # Without a structure to fill, 1.x passes the bare answer under this name.
+        if isinstance(arguments, dict) and arguments and arguments.keys() != {"response"}:
+            return arguments
+    return None
+
+
+def _skip(
+    agent: Span,
+    calls: Trajectory,
+    output: Message | None,
+    answer: str,
+    has_query: bool,
+    role: Role,
+    name: str,
+    selection: Selection,
+) -> tuple[SkipReason | None, str]:
+    """Why a reply becomes no task, with details for people; None if it becomes one."""
+    if name in selection.exclude:
+        return SkipReason.AGENT_EXCLUDED, f"ingest.agents.exclude names {name}"
+    if skip := agent.attributes.flywheel.skip:
+        return SkipReason(skip), agent.attributes.flywheel.detail
+    if role is Role.NESTED and name not in selection.include:
+        return SkipReason.NESTED, "another agent called it as a tool"
+    if role is Role.STAGE and name not in selection.include:
+        return SkipReason.PIPELINE_STAGE, "another agent went on from its answer"
+    if _was_interrupted(agent, calls, output, answer):
+        return SkipReason.INTERRUPTED, "the reply was interrupted"
+    if agent.status is SpanStatus.ERROR:
+        return SkipReason.ERROR, error_text(agent)
+    if output is None:
+        return SkipReason.ERROR, error_text(agent) or "the agent's span has no output"
+    # AgentScope 2.x stops for tools that a person must allow, or that are executed elsewhere.
+    pause = agent.attributes.agentscope.agent
+    pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
+    if tools := [str(tool) for raw in pending for tool in at.value_of(raw) or ()]:
+        return SkipReason.UNFINISHED, f"it stopped until {', '.join(tools)} is allowed or carried out elsewhere"
+    if not has_query:
+        return SkipReason.NO_QUERY, "the agent was handed no text and no image"
+    return None, ""
+
+
+def _shows_nothing(agent: Span) -> bool:
+    """Whether an agent's span says neither what it answered nor that it failed: some instrumentations write messages
+    elsewhere."""
+    try:
+        return not error_text(agent) and at.agent_output(agent) is None
+    except _BAD_CONTENT:
+        return False
+
+
+def _was_interrupted(agent: Span, calls: Trajectory, output: Message | None, answer: str) -> bool:
+    if agent.events and exception(agent)[0].endswith("CancelledError"):
+        return True
+    metadata = at.returned_metadata(agent) if output else {}
+    if metadata.get("_is_interrupted") is True or metadata.get("is_interrupted") is True:
+        return True
+    last = next((span for span in reversed(calls.own) if span.kind in (SpanKind.LLM, SpanKind.TOOL)), None)
+    if last is not None and is_interrupted(last):
+        return True
+    if answer not in INTERRUPTION_SENTENCES:
+        return False
+    answers = [text_of(message) for message in calls.answers if message]
+    return bool(answers) and answer not in answers
+
+
+def _time(ns: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=ns // 1000)
+
+
+def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequence[ChatMessage]) -> str:
+    """Why a prompt is not exactly what the model was sent, as far as the trace shows; empty if nothing is missing.
+
+    `first` is the first model call of the reply, `given` its input without an empty message at its end and without
+    finish functions.
+    """
+    if first is None or not given:
+        # Also AgentScope 2.0.0 to 2.0.6.
+        return exclusion.NOT_RECORDED
+    chat = at.conversation(first)
+    called = {call["function"]["name"] for message in chat for call in message.get("tool_calls", ())}
+    offered = map(bytes, (first.attributes.gen_ai.tool.definitions, first.attributes.input.kwargs.tools))
+    # AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message with nothing
+    # else is recorded without parts. Models are not sent empty messages.
+    has_empty = any(message["content"] == "" and "tool_calls" not in message for message in chat)
+    reasons = {
+        exclusion.HIDDEN_MESSAGE: has_empty and any(sent.get("parts") == [] for sent in at.input_messages(first)),
+        exclusion.OTHERWISE: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
+        exclusion.IMAGE: at.holds_media(first),
+        exclusion.FINISH_FUNCTION: any(name in raw for raw in offered for name in _FINISH_NAMES),
+        exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
+    }
+    return "; ".join(reason for reason, applies in reasons.items() if applies)

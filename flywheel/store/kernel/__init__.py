@@ -1,0 +1,1 @@
+"""The state database: its schema, opening it, and writing to it."""

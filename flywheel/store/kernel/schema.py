@@ -1,0 +1,485 @@
+"""The tables. Times are UTC in ISO 8601; JSON columns hold what varies in structure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+SCHEMA_VERSION: Final = 11
+
+metadata = MetaData()
+
+meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
+
+sources = Table(
+    "sources",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("path", Text, nullable=False, unique=True),
+    Column("schema", Text, nullable=False, default=""),
+    Column("identity", Text, nullable=False, default=""),
+    Column("fingerprint", Text, nullable=False, default=""),
+    Column("generation", Integer, nullable=False, default=0),
+    Column("rowid_done", Integer, nullable=False, default=0),
+    Column("anchor", Text, nullable=False, server_default=""),
+    Column("type", Text, nullable=False, server_default="studio"),
+    Column("condition", Text, nullable=False, server_default=""),
+    Column("swept_at", Text),
+    Column("open_traces", Integer, nullable=False, default=0),
+    Column("longest_read_ms", Float, nullable=False, default=0.0),
+    Column("error", Text, nullable=False, default=""),
+    Column("warning", Text, nullable=False, default=""),
+    Column("read_at", Text),
+)
+
+replies = Table(
+    "replies",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("source_id", ForeignKey("sources.id"), nullable=False),
+    Column("span_id", Text, nullable=False),
+    Column("trace_id", Text, nullable=False, index=True),
+    Column("conversation_id", Text, nullable=False, default=""),
+    Column("agent", Text, nullable=False, default=""),
+    Column("state", Text, nullable=False),
+    Column("skip_reason", Text),
+    Column("detail", Text, nullable=False, default=""),
+    Column("task_id", ForeignKey("tasks.id"), index=True),
+    Column("content", BigInteger),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("source_id", "span_id"),
+    Index("replies_by_state", "source_id", "state", "skip_reason"),
+)
+"""`content` is the content hash of the reply, NULL in rows of older states."""
+
+traces = Table(
+    "traces",
+    metadata,
+    Column("source_id", ForeignKey("sources.id"), primary_key=True),
+    Column("trace_id", Text, primary_key=True),
+    Column("rowids", Text, nullable=False),
+    Column("digest", BigInteger, nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("is_open", Boolean, nullable=False),
+    Index("traces_open", "source_id", sqlite_where=text("is_open")),
+    sqlite_with_rowid=False,
+)
+"""The checkpoint of every trace, see `flywheel.records.trace.Checkpoint`; `rowids` are ranges such as `7-9,12`."""
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("split", Text, nullable=False),
+    Column("like", Text, nullable=False),
+    Column("words", LargeBinary, nullable=False),
+    Column("exact", Boolean, nullable=False, server_default=text("0")),
+    Index("conversations_joined", "like", sqlite_where=text('"like" <> key AND exact = 0')),
+    sqlite_with_rowid=False,
+)
+"""The split of each conversation, which never changes. `like` is the conversation that it follows because it begins
+nearly or exactly (`exact`) as that one does, else itself; `words` are the hashes of the words of its first question,
+empty where `exact`."""
+
+signature_bands, recent_bands = (
+    Table(
+        name,
+        metadata,
+        Column("band", BigInteger, primary_key=True),
+        Column("key", ForeignKey("conversations.key"), primary_key=True),
+        sqlite_with_rowid=False,
+    )
+    for name in ("signature_bands", "recent_bands")
+)
+"""The bands by which conversations that begin alike are found, see `flywheel.records.similarity`; also the hash of
+each beginning. New rows go to the small table `recent_bands` first, see `flywheel.store.splits`."""
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("conversation_id", Text, nullable=False),
+    Column("agent", Text, nullable=False),
+    Column("adapter", Text, nullable=False, default=""),
+    Column("started_at", Text, nullable=False),
+    Column("split", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("excluded", Text, nullable=False, server_default=text("''")),
+    Column("model", Text, nullable=False, server_default=text("''")),
+    Column("target", Text, nullable=False, server_default=text("''")),
+    Column("beginning", BigInteger),
+    Column("payload", JSON, nullable=False),
+    Column("retry_at", Text),
+    Column("crashes", Integer, nullable=False, server_default=text("0")),
+    Column("created_at", Text, nullable=False),
+    Index("tasks_by_beginning", "beginning", sqlite_where=text("beginning IS NOT NULL")),
+    Index("tasks_by_state", "state", "split"),
+    Index("tasks_suspected", "crashes", sqlite_where=text("crashes > 0")),
+    Index("tasks_for_rounds", "state", "split", "excluded", "target"),
+    Index("tasks_by_conversation", "conversation_id", "started_at"),
+)
+"""`excluded` says why rounds leave it out, see `flywheel.records.exclusion`; empty if they do not. `model` is the
+requested model, empty if it is unknown or the response's id names the version. `target` is the target whose samples
+it can be (`targets`), empty for none and without targets. `beginning` is a hash of the beginning of its conversation,
+for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
+
+reply_calls = Table(
+    "reply_calls",
+    metadata,
+    Column("request_id", Text, primary_key=True),
+    Column("reply_id", ForeignKey("replies.id"), primary_key=True, index=True),
+    Column("is_joined", Boolean, nullable=False),
+    Index("reply_calls_missing", "reply_id", sqlite_where=text("NOT is_joined")),
+    sqlite_with_rowid=False,
+)
+"""The recorded calls of each reply by request id; `is_joined` says whether it was found in the call log."""
+
+dead_letters = Table(
+    "dead_letters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("source_id", ForeignKey("sources.id")),
+    Column("subject", Text, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("excerpt", Text, nullable=False, default=""),
+    Column("state", Text, nullable=False, server_default="open"),
+    Column("attempts", Integer, nullable=False, server_default="1"),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("kind", "source_id", "subject"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("at", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("old", Text),
+    Column("new", Text, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+    Index("events_by_subject", "kind", "subject"),
+)
+
+verdicts = Table(
+    "verdicts",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("judge_hash", Text, nullable=False),
+    Column("outcome", Text, nullable=False),
+    Column("score", Float),
+    Column("results", JSON, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("error", Text, nullable=False, default=""),
+    Column("calls", Integer, nullable=False, default=0),
+    Column("prompt_tokens", Integer, nullable=False, default=0),
+    Column("completion_tokens", Integer, nullable=False, default=0),
+    Column("latency_seconds", Float, nullable=False, default=0.0),
+    Column("created_at", Text, nullable=False),
+    Column("judgements", JSON, nullable=False, server_default="[]"),
+    UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
+    # Counts by rubric, and comparisons of two, read no verdict.
+    Index("verdicts_by_rubric", "rubric_hash", "task_id", "judge_hash", "outcome"),
+)
+"""`judgements` are the judge's answers that the verdict was made of, see `flywheel.records.verdict.Judgement`."""
+
+judge_days = Table(
+    "judge_days",
+    metadata,
+    Column("day", Text, primary_key=True),
+    Column("purpose", Text, primary_key=True),
+    Column("calls", Integer, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+)
+"""Usage of judges by day (UTC) and purpose, see `flywheel.judge.usage.Purpose`."""
+
+judge_costs = Table(
+    "judge_costs",
+    metadata,
+    Column("day", Text, primary_key=True),
+    Column("purpose", Text, primary_key=True),
+    Column("currency", Text, primary_key=True),
+    Column("amount", Float, nullable=False),
+)
+"""What the tokens of `judge_days` cost by the prices at the time of the calls; no row where no prices were set."""
+
+judge_errors = Table(
+    "judge_errors",
+    metadata,
+    Column("hour", Text, primary_key=True),
+    Column("error", Text, primary_key=True),
+    Column("count", Integer, nullable=False),
+)
+"""Undecided verdicts by hour (UTC, `2026-01-31T13`) and error. Errors that differ only in numbers are one."""
+
+rubric_texts = Table(
+    "rubric_texts",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("rubric_id", Text, nullable=False),
+    Column("version", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("first_used_at", Text, nullable=False),
+)
+"""Each rubric that verdicts were made by, as its file was; `hash` is `rubric_hash` of other tables."""
+
+judge_models = Table(
+    "judge_models",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("first_used_at", Text, nullable=False),
+)
+"""Each judge that verdicts were made by; `hash` is `judge_hash` of other tables."""
+
+labels = Table(
+    "labels",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), nullable=False, index=True),
+    Column("verdict_id", ForeignKey("verdicts.id")),
+    Column("label", Text, nullable=False),
+    Column("criterion", Text, nullable=False),
+    Column("comment", Text, nullable=False),
+    Column("is_blind", Boolean, nullable=False),
+    Column("labelled_by", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+)
+"""What people say of replies, append-only: the last of a person on a task and criterion counts. `criterion` is empty
+for the whole reply. `verdict_id` is the verdict at that time; `is_blind` whether the person did not see it."""
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("arguments", JSON, nullable=False),
+    Column("requested_by", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("result", JSON),
+    Column("error", Text, nullable=False, server_default=""),
+    Column("created_at", Text, nullable=False),
+    Column("finished_at", Text),
+    Index("requests_open", "id", sqlite_where=text("state = 'open'")),
+)
+"""Actions that people ask for, see `flywheel.store.requests`. `result` is what was done, or the error."""
+
+supplies = Table(
+    "supplies",
+    metadata,
+    Column("at", Text, primary_key=True),
+    Column("target", Text, primary_key=True, server_default=text("''")),
+    Column("usable", Integer, nullable=False),
+    Column("needed", Integer, nullable=False),
+    Column("waits_for", Text, nullable=False),
+)
+"""Usable samples of each target (`rounds.target`) each time that their number or what its next round waits for
+changed."""
+
+fingerprints = Table(
+    "fingerprints",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("like", Integer, nullable=False),
+    Column("scope", BigInteger, nullable=False),
+    Column("exact", BigInteger, nullable=False),
+    Column("words", LargeBinary, nullable=False),
+    Column("particulars", LargeBinary, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("threshold", Float, nullable=False),
+    Column("kept", Boolean, nullable=False),
+    Index("fingerprints_by_exact", "exact"),
+    Index("fingerprints_by_scope", "scope", "kept"),
+    Index("fingerprints_by_like", "like"),
+)
+"""The fingerprints of questions. Only questions of one `scope` are compared: the same split, the same conversation
+before, the same numbers. `like` is the first task that it nearly repeats, else itself; `kept` whether it went on to
+the judge; `text` is the key of its embedding."""
+
+fingerprint_bands = Table(
+    "fingerprint_bands",
+    metadata,
+    Column("band", BigInteger, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+
+embeddings = Table(
+    "embeddings",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("text", Text, primary_key=True),
+    Column("vector", LargeBinary, nullable=False),
+)
+"""One float32 vector of length 1 per text and model, of the same dimension for a model; `text` is a hash. A vector is
+empty if the endpoint returned none."""
+
+duplicates = Table(
+    "duplicates",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("original_id", ForeignKey("tasks.id"), nullable=False, index=True),
+    Column("similarity", Float, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+)
+"""Which task each rejected duplicate repeats."""
+
+influences = Table(
+    "influences",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("conversation", Text, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("template", BigInteger, nullable=False),
+    Column("origin", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("released", Boolean, nullable=False, default=False),
+    Index("influences_by_origin", "origin", "at"),
+)
+"""The weights of tasks in the shares of a round. `origin` is the user, else the source; `at` when it was asked, in
+seconds since 1970; `released` whether a person has released it."""
+
+calibrations = Table(
+    "calibrations",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("rubric_id", Text, nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("judge_hash", Text, nullable=False),
+    Column("judge_model", Text, nullable=False),
+    Column("n", Integer, nullable=False),
+    Column("undecided", Integer, nullable=False),
+    Column("agreement", Float),
+    Column("kappa", Float),
+    Column("kappa_low", Float),
+    Column("kappa_high", Float),
+    Column("created_at", Text, nullable=False),
+    Index("calibrations_by_rubric", "rubric_hash", "judge_hash"),
+)
+"""`kappa` is NULL if it is not defined: all labels or all verdicts are the same."""
+
+rounds = Table(
+    "rounds",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("state", Text, nullable=False),
+    Column("live", Integer, unique=True),
+    Column("target", Text, nullable=False, server_default=text("''")),
+    Column("trigger", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, default=1),
+    Column("parent", Text),
+    Column("config_hash", Text, nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("seed", Integer, nullable=False),
+    Column("dir", Text, nullable=False),
+    Column("pid", Integer),
+    Column("usage_read", Integer, nullable=False, server_default="0"),
+    Column("result", JSON),
+    Column("reason", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    Column("finished_at", Text),
+)
+"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round. `target` is
+the target that it trains, empty without `targets`. `usage_read` is how many bytes of its `usage.jsonl` are counted in
+`judge_days`."""
+
+round_samples = Table(
+    "round_samples",
+    metadata,
+    Column("round_id", ForeignKey("rounds.id"), primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
+    Column("split", Text, nullable=False),
+)
+
+gate_tests = Table(
+    "gate_tests",
+    metadata,
+    Column("round_id", ForeignKey("rounds.id"), primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("alpha", Float, nullable=False),
+    Column("conversations", Integer),
+    Column("spread", Float),
+    Column("samples", Integer),
+)
+"""Which test of the gate each round is, see `flywheel.training.gate.alpha_spending`. `conversations` is how many it
+has used, NULL until its rewards were seen: the test is not spent."""
+
+gate_conversations = Table(
+    "gate_conversations",
+    metadata,
+    Column("conversation", Text, primary_key=True),
+    Column("round_id", ForeignKey("gate_tests.round_id"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+"""Which held-out conversations each test that was spent has used."""
+
+gate_decisions = Table(
+    "gate_decisions",
+    metadata,
+    Column("round_id", ForeignKey("gate_tests.round_id"), primary_key=True),
+    Column("decided_at", Text, nullable=False),
+    Column("decision", JSON, nullable=False),
+)
+"""What the gate decided about each comparison, see `flywheel.records.round.GateDecision`. A decision is repeated,
+with the settings of then, if the round could not be ended."""
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("round_id", ForeignKey("rounds.id"), nullable=False),
+    Column("parent", Text),
+    Column("base_model", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("comparison", JSON),
+    Column("probe", JSON),
+    Column("created_at", Text, nullable=False),
+)
+
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("alias", Text, nullable=False),
+    Column("active_alias", Text, unique=True),
+    Column("endpoints", JSON, nullable=False),
+    Column("adapter", Text),
+    Column("previous", Text),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("report", JSON),
+    Column("error", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    Column("activated_at", Text),
+    Column("retired_at", Text),
+)
+"""`active_alias` is the alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is
+the base model."""

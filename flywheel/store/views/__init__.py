@@ -1,0 +1,1 @@
+"""Read-only queries over the state, for commands and pages."""

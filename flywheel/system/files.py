@@ -1,0 +1,232 @@
+"""Files: atomic writes, fsynced JSONL appends, private permissions, tree hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+NAME_BYTES: Final = 255
+PATH_BYTES: Final = 4096
+PRIVATE: Final = 0o600
+"""Readable by this user only: such files hold what users said."""
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory and its missing parents for this user only, whatever the umask is.
+
+    Existing directories keep their permissions.
+    """
+    for each in reversed([directory, *directory.parents]):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def private(path: str | Path, flags: int) -> int:
+    """An opener for `open`: a file that it creates is readable by this user only."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
+
+
+def make_private_database(path: Path) -> None:
+    """Create an empty file, and its directory, for an SQLite database that only this user can read, if there is none.
+    SQLite gives its side files the same permissions.
+
+    An existing file is not opened: closing it would release the locks of all connections that this process has to it.
+    """
+    make_private(path.parent)
+    with contextlib.suppress(FileExistsError):
+        os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode, by which a file is recognised as the same one; None if there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Write a file atomically: write a temporary file, fsync, rename. Readers see the old content or the new.
+
+    A new file gets `mode`, limited by the umask. A replaced file keeps its permissions; a symbolic link stays.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        before = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        before = None
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode if before is None else before)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            if before is not None:
+                os.fchmod(fd, before)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    with whole_file(path, mode=mode) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o666) -> None:
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n", mode=mode)
+
+
+def expanded(path: Path) -> Path:
+    """A path with `~` expanded. Raises ValueError, with the reason, for a path that no file can have."""
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"the home directory is unknown: `{path.parts[0]}`. Write the whole path") from None
+    if "\0" in str(path):
+        raise ValueError("a NUL character is in it")
+    if any(len(os.fsencode(part)) > NAME_BYTES for part in path.parts) or len(os.fsencode(path)) >= PATH_BYTES:
+        raise ValueError(f"it is too long: {str(path)[:40]}…")
+    return path
+
+
+def tidied(path: Path) -> Path:
+    """An absolute path without `..`, unless that would lead elsewhere, as behind a symbolic link."""
+    plain = Path(os.path.normpath(path))
+    return plain if os.path.realpath(plain) == os.path.realpath(path) else path
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename or a new name in `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def json_line(value: Any) -> bytes:
+    """One line of JSONL. Lone surrogates, which traces can hold and UTF-8 cannot, become `?`."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+
+
+def append_jsonl(path: Path, values: Iterable[Any]) -> int:
+    """Append one line per value and fsync; the number of lines written."""
+    return append_lines(path, [json_line(value) for value in values])
+
+
+def append_lines(path: Path, lines: Sequence[bytes], *, mode: int = 0o666) -> int:
+    """Append lines, which end in a newline, and fsync; returns their number. A new file gets `mode`."""
+    if not lines:
+        return 0
+    created = not path.exists()
+    with open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, mode)) as file:
+        file.write(b"".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
+    if created:
+        sync_directory(path.parent)
+    return len(lines)
+
+
+def last_lines(file: BinaryIO, count: int) -> Iterator[bytes]:
+    """Yield the last complete lines of a file, at most `count`, without reading all of it."""
+    begin = file.seek(0, os.SEEK_END)
+    ends = 0
+    block = b""
+    while begin > 0 and ends <= count:
+        start = max(0, begin - _BLOCK)
+        file.seek(start)
+        block = file.read(begin - start)
+        begin = start
+        ends += block.count(b"\n")
+    place = -1
+    for _ in range(ends - count):
+        # Surplus lines are in the block that was read last.
+        place = block.find(b"\n", place + 1)
+    file.seek(begin + place + 1)
+    for _ in range(min(ends, count)):
+        yield file.readline()
+
+
+_BLOCK: Final = 1 << 20
+
+
+def torn_line(file: BinaryIO) -> bytes:
+    """The incomplete last line of a file; empty if the file ends with a newline."""
+    file.seek(_end_of_lines(file))
+    return file.read()
+
+
+def cut_torn_line(path: Path) -> int:
+    """Remove an incomplete last line, left by a crash during an append; returns the number of bytes removed.
+
+    The caller must know that it owns the line.
+    """
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = _end_of_lines(file)
+        if end < size:
+            file.truncate(end)
+            file.flush()
+            os.fsync(file.fileno())
+        return size - end
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """The offset after the last newline."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def tree_sha256(directory: Path) -> str:
+    """A hash of the relative path and the content of every file below `directory`."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        digest.update(path.relative_to(directory).as_posix().encode() + b"\0")
+        digest.update(path.stat().st_size.to_bytes(8, "big"))
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
+"""Folders that users edit; `flywheel init` copies them."""
+
+DOCUMENTATION_KINDS: Final = ("tutorials", "how-to", "reference", "explanation", ".")
+"""Folders of pages below `docs/`, in the order in which `flywheel docs` lists them."""
+
+
+def shipped_folder() -> Path:
+    """The folder of the files that come with Flywheel: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "shipped"
+    return installed if installed.is_dir() else package.parent
+
+
+def documentation_pages() -> dict[str, Path]:
+    """The pages of the documentation by name, as `flywheel docs` takes them."""
+    docs = shipped_folder() / "docs"
+    found = [path for kind in DOCUMENTATION_KINDS for path in sorted((docs / kind).glob("*.md"))]
+    return {path.stem: path for path in found}

@@ -1,0 +1,74 @@
+"""Logging: one line per event on stderr, with the time in UTC, or with priorities for systemd's journal.
+
+A line is text for people, or one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Final
+
+from flywheel.secrets import redact_secrets
+from flywheel.system.terminal import escape_terminal
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_terminal(redact_secrets(super().format(record)))
+
+
+class _JsonLines(logging.Formatter):
+    """One object per event. JSON escapes control characters and line breaks, and keeps the exact text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time_of = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": time_of.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+        line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return redact_secrets(json.dumps(line))
+
+
+class _JournalLines(logging.Formatter):
+    """With the priority prefix of sd-daemon(3) for `journalctl -p`. To the journal each line is an entry."""
+
+    def __init__(self, lines: logging.Formatter) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = next(number for least, number in _PRIORITIES if record.levelno >= least)
+        return "\n".join(f"<{level}>{line}" for line in self._lines.format(record).split("\n"))
+
+
+_PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
+"""Priorities of syslog(3) by the lowest level that they stand for."""
+
+
+def setup(level: str = "INFO", *, as_json: bool = False) -> None:
+    """Log to stderr. systemd's journal adds the time itself."""
+    text = "%(levelname)-7s %(name)s: %(message)s"
+    # The variable alone does not tell: child processes inherit it, and a round's worker writes elsewhere.
+    is_journal = False
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = os.fstat(sys.stderr.fileno())
+        is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    formatter: logging.Formatter = _JsonLines()
+    if not as_json:
+        dated = text if is_journal else f"%(asctime)s.%(msecs)03dZ {text}"
+        formatter = _Lines(dated, "%Y-%m-%dT%H:%M:%S")
+        formatter.converter = time.gmtime
+    if is_journal:
+        formatter = _JournalLines(formatter)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("flywheel").setLevel(level)

@@ -1,1 +1,0 @@
-"""Rollouts of whole trajectories: turns of the policy, and the answers of its tools."""

@@ -1,0 +1,410 @@
+"""Rollouts: what the policy did with a prompt, with its reward, and statistics of a batch.
+
+Plain data and arithmetic; nothing here generates, grades or trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from flywheel.errors import TrainError
+from flywheel.records.program_run import RunResult
+from flywheel.records.trace import ChatMessage
+from flywheel.records.verdict import Exchange, Verdict
+from flywheel.training.data.advantage import MIN_REWARDS, Scale, group_advantages
+from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
+from flywheel.training.data.groups import Drop, dropped_groups
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.samples import Row, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter for the engines. Name and number always identify the same weights."""
+
+    name: str
+    number: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """A request to an engine. `group` is the prompt's index in its step; `adapter` None is the base model.
+
+    A training rollout is sampled at `temperature` from the policy itself, with at most `max_tokens`. A rollout
+    `as_served` uses the server's defaults and limits, also its temperature if `temperature` is None, and is cut after
+    `seconds`.
+    """
+
+    prompt: Prompt
+    group: int
+    seed: int
+    temperature: float | None
+    max_tokens: int | None
+    adapter: LoadedAdapter | None
+    as_served: bool = False
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine made of a request: one message, or a trajectory of several with the tools' answers.
+
+    Attributes:
+        text: The final answer, as the server would return it to an agent.
+        samples: The tokens, prompts included; each generated token is in the loss mask of exactly one sample. The
+            logprobs are those under the sampling distribution.
+        texts: The text of each token of each sample; None where it is unknown.
+        steps: The messages between question and answer.
+        calls: The tool calls, and how they were answered.
+        missed: Whether it ended because a call has no recorded result. There is an `error` then, too.
+        turns: Number of messages that the policy generated.
+        forks: Number of turns whose prompts do not continue an earlier one.
+        truncated: Whether it reached a limit of tokens, turns or time.
+        error: Why there is nothing to grade; empty if there is.
+        run: What the user's agent returned, if it is one.
+        cause: Why the user's agent failed, in a word: a `FailureCause`, or `no_calls`. There is an `error` then, too.
+        system_prompts: Those with which the user's agent called the policy.
+    """
+
+    text: str = ""
+    samples: tuple[Sample, ...] = ()
+    texts: tuple[tuple[str | None, ...], ...] = ()
+    steps: tuple[ChatMessage, ...] = ()
+    calls: tuple[AnsweredCall, ...] = ()
+    missed: bool = False
+    turns: int = 1
+    forks: int = 0
+    truncated: bool = False
+    error: str = ""
+    run: RunResult | None = None
+    cause: str = ""
+    system_prompts: tuple[str, ...] = ()
+
+    @property
+    def needs_reward(self) -> bool:
+        """False if it ended by a miss, or because the user's agent failed."""
+        return not self.missed and not self.cause
+
+    @property
+    def has_called(self) -> bool:
+        """Whether it called a tool other than those that end it."""
+        return any(call.outcome is not Outcome.FINISH for call in self.calls)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens, including those that end turns."""
+        return tuple(token for token, _ in self._generated())
+
+    @property
+    def logprobs(self) -> tuple[float | None, ...]:
+        """The logprobs of the generated tokens; None where the engine returned none."""
+        return tuple(logprob for _, logprob in self._generated())
+
+    def _generated(self) -> Iterator[tuple[int, float | None]]:
+        for sample in self.samples:
+            for token, own, logprob in zip(sample.token_ids, sample.loss_mask, sample.logprobs, strict=True):
+                if own:
+                    yield token, logprob
+
+
+def reply(
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    text: str,
+    *,
+    texts: Sequence[str | None] = (),
+    truncated: bool = False,
+    error: str = "",
+) -> Completion:
+    """A completion of one message, given its tokens with the one that ends the turn, and their `texts` if known."""
+    before = prompt.token_ids
+    sample = Sample(
+        (*before, *token_ids),
+        (*(False for _ in before), *(True for _ in token_ids)),
+        (*(None for _ in before), *logprobs),
+    )
+    of_prompt, own = prompt.texts or [None] * len(before), texts or [None] * len(token_ids)
+    return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardWeights:
+    """What the rubric's score and the reward of the user's agent weigh in the reward of a rollout."""
+
+    rubric: float = 1.0
+    program: float = 0.0
+
+    def mean(self, score: float | None, own: float | None) -> float | None:
+        """The weighted mean; None if a part with a weight is missing."""
+        parts = [(weight, value) for weight, value in ((self.rubric, score), (self.program, own)) if weight]
+        known = [(weight, value) for weight, value in parts if value is not None]
+        if len(known) < len(parts):
+            return None
+        return math.fsum(weight * value for weight, value in known) / math.fsum(weight for weight, _ in known)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """`weights` are for rollouts of the user's agent. Without a weight of the rubric there is no verdict."""
+
+    request: RolloutRequest
+    completion: Completion
+    verdict: Verdict | None
+    weights: RewardWeights = RewardWeights()
+
+    @property
+    def reward(self) -> float | None:
+        """The reward: the verdict's score, or of the user's agent the weighted mean of score and own reward. None
+        when the judge, the engine or the agent failed."""
+        score, run = None if self.verdict is None else self.verdict.score, self.completion.run
+        if run is None:
+            return score
+        return None if self.completion.error else self.weights.mean(score, run.reward)
+
+    @property
+    def missed(self) -> bool | None:
+        """Whether it ended by a miss; None if it failed for another reason."""
+        if self.completion.missed:
+            return True
+        return None if self.completion.error else False
+
+    @property
+    def system_prompts(self) -> tuple[str, ...]:
+        """The different ones that the policy got; an empty one if there was none."""
+        task = self.request.prompt.task
+        found = self.completion.system_prompts if task.agent == "program" else system_prompts_of(task.prompt)
+        return tuple(dict.fromkeys(found)) or ("",)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The value of each evaluated criterion."""
+        if self.verdict is None or self.reward is None:
+            return {}
+        return {result.criterion: result.value for result in self.verdict.results}
+
+    @property
+    def failure(self) -> str:
+        """Why there is no reward; empty when there is one."""
+        if self.completion.error:
+            return self.completion.error
+        return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
+
+
+def system_prompts_of(messages: Iterable[Any]) -> Iterator[str]:
+    """Of messages in the OpenAI chat format."""
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
+            yield text_of(message.get("content"))
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, of which other parts are left out."""
+    if isinstance(content, list):
+        parts = [each.get("text") if isinstance(each, Mapping) else each for each in content]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
+
+
+def exchange(prompt: Prompt, completion: Completion) -> Exchange:
+    """What the judge sees of a rollout."""
+    task = prompt.task
+    return Exchange(
+        query=task.query,
+        answer=completion.text,
+        history=tuple(task.history),
+        trajectory=completion.steps,
+        tools=tuple(task.tools),
+        reference=task.answer,
+        line={"metadata": {"reference": task.reference}} if task.reference else {},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rollouts of one step in the order of their requests.
+
+    Attributes:
+        seconds: The duration of each part.
+        most_groups: How many groups are trained on at most; None for all that have a signal.
+        replaced: Number of groups that replace others, which were dropped for their misses. They are the last.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+    most_groups: int | None = None
+    replaced: int = 0
+
+    @property
+    def rewards(self) -> list[float]:
+        return [reward for rollout in self.rollouts if (reward := rollout.reward) is not None]
+
+    @property
+    def missed(self) -> int:
+        """Number of rollouts that ended by a miss."""
+        return sum(rollout.completion.missed for rollout in self.rollouts)
+
+    @property
+    def failed(self) -> Counter[str]:
+        """Number of rollouts in which the user's agent failed, by cause."""
+        return Counter(rollout.completion.cause for rollout in self.rollouts if rollout.completion.cause)
+
+    @property
+    def system_prompts(self) -> Counter[str]:
+        """Number of rollouts by system prompt; one with several counts for each."""
+        return Counter(text for rollout in self.rollouts for text in rollout.system_prompts)
+
+    @property
+    def undecided(self) -> int:
+        """Number of rollouts that should have a reward and have none."""
+        return len(self._undecided)
+
+    @property
+    def _undecided(self) -> list[Rollout]:
+        return [each for each in self.rollouts if each.reward is None and each.completion.needs_reward]
+
+    @property
+    def groups(self) -> int:
+        return len({rollout.request.group for rollout in self.rollouts})
+
+    @property
+    def dropped(self) -> dict[int, Drop]:
+        """The groups that are not trained on, and why."""
+        rollouts = self.rollouts
+        groups, rewards = [each.request.group for each in rollouts], [each.reward for each in rollouts]
+        return dropped_groups(groups, rewards, [each.missed for each in rollouts], self.most_groups)
+
+    def advantages(self, scale: Scale = "group") -> list[float | None]:
+        """One for each rollout; None for those that are not trained on (`group_advantages`)."""
+        groups = [rollout.request.group for rollout in self.rollouts]
+        left_out = {group for group, why in self.dropped.items() if why in ("misses", "surplus")}
+        rewards = [None if each.request.group in left_out else each.reward for each in self.rollouts]
+        return group_advantages(groups, rewards, scale)
+
+    def rows(self, scale: Scale = "group", *, mask_truncated: bool = False) -> list[Row]:
+        """The samples to train on, without those that have no trained token. `mask_truncated` leaves out truncated
+        rollouts, whose rewards still count in their groups."""
+        return [
+            Row(number, sample, advantage)
+            for number, (rollout, advantage) in enumerate(zip(self.rollouts, self.advantages(scale), strict=True))
+            if advantage is not None and not (mask_truncated and rollout.completion.truncated)
+            for sample in rollout.completion.samples
+            if sample.trained
+        ]
+
+    @property
+    def groups_with_spread(self) -> int:
+        """Number of groups that can be trained on: with few misses, and enough rewards, which differ."""
+        return self.groups - sum(why != "surplus" for why in self.dropped.values())
+
+    def refuse_undecided(self, max_share: float) -> None:
+        """Raise TrainError when too many rewards are missing for a meaningful step.
+
+        Rollouts that ended by a miss need no reward, and a few others prove no failure of the judge. The same for
+        those in which the user's agent failed, see `refuse_failed`.
+        """
+        undecided = self._undecided
+        graded = sum(rollout.completion.needs_reward for rollout in self.rollouts)
+        if len(undecided) <= max_share * graded or (graded < len(self.rollouts) and graded < MIN_REWARDS):
+            return
+        raise TrainError(
+            "reward the rollouts of a step",
+            f"{len(undecided)} of {graded} are undecided, more than the share {max_share:g} allowed by"
+            f" training.max_undecided_share; {_most_frequent_failure(undecided)}",
+            "Check the judge's endpoint and the worker's log; the round can be started again.",
+            retryable=True,
+        )
+
+    def refuse_failed(self, max_share: float) -> None:
+        """Raise TrainError when the user's agent failed in a larger share of the rollouts."""
+        failed = [rollout for rollout in self.rollouts if rollout.completion.cause]
+        if len(failed) <= max_share * len(self.rollouts):
+            return
+        raise TrainError(
+            "run the agent (rollout.agent)",
+            f"it failed in {len(failed)} of {len(self.rollouts)} rollouts, more than the share {max_share:g} allowed"
+            f" by training.max_undecided_share; {_most_frequent_failure(failed)}",
+            "`flywheel workflow check` runs it once. Its output is in the worker's log.",
+            retryable=True,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The step's figures for its metrics line. Means are over existing values; None if there are none.
+
+        `tools` has the figures of rollouts that can call recorded tools (`tool_metrics`), `program` those of rollouts
+        of the user's agent.
+        """
+        done = [rollout.completion for rollout in self.rollouts if not rollout.completion.error]
+        ended = [rollout for rollout in self.rollouts if rollout.missed is not None]
+        recorded = [each.completion for each in ended if each.request.prompt.task.agent == "recorded"]
+        dropped = Counter(self.dropped.values())
+        rewards = self.rewards
+        return {
+            "reward_mean": mean(rewards),
+            "reward_std": deviation(rewards),
+            "undecided": self.undecided,
+            "missed": self.missed,
+            "groups": self.groups,
+            "groups_with_spread": self.groups_with_spread,
+            "groups_dropped": {why: dropped[why] for why in get_args(Drop)},
+            "groups_replaced": self.replaced,
+            "rollouts": len(self.rollouts),
+            "completion_tokens_mean": mean([len(completion.token_ids) for completion in done]),
+            "truncated_share": mean([float(completion.truncated) for completion in done]),
+            "turns_mean": mean([each.completion.turns for each in ended]),
+            "forks": sum(each.completion.forks for each in ended),
+            **({"tools": tool_metrics([completion.calls for completion in recorded])} if recorded else {}),
+            **self._of_programs(),
+        }
+
+    def _of_programs(self) -> dict[str, Any]:
+        programs = [each.completion for each in self.rollouts if each.request.prompt.task.agent == "program"]
+        if not programs:
+            return {}
+        ended = [each.run for each in programs if each.run is not None and not each.cause]
+        metrics: defaultdict[str, list[float]] = defaultdict(list)
+        for run in ended:
+            for name, value in run.metrics.items():
+                metrics[name].append(value)
+        return {
+            "program": {
+                "failures": dict(self.failed.most_common()),
+                "reward_mean": mean([run.reward for run in ended if run.reward is not None]),
+                "metrics": {name: mean(values) for name, values in sorted(metrics.items())},
+                "seconds_mean": mean([run.seconds for run in ended]),
+            }
+        }
+
+    def usage(self) -> dict[str, int]:
+        verdicts = [rollout.verdict for rollout in self.rollouts if rollout.verdict is not None]
+        return {
+            "rollouts": len(self.rollouts),
+            "rollout_tokens": sum(len(rollout.completion.token_ids) for rollout in self.rollouts),
+            "judge_calls": sum(verdict.calls for verdict in verdicts),
+            "judge_prompt_tokens": sum(verdict.prompt_tokens for verdict in verdicts),
+            "judge_completion_tokens": sum(verdict.completion_tokens for verdict in verdicts),
+        }
+
+
+def _most_frequent_failure(rollouts: Iterable[Rollout]) -> str:
+    reason, times = Counter(rollout.failure for rollout in rollouts).most_common(1)[0]
+    return f"{times} times: {reason}"
+
+
+def add_usage(total: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return {key: total.get(key, 0) + more.get(key, 0) for key in {**total, **more}}
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Population standard deviation."""
+    center = mean(values)
+    return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))

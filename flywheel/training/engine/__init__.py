@@ -1,0 +1,1 @@
+"""The inference engine of a round, on Ray and vLLM."""

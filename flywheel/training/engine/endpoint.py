@@ -1,0 +1,156 @@
+"""An OpenAI API on loopback for the agents of rollouts. Each rollout has a secret in its path, which no other knows.
+
+The server behind it never streams, because streamed token ids are incomplete in some versions of vLLM; a client that
+asks for a stream gets the complete response as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from flywheel.system.web_server import BackgroundServer, bound_socket
+from flywheel.training.engine.session import ModelReply, Session
+
+HOST: Final = "127.0.0.1"
+BACKLOG: Final = 128
+CLIENT_GONE: Final = 499
+"""No one receives it."""
+
+
+class Endpoint:
+    """Call `start` in the loop that serves it, and `stop` at the end."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server: BackgroundServer | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen on a port that the system chooses."""
+        routes = [
+            Route("/s/{secret}/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/s/{secret}/v1/models", self._models),
+        ]
+        app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
+        listening = bound_socket("serve the agents of rollouts", HOST, 0, "rollout.agent")
+        self._port = listening.getsockname()[1]
+        self._server = BackgroundServer(app, listening, "the endpoint of agents")
+
+    async def stop(self) -> None:
+        for session in self._sessions.values():
+            session.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    def open(self, session: Session) -> str:
+        """The base URL of a rollout."""
+        secret = secrets.token_urlsafe(32)
+        self._sessions[_digest(secret)] = session
+        return f"http://{HOST}:{self._port}/s/{secret}/v1"
+
+    def close(self, url: str) -> Session:
+        """End the rollout with this base URL: requests in flight are refused, and nothing is found there later."""
+        session = self._sessions.pop(_digest(url.split("/")[-2]))
+        session.close()
+        return session
+
+    async def _complete(self, request: Request) -> Response:
+        session = self._sessions.get(_digest(request.path_params["secret"]))
+        if session is None:
+            return await _not_found()
+        try:
+            body = json.loads(await request.body())
+        except ValueError as error:
+            return _error(400, f"the body is not JSON: {error}", "BadRequestError")
+        if not isinstance(body, dict):
+            return _error(400, "the body is not a JSON object", "BadRequestError")
+        count = request.headers.get("x-stainless-retry-count", "")
+        attempt = int(count) if count.isdecimal() else None
+        answering = asyncio.ensure_future(session.complete(body, attempt=attempt))
+        leaving = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=CLIENT_GONE)
+            reply = await answering
+        except Exception as error:
+            return _error(500, f"the engine failed: {' '.join(str(error).split())[:200]}", "InternalServerError")
+        finally:
+            answering.cancel()
+            leaving.cancel()
+        if reply.status == 200 and body.get("stream"):
+            return StreamingResponse(_events(body, reply.body), media_type="text/event-stream")
+        return _json(reply)
+
+    async def _models(self, request: Request) -> Response:
+        session = self._sessions.get(_digest(request.path_params["secret"]))
+        if session is None:
+            return await _not_found()
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "flywheel"} for name in session.models]
+        return _json(ModelReply(200, {"object": "list", "data": models}))
+
+
+def _events(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
+    """A complete response as the events of a stream: the role, reasoning, text, each tool call, and the end."""
+    common = {name: answer[name] for name in ("id", "created", "model")}
+    common["object"] = "chat.completion.chunk"
+    options = body.get("stream_options")
+    with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        usage = {"usage": None} if with_usage else {}
+        return f"data: {json.dumps({**common, 'choices': choices, **usage, **more})}\n\n"
+
+    for place, choice in enumerate(answer["choices"]):
+        index, message = choice.get("index", place), choice["message"]
+        tokens = {"prompt_token_ids": answer["prompt_token_ids"]} if "prompt_token_ids" in answer else {}
+
+        def delta(content: dict[str, Any], index: int = index, **more: Any) -> dict[str, Any]:
+            return {"index": index, "delta": content, "logprobs": None, "finish_reason": None, **more}
+
+        yield event([delta({"role": message.get("role", "assistant"), "content": ""})], **tokens)
+        if message.get("reasoning"):
+            yield event([delta({"reasoning": message["reasoning"]})])
+        if message.get("content"):
+            yield event([delta({"content": message["content"]})])
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            yield event([delta({"tool_calls": [{"index": number, **call}]})])
+        ends = {
+            name: choice[name] for name in ("finish_reason", "stop_reason", "token_ids", "logprobs") if name in choice
+        }
+        yield event([delta({}, **ends)])
+    if with_usage:
+        yield event([], usage=answer.get("usage"))
+    yield "data: [DONE]\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _not_found(*_: object) -> Response:
+    return _error(404, "Not Found", "NotFoundError")
+
+
+def _error(status: int, message: str, kind: str) -> Response:
+    return _json(ModelReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}}))
+
+
+def _json(reply: ModelReply) -> Response:
+    return Response(json.dumps(reply.body), reply.status, media_type="application/json")
+
+
+def _digest(secret: str) -> str:
+    """Secrets are looked up by their hashes, so that the time it takes tells nothing about them."""
+    return hashlib.sha256(secret.encode()).hexdigest()

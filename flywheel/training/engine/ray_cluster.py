@@ -1,0 +1,237 @@
+"""The Ray session of a round: start, placement of actors, and complete clean-up after success or failure.
+
+Processes are ended by their ids; processes of others are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flywheel.config import Config
+from flywheel.errors import FlywheelError, TrainError
+from flywheel.system import process_cleanup
+from flywheel.system.worker_setup import POLL_SECONDS, check_stopped
+from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
+
+T = TypeVar("T")
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Rollouts are small and are passed inside calls, so this is little more than Ray's minimum."""
+SHORT_PATH = 20
+"""Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-PID-XXXXXXXX`, the
+session's name and `/sockets/plasma_store` take up to 86."""
+GRACE_SECONDS = 8.0
+CONNECT_SECONDS = 30.0
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Otherwise vLLM pins its threads to cores that the trainer and the agent's server also use.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that spin while they wait take the cores from the threads that they wait for: on a busy machine, a
+    # training step took five times as long.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+CARRIED = frozenset(
+    {
+        *("OPENAI_BASE_URL", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+        *(f"{name}_proxy" for name in ("http", "https", "no", "all")),
+        *(f"{name}_PROXY" for name in ("HTTP", "HTTPS", "NO", "ALL")),
+    }
+)
+CARRIED_PREFIXES = ("HF_", "VLLM_", "NCCL_", "TRANSFORMERS_", "PYTORCH_", "TORCH_")
+
+
+@contextlib.contextmanager
+def session(settings: Config) -> Iterator[None]:
+    """Ray for the length of a round: a cluster by address, else a local one on the loopback interface.
+
+    At the end of a local one, every process is killed that this process has started since."""
+    directory = None
+    before = set(psutil.Process().children(recursive=True))
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    try:
+        if settings.ray.address:
+            _connect(settings.ray.address)
+        else:
+            # A token for this session only; by default Ray writes one for all sessions into the user's home.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            parent = tempfile.gettempdir()
+            directory = tempfile.mkdtemp(
+                prefix=f"fw-{os.getpid()}-", dir=parent if len(parent) <= SHORT_PATH else "/tmp"
+            )
+            ray.init(
+                address="local",
+                num_cpus=settings.rollout.engines + 1,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=directory,
+                configure_logging=False,
+            )
+        yield
+    finally:
+        # Take the snapshot first: processes that die later are still in it, and orphans are adopted by this process.
+        ours = set() if settings.ray.address else {*psutil.Process().children(recursive=True)} - before
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if not settings.ray.address:
+            process_cleanup.end_processes([*ours, *({*psutil.Process().children(recursive=True)} - before)])
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _connect(address: str) -> None:
+    try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "/" not in host:
+            # Otherwise Ray retries for many minutes to reach an address where nothing listens.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(address=address, configure_logging=False, runtime_env={"env_vars": ENVIRONMENT})
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TrainError(
+            f"reach the Ray cluster at {address}",
+            " ".join(str(error).split())[:300],
+            "Check ray.address, or leave it out for a local one.",
+            retryable=True,
+        ) from error
+
+
+def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:
+    """An actor of that class with its share of a GPU (0: none); `within` is where, see `Places.at`."""
+    return ray.remote(kind).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=within).remote(*arguments)
+
+
+def gpus() -> int:
+    """Those of the whole cluster."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+class Places:
+    """Placement of all processes of a round, reserved together and released with the session."""
+
+    def __init__(self, placement: GpuPlacement, seconds: float) -> None:
+        """Raises TrainError when the resources are not available within `seconds`."""
+        with_gpus = any(gpu_share.share for gpu_share in placement.engines)
+        self._wanted = [
+            {"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in placement.occupied
+        ]
+        self._group = placement_group(self._wanted, strategy="PACK")
+        end = time.monotonic() + seconds
+        while not self._group.wait(POLL_SECONDS):
+            check_stopped()
+            if time.monotonic() >= end:
+                refusal = self._refusal(seconds)
+                remove_placement_group(self._group)
+                raise refusal
+
+    def at(self, gpu_share: GpuShare) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=gpu_share.place)
+
+    def _refusal(self, seconds: float) -> TrainError:
+        counts = Counter(_told(wanted) for wanted in self._wanted)
+        asked = ", ".join(f"{number} × ({wanted})" for wanted, number in counts.items())
+        nodes = ", ".join(_told(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        return TrainError(
+            "place the round's processes in the Ray cluster",
+            f"there was no room within {seconds:g} s. Asked for, each on one node: {asked}. Free in all of the"
+            f" cluster: {_told(ray.available_resources())}. What its nodes have, free or not: {nodes}",
+            "Free some of it, set rollout.engines lower, or raise ray.placement_seconds.",
+            retryable=True,
+        )
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
+
+
+def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> None:
+    """Give actors the worker's environment, including secrets, and check that the required paths exist on each node.
+
+    Raises TrainError with the node and its missing paths.
+    """
+    shown = [str(path.absolute()) for path in paths]
+    for node, missing in wait([member.join.remote(_carried(settings), shown) for member in members]):
+        if missing:
+            raise TrainError(
+                f"start the round on the node {node}",
+                f"it has no {', no '.join(missing)}",
+                "All nodes must find state.dir, the base model and the adapters at the same paths: put them on a file"
+                " system that they share, or leave ray.address out.",
+            )
+
+
+def _carried(settings: Config) -> dict[str, str]:
+    """The variables of this process's environment that its actors need on any node."""
+    rollout = settings.rollout
+    models = (settings.judge, settings.judge.backup, rollout.tools.simulator, *rollout.auxiliary_models.values())
+    keys = {*rollout.agent_environment, *(model.api_key_env for model in models if model is not None)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in keys or name in CARRIED or name.startswith(CARRIED_PREFIXES)
+    }
+
+
+def cpu_threads() -> int:
+    """Threads for a process that computes on the CPU. Engines and trainer take turns, so each may use all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def wait(references: Sequence[Any]) -> list[Any]:
+    """The results. Raises Stopped when a signal stops the worker first; an actor's FlywheelError is raised
+    unchanged."""
+    pending = list(references)
+    while pending:
+        check_stopped()
+        ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+        for reference in ready:
+            _get(reference)
+    return [_get(reference) for reference in references]
+
+
+def _get(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        cause = error.cause
+        while cause is not None and not isinstance(cause, FlywheelError):
+            cause = cause.cause if isinstance(cause, RayTaskError) else cause.__cause__
+        if cause is None:
+            raise error.cause from error
+        raise cause from None
+    except RayActorError as error:
+        raise _died(error) from error
+
+
+def _died(error: RayActorError) -> FlywheelError:
+    return TrainError(
+        "run the round",
+        f"a process of it died ({' '.join(str(error).split())[:300]})",
+        "The worker's log has the cause; often memory ran out. The round can be started again.",
+        retryable=True,
+    )
+
+
+def stop(engines: Sequence[Any]) -> None:
+    """Ask engines to end their own processes; those that do not answer in time are killed with the session."""
+    with contextlib.suppress(Exception):
+        ray.wait([engine.stop.remote() for engine in engines], num_returns=len(engines), timeout=GRACE_SECONDS)

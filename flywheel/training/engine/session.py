@@ -1,0 +1,274 @@
+"""One rollout's calls of the model: forces how they are sampled, and records their tokens.
+
+The client is an agent, or the loop of recorded tools. It receives what the server would return to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from flywheel.errors import TrainError
+from flywheel.training.data.prompts import seed_of
+from flywheel.training.data.rollout import LoadedAdapter
+from flywheel.training.data.timelines import CallTokens, identity_of, message_identity
+from flywheel.training.engine.chat_rendering import POLICY_SAMPLING
+from flywheel.training.engine.served_application import BASE_MODEL, Limits, ServedApplication
+
+PASSED: Final = (
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs",
+    "max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "reasoning_effort", "chat_template_kwargs", "documents", "add_generation_prompt",
+    "continue_final_message", "echo", "skip_special_tokens", "spaces_between_special_tokens", "top_logprobs",
+)  # fmt: skip
+"""What a client decides about its requests. The rest, with all sampling, is the rollout's."""
+NO_LOGPROB: Final = -9999.0
+"""vLLM's chat endpoint returns this for a logprob of minus infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReply:
+    """The response to a request: what the server would return, or its error."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def error(self) -> str:
+        """The server's message; empty if the request succeeded."""
+        if self.status == 200:
+            return ""
+        error = self.body.get("error")
+        return str(error.get("message") if isinstance(error, Mapping) else error)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the prompt leaves no room in the context."""
+        error = self.body.get("error")
+        return (
+            self.status == 400 and isinstance(error, Mapping) and error.get("param") in ("input_tokens", "input_text")
+        )
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in flight, or the last one with this body. `waiting` clients have not received its reply."""
+
+    task: asyncio.Task[ModelReply]
+    waiting: int = 0
+    is_delivered: bool = False
+
+
+class Session:
+    """One rollout. All its calls use the same adapter, except those of `frozen` models, which are not recorded and
+    have no limit.
+
+    Attributes:
+        models: The names of its models; the first is the one that is trained.
+        generated: Number of generated tokens of all calls.
+        is_truncated: Whether a limit of the rollout refused a call.
+        is_full: Whether the last prompt left no room in the context.
+    """
+
+    def __init__(
+        self,
+        app: ServedApplication,
+        adapter: LoadedAdapter | None,
+        *,
+        as_served: bool,
+        temperature: float | None,
+        seed: int,
+        context: int,
+        texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
+        tokens: int | None = None,
+        turns: int | None = None,
+        model: str = "policy",
+        frozen: Mapping[str, LoadedAdapter | None] | None = None,
+    ) -> None:
+        """A rollout `as_served` has the server's defaults of sampling, also its temperature if `temperature` is None.
+        `texts` gives the text of each token of a prompt. At most `tokens` are generated in at most `turns` calls.
+        `model` is the name that the client sees, unless it uses another one. `frozen` are models that answer by their
+        names, as the server does; None is the base model."""
+        self.generated = 0
+        self.is_truncated = False
+        self.is_full = False
+        self._frozen = frozen or {}
+        self.models = (model, *self._frozen)
+        self._app, self._context, self._texts = app, context, texts
+        self._tokens, self._turns = tokens, turns
+        self._seed, self._numbers = seed, itertools.count()
+        self._as_served = as_served
+        self._forced: dict[str, Any] = {} if as_served else dict(POLICY_SAMPLING)
+        if temperature is not None:
+            self._forced["temperature"] = temperature
+        self._forced["model"] = _name(adapter)
+        self._recorded: list[CallTokens] = []
+        self._known: dict[str, _Call] = {}
+        self._is_closed = False
+
+    @property
+    def calls(self) -> tuple[CallTokens, ...]:
+        """The answered calls, in the order of their answers, with the texts of their prompts."""
+        texts = self._texts
+        if texts is None:
+            return tuple(self._recorded)
+        return tuple(replace(call, prompt_texts=tuple(texts(call.prompt_ids))) for call in self._recorded)
+
+    async def complete(
+        self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None
+    ) -> ModelReply:
+        """The response to a chat request, which generates at most `max_tokens`.
+
+        A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
+        retries of this request, if the client counts them. A request is also a retry if an equal one was not
+        answered because its client left, and, from clients that do not count, if it equals the last one. When the
+        caller is cancelled, the call goes on until `close`.
+
+        Raises vLLM's EngineDeadError if the engine is dead.
+        """
+        if self._is_closed:
+            return _refusal(410, "this rollout has ended", "Gone")
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        call = self._known.get(key)
+        if call is None or not self._is_retry(key, call, attempt):
+            refusal = None if self._is_frozen(body) else self._spent()
+            if refusal is not None:
+                return refusal
+            call = _Call(asyncio.ensure_future(self._call(body, max_tokens)))
+            self._known.pop(key, None)
+            self._known[key] = call
+        call.waiting += 1
+        try:
+            reply = await asyncio.shield(call.task)
+        except asyncio.CancelledError:
+            if call.task.cancelled():
+                return _refusal(410, "this rollout has ended", "Gone")
+            raise
+        finally:
+            call.waiting -= 1
+        call.is_delivered = True
+        if reply.status != 200 and self._known.get(key) is call:
+            del self._known[key]
+        return reply
+
+    def close(self) -> None:
+        """End the rollout: calls in flight are aborted, and later requests refused."""
+        self._is_closed = True
+        for call in self._known.values():
+            call.task.cancel()
+
+    def _is_retry(self, key: str, call: _Call, attempt: int | None) -> bool:
+        if attempt:
+            return True
+        if not call.is_delivered and not call.waiting:
+            return True
+        is_last = key == next(reversed(self._known))
+        return attempt is None and (is_last or not call.task.done())
+
+    def _is_frozen(self, body: Mapping[str, Any]) -> bool:
+        name = body.get("model")
+        return isinstance(name, str) and name in self._frozen
+
+    def _as_deployed(self, name: str) -> dict[str, Any]:
+        forced: dict[str, Any] = {"model": _name(self._frozen[name])}
+        if self._as_served and "temperature" in self._forced:
+            forced["temperature"] = self._forced["temperature"]
+        return forced
+
+    def _spent(self) -> ModelReply | None:
+        """A refusal if the rollout may make no more calls."""
+        what = ""
+        if self._turns is not None and len(self._recorded) >= self._turns:
+            what = f"{self._turns} calls of the model"
+        elif self._tokens is not None and self.generated >= self._tokens:
+            what = f"{self._tokens} generated tokens"
+        if not what:
+            return None
+        self.is_truncated = True
+        return _refusal(400, f"this rollout has reached its limit of {what}", "BadRequestError")
+
+    async def _call(self, body: Mapping[str, Any], max_tokens: int | None) -> ModelReply:
+        is_frozen = self._is_frozen(body)
+        request = {name: body[name] for name in PASSED if body.get(name) is not None}
+        request |= self._as_deployed(body["model"]) if is_frozen else self._forced
+        request |= {
+            "n": 1,
+            "stream": False,
+            "seed": seed_of(self._seed, next(self._numbers)),
+            "logprobs": True,
+            "return_token_ids": True,
+            # Without its reasoning, vLLM returns no tokens either.
+            "include_reasoning": True,
+        }
+        if not body.get("logprobs"):
+            request.pop("top_logprobs", None)
+        limits = Limits(self._app.context) if is_frozen else self._limits(max_tokens)
+        status, answer = await self._app.chat(request, limits)
+        if status == 200 and not is_frozen:
+            self._record(body, answer)
+        reply = ModelReply(status, self._stripped(body, answer) if status == 200 else answer)
+        if not is_frozen:
+            self.is_full = reply.is_too_long
+        return reply
+
+    def _limits(self, max_tokens: int | None) -> Limits:
+        bounds = [max_tokens] if max_tokens is not None else []
+        if self._tokens is not None:
+            bounds.append(self._tokens - self.generated)
+        return Limits(self._context, min(bounds, default=None), server_default=self._as_served)
+
+    def _record(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        [choice] = answer["choices"]
+        prompt, tokens, logprobs = answer.get("prompt_token_ids"), choice.get("token_ids"), choice.get("logprobs")
+        if prompt is None or tokens is None or logprobs is None or len(logprobs["content"]) != len(tokens):
+            raise TrainError(
+                "record a call of the model",
+                "vLLM's response has not all token ids and logprobs",
+                "Check the installed version of vLLM.",
+            )
+        drawn = logprobs["content"]
+        self.generated += len(tokens)
+        self._recorded.append(
+            CallTokens(
+                prompt_ids=tuple(prompt),
+                token_ids=tuple(tokens),
+                logprobs=tuple(_known_logprob(each["logprob"]) for each in drawn),
+                texts=tuple(each["token"] for each in drawn),
+                identity=identity_of(body),
+                reply=message_identity(choice["message"]),
+                finish_reason=choice["finish_reason"] or "",
+                messages=tuple(body["messages"]),
+                answer=dict(choice["message"]),
+            )
+        )
+
+    def _stripped(self, body: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """The response without what the client did not ask for."""
+        [choice] = answer["choices"]
+        answer["model"] = body.get("model") or self.models[0]
+        if not body.get("return_token_ids"):
+            answer.pop("prompt_token_ids")
+            choice.pop("token_ids")
+        if not body.get("logprobs"):
+            choice["logprobs"] = None
+        if body.get("include_reasoning") is False:
+            choice["message"].pop("reasoning", None)
+        return answer
+
+
+def _name(adapter: LoadedAdapter | None) -> str:
+    return BASE_MODEL if adapter is None else adapter.name
+
+
+def _known_logprob(value: float) -> float | None:
+    return value if value > NO_LOGPROB else None
+
+
+def _refusal(status: int, message: str, kind: str) -> ModelReply:
+    """An error as the server writes it."""
+    return ModelReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})

@@ -1,0 +1,299 @@
+"""TRL's GRPO on rows of our own: rollouts of our engines, of any number and length, with a mask for each token.
+
+TRL keeps the loss, the optimizer loop, accelerate and reporting. `RoundTrainer` replaces what TRL would generate,
+score and divide into equal parts. A training step is a whole step of a round, in micro-batches by a token budget.
+
+Differences from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and from TRL's defaults:
+
+1.  Completions come from vLLM engines that hold this step's adapter, not from the trainer's model. Their numerics
+    differ a little. Either the loss of each token is multiplied by its ratio of trainer to engine, truncated
+    (`training.importance: truncated`), or the engine's log-probabilities are the old policy (`engine`). Neither needs
+    a forward pass besides the loss's own. The mean difference is reported as `logprob_gap`.
+2.  One optimizer step per batch of rollouts (mu = 1) unless `training.updates_per_batch` is larger. With `truncated`,
+    the policy equals the old policy in the first step on a batch, so only later steps can reach the clip range.
+3.  Token losses are summed over the step and divided by its trained tokens (`dapo`), not averaged per completion
+    first, and the upper clip is wider than the lower one. Both are settings.
+4.  No KL term unless `training.beta` is set.
+5.  Advantages are divided by a deviation of at least 0.1. Groups with fewer than 4 rewards or rewards within 0.02 are
+    dropped, and a rollout without a reward (undecided judge, failed engine) leaves its group smaller; neither is part
+    of the loss or of its denominator.
+6.  The prompts of each step are fixed before the round, each used equally often, instead of sampled at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.training.data.samples import Row, Sample, micro_batches, token_counts, token_weights
+
+PREFIX: Final = "rows/"
+"""Prefix of the figures of an update that `RoundTrainer` adds to TRL's."""
+NOTHING: Final = Row(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
+"""A row without weight, for a process that has fewer of them than another."""
+
+
+class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer that trains on the rows of `roll_out(step)` after `sync_weights()`; `step` counts from 0.
+
+    Each process of a distributed run has rows of its own. Rows of one rollout must be in one process.
+    """
+
+    def __init__(
+        self,
+        *,
+        roll_out: Callable[[int], Sequence[Row]],
+        sync_weights: Callable[[], None],
+        settings: Config,
+        **arguments: Any,
+    ) -> None:
+        self._roll_out, self._sync_weights = roll_out, sync_weights
+        self._training = settings.training
+        self._micro_batch_tokens = (
+            settings.training.micro_batch_tokens
+            or settings.training.micro_batch_size * settings.rollout.max_model_len
+        )
+        self._collected = -1
+        self._micro_batches: list[dict[str, Any]] = []
+        self._current: dict[str, Any] | None = None
+        super().__init__(reward_funcs=no_reward, **arguments)
+
+    def _prepare_inputs(self, generation_batch: Any) -> list[dict[str, Any]]:
+        """The micro-batches of this step; those of the same step again for its further updates."""
+        step = self.state.global_step // self.num_iterations
+        if step != self._collected:
+            self._sync_weights()
+            self._micro_batches = self._tensors(self._roll_out(step))
+            self._collected = step
+        return self._micro_batches
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward passes of a whole step. Returns its loss."""
+        model.train()
+        batches = self._prepare_inputs(inputs)
+        if not batches and self.accelerator.scaler is not None:
+            # The scaler of half precision refuses an optimizer step without gradients.
+            self.accelerator.backward(sum(p.sum() for p in model.parameters() if p.requires_grad) * 0.0)
+        loss = torch.zeros((), device=self.accelerator.device)
+        stats: list[torch.Tensor] = []
+        for place, batch in enumerate(batches):
+            is_last = place == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
+                self._current = batch
+                with self.compute_loss_context_manager():
+                    part = self._compute_loss(model, batch)
+                self._current = None
+                self.accelerator.backward(part)
+            loss += part.detach()
+            stats.append(batch["stats"])
+        self._step += 1
+        self._report(stats)
+        return loss
+
+    def _tensors(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """The rows as inputs of TRL's loss, whose normaliser is the number of trained tokens of all processes."""
+        counts = token_counts(rows)
+        totals = torch.tensor([sum(counts.values()), len(counts)], device=self.accelerator.device)
+        tokens, rollouts = self.accelerator.reduce(totals, reduction="sum").tolist()
+        if not tokens:
+            return []
+        weights = token_weights(
+            counts, self._training.loss_type, tokens=tokens, rollouts=rollouts, longest=self.max_completion_length
+        )
+        batches = self._equally_many(micro_batches(rows, self._micro_batch_tokens))
+        made = [
+            tensors(batch, weights, tokens, pad=self._tokenizer.pad_token_id, device=self.accelerator.device)
+            for batch in batches
+        ]
+        if self.beta:
+            for each in made:
+                each["ref_per_token_logps"] = self._reference(each)
+        return made
+
+    def _equally_many(self, batches: list[list[Row]]) -> list[list[Row]]:
+        """Adds rows without weight: TRL gathers a figure of each row, so all processes need as many of them."""
+
+        def most(numbers: list[int]) -> list[int]:
+            every = self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
+            return every.max(dim=0).values.tolist()  # type: ignore[no-any-return]
+
+        if self.accelerator.num_processes == 1:
+            return batches
+        [count] = most([len(batches)])
+        batches = [*batches, *([] for _ in range(count - len(batches)))]
+        sizes = most([len(batch) for batch in batches])
+        return [[*batch, *[NOTHING] * (size - len(batch))] for batch, size in zip(batches, sizes, strict=True)]
+
+    def _reference(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the policy that the round started from, which TRL keeps as adapter `ref`."""
+        policy = self.accelerator.unwrap_model(self.model)
+        reference = "ref" if "ref" in policy.peft_config else None
+        with (
+            torch.no_grad(),
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            use_adapter(policy, adapter_name=reference),
+        ):
+            logps, _, _ = super()._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].size(1),
+            )
+        return logps
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
+        """The forward pass of the loss. From its result come the inputs of the loss that depend on it, which
+        `_compute_loss` reads after this."""
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*arguments, **options)
+        if self._current is not None:
+            self._correct(self._current, logps.detach(), entropies.detach())
+        return logps, entropies, aux_loss
+
+    def _correct(self, batch: dict[str, Any], logps: torch.Tensor, entropies: torch.Tensor) -> None:
+        """Set the old policy and the importance weights of a micro-batch, once; and the figures of this update."""
+        trained, engine = batch["tool_mask"] > 0, batch["engine_logps"]  # (B, T)
+        if "first_logps" not in batch:
+            # Before the first update the policy is the old policy.
+            batch["first_logps"] = logps
+            if self._training.importance == "engine":
+                batch["old_per_token_logps"] = engine
+            else:
+                batch["old_per_token_logps"] = logps
+                weights = (logps - engine).exp().clamp(max=self._training.importance_cap)
+                # The loss is linear in the advantage, whose sign this keeps.
+                batch["advantages"] = batch["advantages"][:, None] * torch.where(trained, weights, 1.0)  # (B, T)
+        ratio, gap = (logps - engine)[trained].exp(), (batch["first_logps"] - engine)[trained].abs()
+        capped = ratio > self._training.importance_cap
+        sums = trained.sum(), entropies[trained].sum(), ratio.sum(), capped.sum(), gap.sum()
+        batch["stats"] = torch.stack(sums)
+
+    def _report(self, stats: list[torch.Tensor]) -> None:
+        """Hand the means over the step's trained tokens to TRL's log."""
+        if not stats:
+            return
+        tokens, *sums = self.accelerator.reduce(torch.stack(stats).sum(0), reduction="sum").tolist()
+        names = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap")
+        figures = {name: value / tokens for name, value in zip(names, sums, strict=True)}
+        for name, value in {**figures, "trained_tokens": tokens, "micro_batches": float(len(stats))}.items():
+            self._metrics["train"][PREFIX + name].append(value)
+
+
+def no_reward(**_: Any) -> list[None]:
+    """TRL requires a reward function. Rows have their advantages, so it is never called."""
+    raise RuntimeError("TRL asked for rewards; its version is not a supported one")
+
+
+def tensors(
+    rows: Sequence[Row], weights: dict[int, float], tokens: int, *, pad: int, device: torch.device | str
+) -> dict[str, Any]:
+    """A micro-batch as TRL's loss takes it. `weights` are those of each rollout's tokens, `tokens` the normaliser.
+
+    Rows are padded on the right. TRL's prompt is as many tokens as are context in all rows; its tool mask has the
+    weight of each trained token, and 0 for later context.
+    """
+    trained = [row.sample.trained for row in rows]
+    context = min(places[0] for places in trained)
+    shape = len(rows), max(len(row.sample.token_ids) for row in rows)
+    ids = torch.full(shape, pad)  # (B, context + T)
+    attention = torch.zeros(shape, dtype=torch.long)
+    mask, engine = torch.zeros(shape), torch.zeros(shape)
+    for place, (row, places) in enumerate(zip(rows, trained, strict=True)):
+        length = len(row.sample.token_ids)
+        ids[place, :length] = torch.tensor(row.sample.token_ids)
+        attention[place, :length] = 1
+        mask[place, places] = weights.get(row.rollout, 0.0)
+        engine[place, places] = torch.tensor([row.sample.logprobs[at] for at in places])
+    found = {
+        "prompt_ids": ids[:, :context],
+        "prompt_mask": attention[:, :context],
+        "completion_ids": ids[:, context:],  # (B, T)
+        "completion_mask": attention[:, context:],
+        "tool_mask": mask[:, context:],
+        "engine_logps": engine[:, context:],
+        "advantages": torch.tensor([row.advantage for row in rows]),  # (B,)
+        "num_items_in_batch": torch.tensor(float(tokens)),
+    }
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def grpo_config(
+    settings: Config, directory: Path, *, seed: int, model_dtype: torch.dtype, longest: int
+) -> GRPOConfig:
+    """TRL's arguments from our settings; `longest` is the maximum length of a completion in tokens."""
+    training, rollout = settings.training, settings.rollout
+    gpu = torch.cuda.is_available()
+    return GRPOConfig(
+        output_dir=str(directory),
+        seed=seed,
+        max_steps=training.steps * training.updates_per_batch,
+        num_iterations=training.updates_per_batch,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=training.warmup_steps * training.updates_per_batch,
+        max_grad_norm=training.max_grad_norm,
+        # An item of TRL's dataset is a whole step, which `RoundTrainer` divides itself. TRL wants two of each item.
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1,
+        num_generations=2,
+        max_completion_length=longest,
+        temperature=rollout.temperature,
+        beta=training.beta,
+        epsilon=training.clip_epsilon,
+        epsilon_high=training.clip_epsilon_high,
+        # The weights of tokens are in the mask; their weighted sum over the step is what `dapo` computes.
+        loss_type="dapo",
+        shuffle_dataset=False,
+        # Autocast only for half-precision weights: a float32 model stays exact.
+        bf16=model_dtype == torch.bfloat16,
+        fp16=model_dtype == torch.float16,
+        use_cpu=not gpu,
+        # Gradient checkpointing saves memory, which is scarce only on GPUs.
+        gradient_checkpointing=gpu,
+        dataloader_pin_memory=gpu,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def step_dataset(steps: int) -> Dataset:
+    """The dataset that TRL requires: an item for each step (of each process, where there are several)."""
+    return Dataset.from_dict({"prompt": [str(step) for step in range(steps)]})
+
+
+class StepLog(TrainerCallback):  # type: ignore[misc]
+    """Hands TRL's figures of each step's last update to `on_step(step, figures)`; `step` counts from 1.
+
+    Raises TrainError when a figure of an update is not a number.
+    """
+
+    def __init__(self, on_step: Callable[[int, dict[str, Any]], None]) -> None:
+        self._on_step = on_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if not logs or "loss" not in logs or "grad_norm" not in logs:
+            return
+        step, update = divmod(state.global_step - 1, args.num_iterations)
+        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(float(logs[name]))]
+        if wrong or update == args.num_iterations - 1:
+            self._on_step(step + 1, logs)
+        if wrong:
+            raise TrainError(
+                f"take step {step + 1} of the round",
+                f"{wrong[0]} is {logs[wrong[0]]}",
+                "Lower training.learning_rate or training.max_grad_norm.",
+            )

@@ -1,0 +1,157 @@
+"""Evaluation on held-out tasks: two adapters answer with the same seeds and are graded by the same rubric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundSpec
+from flywheel.training.data.misses import Side, gate_rewards
+from flywheel.training.data.prompts import Prompt, seed_of
+from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
+from flywheel.training.data.rollout_lines import append_answers
+from flywheel.training.optim.collector import Collector
+
+CUT_AFTER = 0.9
+"""The share of a batch's timeout after which an answer is cut."""
+
+Rewards = tuple[float | None, ...]
+Pairs = list[tuple[Rewards, Rewards]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers of candidate and deployed adapter.
+
+    Attributes:
+        rewards: For each prompt the rewards of both, one per seed; None without a verdict. Answers that ended by a
+            miss, or in which the user's agent failed, have a score (`gate_rewards`).
+        at_bound: The same with the deployed adapter's misses and failures at 1.
+        missed: How many answers of each ended by a miss.
+        failed: In how many answers of each the user's agent failed.
+        values: Those of each criterion; None where it was not evaluated, as after a miss.
+    """
+
+    rewards: Pairs
+    at_bound: Pairs
+    missed: tuple[int, int]
+    failed: tuple[int, int]
+    values: dict[str, Pairs]
+    usage: dict[str, int]
+
+
+def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int) -> None:
+    """Raise TrainError when too few held-out tasks can be asked for the gate to promote a candidate."""
+    if len(prompts) >= needed:
+        return
+    raise TrainError(
+        f"train {spec.round_id}",
+        f"of its {len(spec.held_out)} held-out tasks {len(prompts)} can be asked, and gate.min_tasks is {needed}: the"
+        " others leave no room for a completion, are refused by the chat template, or are the same again",
+        "Collect and judge more traces, raise serving.max_model_len, or lower gate.min_tasks. The log names them.",
+    )
+
+
+def answer(
+    prompts: Sequence[Prompt],
+    sides: tuple[LoadedAdapter | None, LoadedAdapter | None],
+    spec: RoundSpec,
+    settings: Config,
+    collector: Collector,
+    directory: Path,
+) -> Answers:
+    """Let both adapters answer, in batches about as large as a training step. None is the base model. The answers are
+    written to the round's directory.
+
+    Raises TrainError when more answers are undecided than a training step may have, when the user's agent fails as
+    often with the deployed adapter, or when too few tasks are left for the gate: an unreachable judge or an agent
+    that fails anyway must not cause a rejection.
+    """
+    gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
+    per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * samples))
+    rollouts: list[Rollout] = []
+    for start in range(0, len(prompts), per_batch):
+        batch = collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings, samples))
+        append_answers(directory, batch, candidate=sides[0])
+        rollouts += batch.rollouts
+    whole = Batch(tuple(rollouts))
+    whole.refuse_undecided(settings.training.max_undecided_share)
+    of_sides = [Batch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
+    of_sides[1].refuse_failed(settings.training.max_undecided_share)
+    pairs = _paired(_scores(rollouts, samples), samples)
+    decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
+    if decided < gate.min_tasks <= len(prompts):
+        raise TrainError(
+            f"compare {spec.round_id} with what serves",
+            f"of {len(prompts)} held-out tasks only {decided} have all their verdicts, and gate.min_tasks is"
+            f" {gate.min_tasks}; {whole.undecided} of {len(rollouts)} answers are undecided",
+            "Check the judge's endpoint and the worker's log; the round can be started again.",
+            retryable=True,
+        )
+    looked_at = [rollout.values for rollout in rollouts]
+    values = {
+        criterion: _paired([values.get(criterion) for values in looked_at], samples)
+        for criterion in {criterion for values in looked_at for criterion in values}
+    }
+    at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
+    missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
+    return Answers(pairs, at_bound, (missed[0], missed[1]), (failed[0], failed[1]), values, whole.usage())
+
+
+def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:
+    """The reward of each answer, or the score of its miss or failure."""
+    known = [each.reward for each in rollouts if each.reward is not None]
+    found: list[float | None] = [None] * len(rollouts)
+    for side, places in zip(get_args(Side), _places(len(rollouts), samples), strict=True):
+        own = [rollouts[place] for place in places]
+        rewards = [each.reward for each in own]
+        missed = [not each.completion.needs_reward for each in own]
+        # Those of a rubric are within 0 and 1, those of the user's agent need not be.
+        worst, best = min((0.0, *known)), max((1.0, *known))
+        scores = gate_rewards(rewards, missed, side, at_bound=at_bound, worst=worst, best=best)
+        for place, score in zip(places, scores, strict=True):
+            found[place] = score
+    return found
+
+
+def _places(count: int, samples: int) -> list[list[int]]:
+    """The numbers of the candidate's answers, and of those of the deployed adapter."""
+    return [[place for place in range(count) if place // samples % 2 == side] for side in range(2)]
+
+
+def _paired(values: Sequence[float | None], samples: int) -> Pairs:
+    """The results of both adapters, prompt by prompt."""
+    sides = [tuple(values[start : start + samples]) for start in range(0, len(values), samples)]
+    return list(zip(sides[::2], sides[1::2], strict=True))
+
+
+def requests(
+    prompts: Sequence[Prompt],
+    sides: Sequence[LoadedAdapter | None],
+    spec: RoundSpec,
+    settings: Config,
+    samples: int,
+) -> list[RolloutRequest]:
+    """For each prompt, the requests of each adapter, sampled as the server does and within its limits. A sample's
+    seed depends on task and number, not on the adapter."""
+    return [
+        RolloutRequest(
+            prompt=prompt,
+            group=group,
+            seed=seed_of(spec.seed, "held-out", prompt.task.task_id, sample),
+            temperature=settings.gate.temperature,
+            max_tokens=None,
+            adapter=side,
+            as_served=True,
+            # Slightly before the timeout of the whole batch: a cut answer is graded as it is. The user's agent has a
+            # time limit of its own.
+            seconds=CUT_AFTER * settings.rollout.timeout_seconds,
+        )
+        for group, prompt in enumerate(prompts)
+        for side in sides
+        for sample in range(samples)
+    ]

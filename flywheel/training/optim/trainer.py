@@ -1,0 +1,255 @@
+"""The trainer: a Ray actor that trains the adapter of a round on rollouts, step by step.
+
+Each step syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer step and
+writes one metrics line. It starts no engine and knows no judge; a factory for the grading function is passed in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from flywheel.config import Config
+from flywheel.records.round import ADAPTER_DIR, RoundSpec
+from flywheel.training.data.metrics import UPDATE_FIGURES, Metrics
+from flywheel.training.data.progress_meter import Meter
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.refusal import FIRST_LOOK, RefusedError, refuse_growing_misses, refuse_without_spread
+from flywheel.training.data.rollout import Batch, LoadedAdapter, add_usage
+from flywheel.training.data.rollout_lines import append_rollouts
+from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
+from flywheel.training.data.samples import Row
+from flywheel.training.engine.actor import RoundActor
+from flywheel.training.engine.policy import load_policy, save_adapter
+from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.round_steps import RoundSteps
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The result of a training run. With `refusal` there is no adapter."""
+
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    refusal: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+    system_prompts: Mapping[str, int] = field(default_factory=dict)
+    """Number of rollouts of each."""
+    with_gradient: frozenset[str] = frozenset()
+    """Ids of the tasks that gave a gradient."""
+
+
+class Trainer(RoundActor):
+    """Runs as a Ray actor. `start` comes first."""
+
+    def __init__(self, spec: RoundSpec, directory: str, threads: int) -> None:
+        self._spec = spec
+        self._directory = Path(directory)
+        self._settings = Config.model_validate(spec.settings)
+        self._threads = threads
+        self._model: Any = None
+
+    def start(self) -> None:
+        """Load the policy. Raises TrainError."""
+        # Ray starts actors with one thread; torch reads the number before its first parallel section.
+        os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        import torch
+
+        torch.set_num_threads(self._threads)
+        spec, training = self._spec, self._settings.training
+        self._model = load_policy(spec.base_model, spec.parent, training.lora, spec.seed)
+        # Importing TRL takes seconds; here that happens while the engines start.
+        import flywheel.training.optim.grpo  # noqa: F401
+
+    def train(
+        self,
+        prompts: Sequence[Prompt],
+        engines: Sequence[Any],
+        make_grade: Callable[[Callable[[str], None]], Grade],
+        gate_rollouts: int,
+    ) -> Trained:
+        """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error.
+
+        `make_grade` gets a callback for pauses. `gate_rollouts` is the number of rollouts of the following
+        comparison, for the estimate of the remaining time.
+        """
+        from transformers import AutoTokenizer
+
+        from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
+
+        training = self._settings.training
+        meter = Meter(self._directory, steps=training.steps, gate_rollouts=gate_rollouts)
+        asked = self._settings.rollout.prompts_asked(training.prompts_per_step)
+        meter.enter("training", asked * training.group_size)
+        with Collector.of(self._settings, engines, make_grade(meter.pause), meter) as collector:
+            run = Run(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
+            trainer = RoundTrainer(
+                roll_out=run.roll_out,
+                sync_weights=lambda: run.sync(self._model),
+                settings=self._settings,
+                model=self._model,
+                args=grpo_config(
+                    self._settings,
+                    self._directory / TRL_DIR,
+                    seed=self._spec.seed,
+                    model_dtype=self._model.dtype,
+                    longest=max(prompt.max_tokens for prompt in prompts),
+                ),
+                train_dataset=step_dataset(training.steps),
+                processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
+                callbacks=[StepLog(run.report)],
+            )
+            refusal = ""
+            try:
+                trainer.train()
+            except RefusedError as reason:
+                refusal = str(reason)
+        if not refusal:
+            save_adapter(self._model, self._directory / ADAPTER_DIR)
+        run.clean_up()
+        return Trained(
+            run.steps_done,
+            run.reward_first,
+            run.reward_last,
+            refusal,
+            run.usage,
+            run.system_prompts,
+            frozenset(run.with_gradient),
+        )
+
+
+class Run:
+    """The steps of one round, as TRL calls for them."""
+
+    def __init__(
+        self,
+        spec: RoundSpec,
+        settings: Config,
+        directory: Path,
+        prompts: Sequence[Prompt],
+        engines: Sequence[Any],
+        collector: Collector,
+        meter: Meter,
+    ) -> None:
+        self._spec, self._settings, self._directory = spec, settings, directory
+        self._engines, self._meter = engines, meter
+        events = settings.training.tensorboard
+        self._metrics = Metrics(directory, events / spec.round_id if events is not None else None)
+        self.adapter: LoadedAdapter | None = None
+        """The adapter that the engines have of the current step."""
+        self._sync_seconds = 0.0
+        self._batch = Batch(())
+        self._first: list[Batch] = []
+        self._miss_shares: list[list[float]] = []
+        self._miss_shares_of_calling: list[list[float]] = []
+        self._step_started = time.monotonic()
+        self.steps_done = 0
+        self.reward_first: float | None = None
+        self.reward_last: float | None = None
+        self.usage: dict[str, int] = {}
+        self.system_prompts: Counter[str] = Counter()
+        self.with_gradient: set[str] = set()
+        """Ids of the tasks that were trained on so far."""
+        self._steps = RoundSteps(spec, settings, prompts, collector)
+
+    def sync(self, model: Any) -> None:
+        """Load the current weights into the engines under a new name and number."""
+        started = time.monotonic()
+        old = self.adapter
+        number = 1 if old is None else old.number + 1
+        path = self._directory / SYNC_DIR / f"step-{number}"
+        path.parent.mkdir(exist_ok=True)
+        save_adapter(model, path)
+        new = LoadedAdapter(f"{self._spec.round_id}-step-{number}", number, str(path))
+        ray.get([engine.load.remote(new) for engine in self._engines])
+        self.adapter = new
+        if old is not None:
+            # A step waits for all its rollouts, so the old adapter is no longer used. Its files may be deleted only
+            # after the engines have unloaded it: an engine whose adapter files are missing dies.
+            ray.get([engine.unload.remote(old) for engine in self._engines])
+            shutil.rmtree(old.path)
+        self._sync_seconds = time.monotonic() - started
+
+    def roll_out(self, step: int) -> list[Row]:
+        """What to train on of one step's rollouts, counted from 0. Raises RefusedError and TrainError."""
+        batch = self._batch = self._steps.collect(step, self.adapter)
+        self.usage = add_usage(self.usage, batch.usage())
+        self.system_prompts += batch.system_prompts
+        training = self._settings.training
+        append_rollouts(self._directory, step + 1, batch, training.scale_rewards)
+        batch.refuse_failed(training.max_undecided_share)
+        batch.refuse_undecided(training.max_undecided_share)
+        try:
+            self._refuse(step, batch)
+        except RefusedError:
+            self._write_metrics(step + 1, {})
+            raise
+        rows = batch.rows(training.scale_rewards, mask_truncated=training.mask_truncated)
+        self.with_gradient |= {batch.rollouts[row.rollout].request.prompt.task.task_id for row in rows}
+        return rows
+
+    def _refuse(self, step: int, batch: Batch) -> None:
+        """Raise RefusedError when the round must end after these rollouts."""
+        training = self._settings.training
+        if step < FIRST_LOOK:
+            self._first.append(batch)
+            if len(self._first) == min(FIRST_LOOK, training.steps):
+                refuse_without_spread(self._first, training.min_spread_share)
+        self._miss_shares.append(self._steps.miss_shares(batch))
+        self._miss_shares_of_calling.append(self._steps.miss_shares(batch, of_calling=True))
+        refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
+
+    def report(self, step: int, logs: dict[str, Any]) -> None:
+        """Write the metrics line of a completed step, which counts from 1."""
+        reward = self._write_metrics(step, logs)
+        self._meter.stepped(step, reward, collecting_seconds=sum(self._batch.seconds.values()))
+        self.steps_done = step
+        self.reward_last = reward
+        self.reward_first = reward if step == 1 else self.reward_first
+
+    def _write_metrics(self, step: int, logs: dict[str, Any]) -> float | None:
+        """Write the metrics line of a step and return its mean reward. Without `logs`, it was not trained on."""
+        batch = self._batch
+        now = time.monotonic()
+        whole = now - self._step_started
+        self._step_started = now
+        parts = {**batch.seconds, "sync": self._sync_seconds}
+        summary, usage = batch.summary(), batch.usage()
+        trained = logs.get("rows/trained_tokens", 0.0)
+        self._metrics.step(
+            step,
+            self._settings.training.steps,
+            {
+                **summary,
+                **{name: logs.get(name) for name in UPDATE_FIGURES},
+                **{
+                    name: logs.get(f"rows/{name}")
+                    for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")
+                },
+                "clipped_share": logs.get("clip_ratio/region_mean"),
+                "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
+                "trained_tokens": int(trained),
+                "temperature": self._settings.rollout.temperature,
+                "tokens_per_second": usage["rollout_tokens"] / max(batch.seconds["generate"], 1e-9),
+                "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
+            },
+        )
+        reward: float | None = summary["reward_mean"]
+        return reward
+
+    def clean_up(self) -> None:
+        """Remove step adapters, the last one after all engines have unloaded it."""
+        if self.adapter is not None:
+            ray.get([engine.unload.remote(self.adapter) for engine in self._engines])
+        shutil.rmtree(self._directory / SYNC_DIR, ignore_errors=True)
+        shutil.rmtree(self._directory / TRL_DIR, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Rollouts of the user's own agent, in child processes."""

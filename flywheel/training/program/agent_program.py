@@ -1,0 +1,65 @@
+"""What acts in a rollout: the user's program, and the models that it reaches.
+
+Plain data, and only the standard library: it is imported by the user's interpreter, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flywheel.training.program import function_name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEndpoint:
+    """A model of an OpenAI-compatible endpoint."""
+
+    base_url: str
+    model: str
+    api_key: str = field(default="unused", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    """The user's agent and its limits. Either `workflow` or `command` is set.
+
+    Attributes:
+        workflow: `FILE.py:function` or `package.module:function`, with `->Class` for AgentJet's classes.
+        command: A program and its arguments.
+        python: The interpreter of a workflow; empty for this one.
+        reward_function: In the same form as `workflow`; its reward replaces the workflow's.
+        setup: In the same form; runs once per process.
+        folder: The working directory.
+        seconds: Longest run.
+        memory_bytes: Of the process and all that it started, resident.
+        auxiliary_models: Further models by name, which are not trained.
+        environment: Variables that it gets although their names are those of secrets.
+        needs_response: Whether a run without a response is a failure.
+        needs_reward: Whether a run without a reward is a failure.
+    """
+
+    workflow: str = ""
+    command: tuple[str, ...] = ()
+    python: str = ""
+    reward_function: str = ""
+    setup: str = ""
+    folder: str = ""
+    seconds: float = 600.0
+    memory_bytes: int = 4_000_000_000
+    auxiliary_models: Mapping[str, ModelEndpoint] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    needs_response: bool = True
+    needs_reward: bool = False
+
+    @property
+    def name(self) -> str:
+        """As users know it."""
+        return self.workflow or " ".join(self.command)
+
+    @property
+    def files(self) -> list[str]:
+        """What its processes read: its working directory, its interpreter, and the files of its functions."""
+        functions = map(function_name.parsed, (self.workflow, self.reward_function, self.setup))
+        found = (each.where for each in functions if each is not None and each.is_in_file)
+        return [*filter(None, (self.folder, self.python)), *found]

@@ -1,0 +1,290 @@
+"""The contract of the user's functions: how they are named, which parameters they have, what they may return.
+
+It is that of AgentScope's tuner: `async def run(task, model, auxiliary_models=None, logger=None)` for a workflow and
+`async def judge(task, response, auxiliary_models=None, logger=None)` for a judge, called by keyword. It runs in the
+user's interpreter: only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Literal
+
+from flywheel.records.program_run import FailureCause
+from flywheel.training.program import function_name
+from flywheel.training.program.function_name import FunctionName
+
+Kind = Literal["workflow", "judge"]
+
+ESSENTIAL: Final[Mapping[Kind, tuple[str, ...]]] = {"workflow": ("task", "model"), "judge": ("task", "response")}
+MAX_SHOWN: Final = 200
+"""Characters of a returned value that are shown."""
+OPTIONAL: Final = ("auxiliary_models", "logger")
+FIELDS: Final[Mapping[Kind, str]] = {
+    "workflow": "a number or an object with reward, response and metrics",
+    "judge": "a number or an object with reward and metrics",
+}
+
+
+class ContractError(Exception):
+    """The function does not load or does not follow the contract; the text is a sentence for the user."""
+
+
+class ResultError(Exception):
+    """What a function returned is no result."""
+
+    def __init__(self, cause: FailureCause, message: str) -> None:
+        self.cause = cause
+        super().__init__(message)
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function of `FILE.py:function` or `package.module:function`, or an object that is called like one for
+    AgentJet's `package.module->Class`. Raises ContractError."""
+    found = function_name.parsed(spec)
+    if found is None:
+        raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
+    where, name = found.where, found.name
+    if found.is_class:
+        # Imported only here: few need it.
+        importlib.import_module("flywheel.training.program.agentjet").install_shim()
+    module = _load_module(found)
+    if not hasattr(module, name):
+        others = [
+            other
+            for other, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__
+            and (inspect.isclass(value) if found.is_class else inspect.isfunction(value))
+        ]
+        has = f"; it has {', '.join(others[:8])}" if others else ""
+        raise ContractError(f"{where} has no {name}{has}")
+    function = getattr(module, name)
+    if found.is_class:
+        return _function_of_class(function, spec)
+    if inspect.isclass(function):
+        raise ContractError(f"{name} in {where} is a class, not a function: a class of AgentJet is {where}->{name}")
+    if not callable(function):
+        raise ContractError(f"{name} in {where} is of type {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def check_signature(function: Callable[..., Any], kind: Kind) -> str:
+    """One line that describes the function. Raises ContractError if it cannot be called as the contract says."""
+    name, where = getattr(function, "__name__", type(function).__name__), _place(function)
+    wanted = f"async def {name}({', '.join((*ESSENTIAL[kind], *(f'{each}=None' for each in OPTIONAL)))})"
+    if not _is_async(function):
+        raise ContractError(f"{name}{where} is not an async function: it must be `{wanted}`")
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    missing = [] if takes_all else [each for each in ESSENTIAL[kind] if each not in names]
+    if missing:
+        raise ContractError(f"{name}{where} has no parameter {' and '.join(missing)}: it must be `{wanted}`")
+    unknown = [
+        each.name
+        for each in parameters
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and each.default is each.empty
+        and (each.kind is each.POSITIONAL_ONLY or each.name not in (*ESSENTIAL[kind], *OPTIONAL))
+    ]
+    if unknown:
+        raise ContractError(
+            f"{name}{where} needs {' and '.join(unknown)}, which it is not called with: it must be `{wanted}`"
+        )
+    bare = signature.replace(
+        parameters=[each.replace(annotation=each.empty) for each in parameters], return_annotation=signature.empty
+    )
+    return f"async def {name}{bare}{where}"
+
+
+def arguments_of(function: Callable[..., Any], kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the contract's arguments that a checked function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: given[name] for name in (*ESSENTIAL[kind], *OPTIONAL) if takes_all or name in parameters}
+
+
+def fields_of(
+    returned: Any, kind: Kind, *, needs_text: bool = True
+) -> tuple[float | None, str | None, dict[str, float]]:
+    """Reward, response and metrics of what a function returned: a number, or an object or dict with these fields.
+    That of a judge has no response. Raises ResultError, also for a response without text if `needs_text`."""
+    if _is_number(returned):
+        return _finite(returned, "reward"), None, {}
+    if returned is None:
+        raise ResultError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
+    reward, metrics = _field(returned, "reward"), _field(returned, "metrics")
+    response = None if kind == "judge" else _field(returned, "response")
+    if reward is None and response is None:
+        without = "reward" if kind == "judge" else "reward and response"
+        what = f"a value of type {type(returned).__name__} without {without}"
+        raise ResultError("no_result", f"it returned {what} instead of {FIELDS[kind]}")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ResultError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
+    return (
+        None if reward is None else _finite(reward, "reward"),
+        None if response is None else _text(response, needs_text),
+        {str(name): _finite(value, f"metric {name}") for name, value in (metrics or {}).items()},
+    )
+
+
+def response_of(returned: Any) -> Any:
+    """The response of what a function returned, as it is: a judge function gets it unchanged."""
+    return None if _is_number(returned) else _field(returned, "response")
+
+
+def text_of(response: Any) -> str | None:
+    """The text of a response: a string, an AgentScope message, a chat message with text blocks, or data as JSON. None
+    for anything else."""
+    if isinstance(response, str):
+        return response
+    if callable(read := getattr(response, "get_text_content", None)):
+        return str(read() or "")
+    content = _field(response, "content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        texts = [_field(each, "text") for each in content]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    if callable(dump := getattr(response, "model_dump", None)):  # of pydantic
+        response = dump()
+    elif dataclasses.is_dataclass(response) and not isinstance(response, type):
+        response = dataclasses.asdict(response)
+    try:
+        return json.dumps(response, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def described(error: BaseException) -> str:
+    """As one line, with the innermost line of the user's code, or else of any."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _OURS]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    place = (own or frames)[-1:]
+    # A syntax error names its line itself.
+    named = place and not isinstance(error, SyntaxError)
+    where = f" ({Path(place[0].filename).name}, line {place[0].lineno})" if named else ""
+    try:
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    except Exception:
+        text = type(error).__name__
+    return f"{text}{where}"
+
+
+def shown(value: Any) -> str:
+    """Its repr, shortened."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"an object of type {type(value).__name__} whose repr raised {type(error).__name__}"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
+_OURS: Final = (__file__, str(Path(__file__).with_name("program_child.py")), "<frozen importlib._bootstrap>")
+_PLAIN: Final = (str, bytes, list, tuple, set, frozenset)
+
+
+def _load_module(found: FunctionName) -> ModuleType:
+    where = found.where
+    try:
+        return _load_file(Path(where).absolute()) if found.is_in_file else _import(where)
+    except ContractError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ContractError(f"{where} does not load: {error}. It ran with {sys.executable}") from error
+    except (Exception, SystemExit) as error:
+        raise ContractError(f"{where} does not load: {described(error)}") from error
+
+
+def _import(name: str) -> ModuleType:
+    # As with `python -m`: first from the working directory.
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ContractError(f"there is no file {path}")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    # As with `python FILE.py`: modules beside it can be imported.
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    # Under its own name if that is free, so that what it defines can be pickled.
+    free = path.stem.isidentifier() and path.stem not in sys.modules
+    name = path.stem if free else f"flywheel_file_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _function_of_class(cls: Any, spec: str) -> Callable[..., Any]:
+    if not inspect.isclass(cls):
+        raise ContractError(f"{spec} is of type {type(cls).__name__}, not a class: a function is named with a colon")
+    function = importlib.import_module("flywheel.training.program.agentjet").function_of(cls)
+    if function is None:
+        raise ContractError(f"{spec} is neither a workflow nor a judge class of AgentJet")
+    return function  # type: ignore[no-any-return]
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    # Or an object with an async method __call__.
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(vars(type(function)).get("__call__"))
+
+
+def _place(function: Any) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" in {code.co_filename}" if code is not None else ""
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _text(response: Any, needed: bool) -> str | None:
+    text = text_of(response)
+    if text is None and needed:
+        kind = type(response).__name__
+        raise ResultError("no_response", f"its response is an object of type {kind}, which has no text")
+    # Half a surrogate pair cannot be sent to a judge.
+    return None if text is None else text.encode(errors="replace").decode()
+
+
+def _is_number(value: Any) -> bool:
+    # Also those of NumPy and tensors of one element.
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, _PLAIN))
+
+
+def _finite(value: Any, what: str) -> float:
+    try:
+        number = float(value) if _is_number(value) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ResultError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
+    return number

@@ -1,0 +1,539 @@
+"""The child process of a program pool: loads the user's function, runs it once for each request.
+
+It is three processes. The last one runs the user's code and answers each line of JSON with one. The second one only
+watches: everything that the last one starts stays its descendant (it is a "child subreaper", Linux), and when its
+input ends, which is also how the parent's death is noticed, or when the last one ends, it kills all of them. The
+first one stands in for it as the parent's child: Ray kills the children of an actor that ends, but not theirs.
+
+It runs in the user's interpreter: only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Final, NoReturn
+from urllib.parse import urlsplit
+
+from flywheel.records.program_run import FailureCause, RunResult
+from flywheel.system.child_process import IGNORED, Channel
+from flywheel.training.program import process_tree
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.agentscope_model import chat_model
+from flywheel.training.program.contract import (
+    ContractError,
+    Kind,
+    ResultError,
+    arguments_of,
+    check_signature,
+    described,
+    fields_of,
+    load_function,
+    response_of,
+    shown,
+)
+from flywheel.training.program.process_tree import Process
+
+MARK: Final = "FLYWHEEL_AGENT_PROGRAM"
+"""An environment variable of the processes that run the user's agent."""
+END_SIGNAL: Final = signal.SIGUSR1
+"""Ends the child, also if another process keeps its input open."""
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+GRACE_SECONDS: Final = 1.0
+"""For processes that are ending when the run returns."""
+KILL_SECONDS: Final = 5.0
+CANCEL_SECONDS: Final = 5.0
+MAX_OUTPUT_BYTES: Final = 16_000_000
+"""Of a command."""
+MAX_ERROR: Final = 600
+
+
+def main() -> None:
+    """The child process, until its input ends."""
+    os.environ[MARK] = "1"
+    channel = Channel.to_parent()
+    first = os.getpid()
+    if watcher := os.fork():
+        _stand_in(watcher)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    woken = _wakeups()
+    _prctl(PR_SET_PDEATHSIG, END_SIGNAL)
+    watcher = os.getpid()
+    if runner := os.fork():
+        _watch(runner, channel.fileno(), woken, first)
+    signal.set_wakeup_fd(-1)
+    for number in (*IGNORED, signal.SIGCHLD, END_SIGNAL):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.close(woken)
+    code = 1
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == watcher:
+            _serve(channel)
+    except EOFError:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Not the interpreter's own end, which would wait for threads of the user.
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(ImportError, OSError, AttributeError):  # not Linux
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# The processes that run no code of the user.
+
+
+def _wakeups() -> int:
+    """A file descriptor from which signals that have come can be read. Those that a terminal or a service manager
+    sends to all are ignored: the parent decides when the child ends."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    for number in (signal.SIGCHLD, END_SIGNAL):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return woken
+
+
+def _received(woken: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(woken, 4096)
+    return b""
+
+
+def _stand_in(watcher: int) -> NoReturn:
+    """Ends as the watching process does. It is told what that one is told by its parent."""
+    parent = os.getppid()
+    woken = _wakeups()
+    waiting = select.poll()
+    waiting.register(woken, select.POLLIN)
+    ended: dict[int, int] = {}
+    while watcher not in ended:
+        waiting.poll(1000)
+        # A process that was forked from the parent may keep the input open after the parent's death.
+        if END_SIGNAL in _received(woken) or os.getppid() != parent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watcher, END_SIGNAL)
+        _reap(ended)
+    _exit_with(ended[watcher])
+
+
+def _watch(runner: int, requests: int, woken: int, parent: int) -> NoReturn:
+    waiting = select.poll()
+    waiting.register(requests, 0)  # only its end: the other process reads it
+    waiting.register(woken, select.POLLIN)
+    ended: dict[int, int] = {}
+    while runner not in ended and os.getppid() == parent:
+        ready = [number for number, _ in waiting.poll(1000)]
+        if requests in ready or END_SIGNAL in _received(woken):
+            break
+        _reap(ended)
+    _end_all(runner, ended)
+    _exit_with(ended.get(runner, 0))
+
+
+def _exit_with(code: int) -> NoReturn:
+    """As a shell does: 128 plus the number of a signal, which is a negative code."""
+    os._exit(128 - code if code < 0 else code)
+
+
+def _reap(ended: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+
+
+def _end_all(runner: int, ended: dict[int, int]) -> None:
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
+        if runner not in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(runner, signal.SIGKILL)
+        process_tree.kill(found := process_tree.descendants(os.getpid()))
+        _reap(ended)
+        if not found and runner in ended:
+            return
+        time.sleep(0.01)
+
+
+# The process that runs the user's code.
+
+
+def _serve(channel: Channel) -> NoReturn:
+    def send(answer: Mapping[str, Any]) -> None:
+        channel.send(json.dumps(answer, allow_nan=False).encode())
+
+    runner = _Runner(_program_of(json.loads(channel.receive())))
+    try:
+        send({"found": runner.load()})
+    except ContractError as error:
+        send({"error": _shortened(str(error))})
+    while True:
+        request = json.loads(channel.receive())
+        models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
+        result = runner.run(request["task"], models, request["trained"])
+        send({"result": asdict(result), "spent": runner.spent})
+
+
+def _program_of(fields: Mapping[str, Any]) -> AgentProgram:
+    """From `dataclasses.asdict`, as JSON."""
+    models = {name: ModelEndpoint(**endpoint) for name, endpoint in fields["auxiliary_models"].items()}
+    return AgentProgram(**{**fields, "command": tuple(fields["command"]), "auxiliary_models": models})
+
+
+@dataclass
+class _Runner:
+    program: AgentProgram
+    spent: bool = False
+    """Whether a run left something that could not be ended: the next run needs a new process."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _workflow: Callable[..., Any] | None = None
+    _judge: Callable[..., Any] | None = None
+    _kept: set[tuple[int, int]] = field(default_factory=set)
+    """Processes of the setup."""
+    _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _folder: str = field(default_factory=os.getcwd)
+    _pid: int = field(default_factory=os.getpid)
+    _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
+
+    def load(self) -> str:
+        """What it found, in one line. Raises ContractError."""
+        asyncio.set_event_loop(self._loop)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._logger.addHandler(handler)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        if self.program.workflow:
+            self._workflow = load_function(self.program.workflow)
+            found = check_signature(self._workflow, "workflow")
+            # The imports that it needs take seconds, which are no part of a run.
+            try:
+                chat_model(ModelEndpoint("http://127.0.0.1/v1", "model"))
+            except Exception as error:
+                traceback.print_exc()
+                raise ContractError(f"no model of AgentScope can be made: {described(error)}") from None
+        else:
+            found = _checked_command(self.program.command)
+        if self.program.reward_function:
+            self._judge = load_function(self.program.reward_function)
+            check_signature(self._judge, "judge")
+        if self.program.setup:
+            self._set_up(self.program.setup)
+        self._kept = {process.identity for process in self._new_processes()}
+        self._kept_tasks = asyncio.all_tasks(self._loop)
+        return found
+
+    def run(self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str) -> RunResult:
+        endpoint = models[trained]
+        os.chdir(self._folder)  # a run may have changed it
+        os.environ.update(_environment(endpoint))
+        others = {**self.program.auxiliary_models, **(models if len(models) > 1 else {})}
+        given = {
+            "task": {
+                **task,
+                "openai": asdict(endpoint),
+                "models": {name: asdict(model) for name, model in models.items()},
+                "auxiliary_models": {name: asdict(model) for name, model in self.program.auxiliary_models.items()},
+            },
+            "logger": self._logger,
+        }
+        returned_values: list[str] = []
+        try:
+            result = self._result(given, endpoint, others, returned_values)
+        except _RunError as error:
+            result = RunResult(cause=error.cause, error=_shortened(str(error)))
+        except Exception as error:  # of making its models
+            traceback.print_exc()
+            result = RunResult(cause="raised", error=_shortened(described(error)))
+        self._cancel_tasks()
+        left = self._end_left()
+        if left and result.cause is None:
+            result = RunResult(cause="left_processes", error=_shortened(_left_running(left)))
+        return replace(result, shown="; ".join(returned_values))
+
+    def _result(
+        self,
+        given: dict[str, Any],
+        endpoint: ModelEndpoint,
+        others: Mapping[str, ModelEndpoint],
+        returned_values: list[str],
+    ) -> RunResult:
+        if self._workflow is None:
+            returned = self._run_command(given["task"])
+        else:
+            given["model"] = chat_model(endpoint)
+            given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+            returned = self._call(self._workflow, "workflow", given)
+        returned_values.append(shown(returned))
+        reward, response, metrics = _fields(returned, "workflow", needs_text=self.program.needs_response)
+        given["response"] = response_of(returned)
+        if given["response"] is None and (self.program.needs_response or self._judge is not None):
+            raise _RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
+        if self._judge is not None:
+            if "auxiliary_models" not in given:
+                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+            judged = self._call(self._judge, "judge", given)
+            returned_values.append(f"reward function: {shown(judged)}")
+            reward, _, further = _fields(judged, "judge")
+            metrics |= further
+        if reward is None and self.program.needs_reward:
+            raise _RunError("no_response", f"it returned no reward: {returned_values[-1]}")
+        return RunResult(reward, response, metrics)
+
+    def _call(self, function: Callable[..., Any], kind: Kind, given: Mapping[str, Any]) -> Any:
+        async def called() -> Any:
+            # Caught here: the event loop does not survive a SystemExit.
+            try:
+                return await function(**arguments_of(function, kind, given))
+            except BaseException as error:
+                failures.append(error)
+
+        failures: list[BaseException] = []
+        returned = self._finish(called(), failures)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a process that the function has forked returned from it, too
+        if failures:
+            where = "the reward function " if kind == "judge" else "it "
+            traceback.print_exception(failures[0])
+            raise _RunError("raised", f"{where}raised {described(failures[0])}")
+        return returned
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any], failures: list[BaseException]) -> Any:
+        try:
+            return self._loop.run_until_complete(coroutine)
+        except BaseException as error:
+            # Of a task that the function has started, or of a signal: what was awaited has not ended.
+            self.spent = True
+            failures.append(error)
+            return None
+
+    def _run_command(self, task: Mapping[str, Any]) -> Any:
+        try:
+            process = subprocess.Popen(
+                self.program.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise _RunError("raised", f"it did not start: {error}") from None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output, errors = bytearray(), bytearray()
+        text = json.dumps(task).encode() + b"\n"
+        threads = [
+            threading.Thread(target=work, args=arguments, daemon=True)
+            for work, arguments in (
+                (_write, (process.stdin, text)),
+                (_read, (process, process.stdout, output)),
+                (_forward, (process.stderr, errors)),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        code = process.wait()
+        # What it left may hold its output open.
+        left = self._end_left()
+        for thread in threads:
+            thread.join(KILL_SECONDS)
+            self.spent |= thread.is_alive()
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise _RunError("bad_output", f"it wrote more than {MAX_OUTPUT_BYTES:,} bytes to standard output")
+        if code:
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal(-code)}"
+            lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+            raise _RunError("raised", f"it {how}{': ' if lines else ''}{' | '.join(lines[-5:])}")
+        if left:
+            raise _RunError("left_processes", _left_running(left))
+        return _object_of(bytes(output))
+
+    def _set_up(self, spec: str) -> None:
+        function = load_function(spec)
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise ContractError(f"the setup function {spec} must have no required parameter: {error}") from None
+
+        async def awaited(returned: Awaitable[Any]) -> None:
+            try:
+                await returned
+            except BaseException as error:
+                failures.append(error)
+
+        failures: list[BaseException] = []
+        try:
+            # Outside of the event loop: it may call asyncio.run.
+            returned = function()
+        except BaseException as error:
+            failures.append(error)
+        else:
+            if inspect.isawaitable(returned):
+                self._finish(awaited(returned), failures)
+        if failures:
+            traceback.print_exception(failures[0])
+            raise ContractError(f"the setup function {spec} raised {described(failures[0])}")
+
+    def _cancel_tasks(self) -> None:
+        async def cancelled() -> None:
+            if tasks := asyncio.all_tasks() - self._kept_tasks - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                _, running = await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+                self.spent |= bool(running)
+
+        if not self.spent:
+            self._finish(cancelled(), [])
+
+    def _end_left(self) -> list[str]:
+        """Kill what the run has started and left, after a while in which it can end by itself. Returns the names."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (left := self._new_processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        names = [process.name for process in left]
+        deadline = time.monotonic() + KILL_SECONDS
+        while left and time.monotonic() < deadline:
+            process_tree.kill(left)
+            time.sleep(0.01)
+            left = self._new_processes()
+        self.spent |= bool(left)
+        return names
+
+    def _new_processes(self) -> list[Process]:
+        """What was started since the setup, except by processes of the setup."""
+        # For the life of the interpreter; multiprocessing starts them when they are first used.
+        tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+        server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+        of_multiprocessing = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
+        children = process_tree.children_by_parent()
+        found: list[Process] = []
+        open_pids = [os.getppid()]
+        while open_pids:
+            for process in children.get(open_pids.pop(), []):
+                if process.identity in self._kept or process.pid in of_multiprocessing:
+                    continue
+                open_pids.append(process.pid)
+                if process.pid != os.getpid():
+                    found.append(process)
+        return found
+
+
+class _RunError(Exception):
+    def __init__(self, cause: FailureCause, message: str) -> None:
+        self.cause = cause
+        super().__init__(message)
+
+
+def _fields(
+    returned: Any, kind: Kind, *, needs_text: bool = False
+) -> tuple[float | None, str | None, dict[str, float]]:
+    where = "the reward function: " if kind == "judge" else ""
+    try:
+        return fields_of(returned, kind, needs_text=needs_text)
+    except ResultError as error:
+        raise _RunError(error.cause, f"{where}{error}") from None
+    except Exception as error:  # of a property of the user's object
+        traceback.print_exc()
+        raise _RunError("raised", f"{where}reading what it returned raised {described(error)}") from None
+
+
+def _checked_command(command: tuple[str, ...]) -> str:
+    if not (found := shutil.which(command[0])):
+        where = f"no file {Path(command[0]).absolute()}" if os.sep in command[0] else "no such program in PATH"
+        raise ContractError(f"there is {where} that can be run: {command[0]}")
+    return f"command {' '.join(command)} ({found})"
+
+
+def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
+    """The variables for an OpenAI client, also where a proxy is configured: the endpoint is reached without it."""
+    without_proxy = {
+        name: ",".join(filter(None, (os.environ.get(name), urlsplit(endpoint.base_url).hostname)))
+        for name in ("NO_PROXY", "no_proxy")
+        if urlsplit(endpoint.base_url).hostname not in os.environ.get(name, "").split(",")
+    }
+    return {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        **without_proxy,
+    }
+
+
+def _left_running(names: list[str]) -> str:
+    number = "a process" if len(names) == 1 else f"{len(names)} processes"
+    return f"it left {number} running: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+
+
+def _write(pipe: IO[bytes], text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a command need not read it
+        pipe.write(text)
+    with contextlib.suppress(OSError):
+        pipe.close()
+
+
+def _read(process: subprocess.Popen[bytes], pipe: IO[bytes], output: bytearray) -> None:
+    while chunk := os.read(pipe.fileno(), 65_536):
+        if len(output) <= MAX_OUTPUT_BYTES:
+            output += chunk
+        if len(output) > MAX_OUTPUT_BYTES:
+            process.kill()
+    pipe.close()
+
+
+def _forward(pipe: IO[bytes], errors: bytearray) -> None:
+    """To our own standard error; the last of it is kept."""
+    while chunk := os.read(pipe.fileno(), 65_536):
+        os.write(2, chunk)
+        errors += chunk
+        del errors[:-4_000]
+    pipe.close()
+
+
+def _object_of(output: bytes) -> Any:
+    if not output.strip():
+        raise _RunError("no_result", "it wrote nothing to standard output")
+    try:
+        found = json.loads(output)
+        why = "" if isinstance(found, dict) else f"it is of type {type(found).__name__}"
+    except (ValueError, RecursionError) as error:
+        found, why = None, str(error)
+    if why:
+        start = output.strip()[:80].decode(errors="replace")
+        raise _RunError("bad_output", f"its output is not one JSON object ({why}); it begins with {start!r}")
+    return found
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 1] + "…"

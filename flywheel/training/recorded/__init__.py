@@ -1,0 +1,1 @@
+"""Rollouts of agents with tools, answered from recorded results."""

@@ -1,0 +1,166 @@
+"""A rollout of the policy with recorded tools: its messages come from a session of the engine's chat endpoint, the
+answers of its tools from recordings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol
+
+from flywheel.config.training import SimulatorSettings
+from flywheel.errors import FlywheelError
+from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.trace import ChatMessage, get_path
+from flywheel.training.data.rollout import Completion, RolloutRequest
+from flywheel.training.data.timelines import CallTokens, timelines
+from flywheel.training.recorded.recorded_loop import Budgets, End, RecordedLoop
+from flywheel.training.recorded.recorded_tools import OnMiss, RecordedTools, Simulate
+from flywheel.training.recorded.recordings import trace_results
+
+MAX_CALL_TEXT: Final = 200
+"""Characters of a call in an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSetup:
+    """How tools answer, and the limits of rollouts.
+
+    Attributes:
+        shared: Results of other traces.
+        max_turns: Messages of the policy.
+        simulator: The model that plays tools if `on_miss` is `simulate`.
+    """
+
+    shared: SharedRecordings = field(default_factory=SharedRecordings)
+    on_miss: OnMiss = "end"
+    finish_tools: tuple[str, ...] = ()
+    max_turns: int = 16
+    simulator: SimulatorSettings | None = None
+
+
+class ModelReply(Protocol):
+    """A response of the chat endpoint: `error` has the server's message. `is_too_long`: the prompt leaves no room in
+    the context."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def body(self) -> dict[str, Any]: ...
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def is_too_long(self) -> bool: ...
+
+
+class ChatSession(Protocol):
+    """The policy as one rollout reaches it (`Session`). It keeps to the context. `calls` are those that it answered,
+    `generated` is their number of tokens."""
+
+    generated: int
+
+    @property
+    def calls(self) -> Sequence[CallTokens]: ...
+
+    async def complete(self, body: Mapping[str, Any], *, max_tokens: int | None = None) -> ModelReply: ...
+
+
+async def roll_out(
+    request: RolloutRequest, session: ChatSession, setup: ToolSetup, simulate: Simulate | None = None
+) -> Completion:
+    """The completion of a request whose task has recordings. `simulate` answers misses if the setup says so; where it
+    fails, the rollout has an error.
+
+    A rollout `as_served` has the server's limits of tokens. After its `seconds` it is cut: the message that is being
+    generated is lost.
+    """
+    task = request.prompt.task
+    tools = RecordedTools(
+        task.tools,
+        trace_results(task.tools, task.steps, task.errors, setup.finish_tools),
+        shared=setup.shared,
+        on_miss=setup.on_miss,
+        simulate=simulate,
+        finish_tools=setup.finish_tools,
+    )
+    budgets = Budgets(setup.max_turns, None if request.as_served else request.max_tokens)
+    loop = RecordedLoop(task.prompt, tools, budgets)
+    limit = asyncio.timeout(request.seconds)
+    try:
+        async with limit:
+            error = await _take_turns(loop, request, session, in_thread=simulate is not None)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        error = ""
+        loop.cut()
+    calls = session.calls
+    if not calls and not error:
+        error = f"no message within {request.seconds:g} s" if limit.expired() else "its prompt fills the context"
+    made = timelines(calls)
+    return Completion(
+        text=loop.answer,
+        samples=made.samples,
+        texts=made.texts,
+        steps=tuple(loop.steps),
+        calls=tuple(loop.calls),
+        missed=loop.end is End.MISS,
+        turns=len(calls),
+        forks=made.forks,
+        truncated=not error and loop.end is End.TRUNCATED,
+        error=error,
+    )
+
+
+async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: ChatSession, *, in_thread: bool) -> str:
+    """Take turns until the loop ends. Returns why the rollout has nothing to grade; empty if it has."""
+    task = request.prompt.task
+    # The endpoint renders the prompts, and keeps to the context.
+    while loop.goes_on():
+        body: dict[str, Any] = {"messages": list(loop.messages)}
+        if task.tools:
+            body["tools"] = list(task.tools)
+        before, answered = session.generated, len(loop.calls)
+        reply = await session.complete(body, max_tokens=loop.room)
+        if reply.is_too_long:
+            loop.cut()
+            break
+        if reply.status != 200:
+            return f"the engine refused a message: {' '.join(reply.error.split())[:300]} (HTTP status {reply.status})"
+        [choice] = reply.body["choices"]
+        message = _sent_again(choice["message"], with_reasoning=task.sends_reasoning)
+        advance = partial(
+            loop.advance, message, tokens=session.generated - before, truncated=choice["finish_reason"] == "length"
+        )
+        try:
+            if in_thread:
+                # A simulator may take long, and this thread serves all rollouts of the engine.
+                await asyncio.to_thread(advance)
+            else:
+                advance()
+        except FlywheelError as error:
+            return f"the simulator failed: {error}"
+        if loop.end is End.MISS:
+            calls = zip(message["tool_calls"], loop.calls[answered:], strict=False)
+            return f"no recorded result for {next(_text(call) for call, each in calls if each.is_miss)}"
+    return ""
+
+
+def _sent_again(message: Mapping[str, Any], *, with_reasoning: bool) -> ChatMessage:
+    """A message of the policy in the form in which the agent sends it again."""
+    again: ChatMessage = {"role": "assistant", "content": message.get("content")}
+    if with_reasoning and (reasoning := message.get("reasoning")):
+        again["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        again["tool_calls"] = calls
+    return again
+
+
+def _text(call: Mapping[str, Any]) -> str:
+    name, arguments = get_path(call, "function", "name"), get_path(call, "function", "arguments")
+    return f"{name}({' '.join(str(arguments).split())})"[:MAX_CALL_TEXT]

@@ -1,0 +1,129 @@
+"""The recorded results of one trace, by call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from flywheel.records.finish_functions import FINISH_FUNCTIONS
+from flywheel.records.states import Split
+from flywheel.records.task import conversation_key
+from flywheel.records.tool_calls import calls_in
+from flywheel.records.tool_results import Example, Result
+from flywheel.records.trace import ChatMessage
+from flywheel.training.recorded.call_key import call_key, tools_by_name
+
+Share = Literal["agreeing", "off"]
+
+MAX_EXAMPLES: Final = 8
+"""Examples of each tool that are kept for a simulator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The steps of a traced reply.
+
+    Attributes:
+        conversation: The key of its conversation.
+        tools: The tools that the agent was offered, in the OpenAI chat form.
+        steps: The messages between question and answer.
+        errors: The steps that failed, as the task's `metadata.errors_json` lists them.
+        messages: The conversation so far and what the agent was asked.
+    """
+
+    task_id: str
+    conversation: str
+    split: Split
+    tools: tuple[dict[str, Any], ...] = ()
+    steps: tuple[ChatMessage, ...] = ()
+    errors: tuple[str, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+
+    @property
+    def question(self) -> str:
+        """A key of the messages without system prompts, which may have the time."""
+        told = [(message.get("role"), message.get("content")) for message in self.messages]
+        return json.dumps([each for each in told if each[0] != "system"])
+
+
+@dataclass(frozen=True, slots=True)
+class TraceResults:
+    """The calls of one trace.
+
+    Attributes:
+        calls: Number of calls, including those without a key.
+        by_key: The results of each key, in order. A call without a result has a key with no results.
+        examples: The calls with results, in order.
+    """
+
+    calls: int
+    by_key: dict[str, tuple[Result, ...]]
+    examples: tuple[Example, ...]
+
+    def kth(self, key: str, k: int) -> Result | None:
+        """The result of the k-th identical call; k counts from 1. After the last result it is that one, if all are
+        equal."""
+        results = self.by_key.get(key, ())
+        if k <= len(results):
+            return results[k - 1]
+        return results[-1] if len(set(results)) == 1 else None
+
+    def trains(self, *, use_uncalled: bool) -> bool:
+        """Whether a round may ask the task: its trace has results, or it made no call and such tasks are used."""
+        return bool(self.examples) or (use_uncalled and not self.calls)
+
+    def gates(self, *, accepted: bool) -> bool:
+        """Whether the gate may ask the task: its trace has results, or it made no call and the traced answer was
+        accepted."""
+        return bool(self.examples) or (accepted and not self.calls)
+
+
+def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
+    """The recording in a line of `tasks.jsonl`, whose own split is provisional. Where the chain redacts tasks, the
+    line must be redacted: the policy sees redacted questions, and its calls have redacted arguments."""
+    metadata = line["metadata"]
+    return Recording(
+        line["task_id"],
+        conversation_key(metadata["conversation_id"], metadata["trace_id"]),
+        split,
+        tuple(json.loads(metadata["tools_json"])),
+        tuple(json.loads(metadata["trajectory_json"])),
+        tuple(json.loads(metadata["errors_json"])),
+        (*line["init_messages"], {"role": "user", "content": line["main_query"]}),
+    )
+
+
+def results_of(recording: Recording, finish_tools: Collection[str] = ()) -> TraceResults:
+    """The results of a recording (`trace_results`)."""
+    return trace_results(recording.tools, recording.steps, recording.errors, finish_tools)
+
+
+def trace_results(
+    offered: Iterable[Mapping[str, Any]],
+    steps: Sequence[ChatMessage],
+    failures: Sequence[str],
+    finish_tools: Collection[str] = (),
+) -> TraceResults:
+    """The results of a trace, given its steps and which of them failed. Calls of tools that it was not offered, and
+    calls whose arguments are no JSON object, have no key. Calls of finish tools are answers, not calls."""
+    tools = tools_by_name(offered)
+    not_called = FINISH_FUNCTIONS.union(finish_tools)
+    calls = [call for call in calls_in(steps, failures) if call.name not in not_called]
+    by_key: dict[str, tuple[Result, ...]] = {}
+    examples: list[Example] = []
+    for call in calls:
+        if (tool := tools.get(call.name)) is None:
+            continue
+        try:
+            arguments = call.parsed
+            key = call_key(tool, arguments)
+        except ValueError:
+            continue
+        results = by_key.setdefault(key, ())
+        if call.result is not None:
+            result = Result(call.result, call.failed)
+            by_key[key] = (*results, result)
+            examples.append(Example(key, tool, arguments, result))
+    return TraceResults(len(calls), by_key, tuple(examples))

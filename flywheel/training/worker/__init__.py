@@ -1,0 +1,137 @@
+"""The round worker: `python -m flywheel.training.worker ROUND_DIR`.
+
+Reads `spec.json`, runs one round with engines, trainer, judge and comparison, writes `metrics.jsonl` meanwhile and
+`result.json` last. After a failure, `error.json` has the error, the remedy and whether a retry can help.
+
+A round has no checkpoints: a worker that is started again on the same directory removes unfinished files and starts
+over. A directory with a complete result is left unchanged.
+
+Exit codes: 0 done (also if the round was refused), 1 failed, 75 another worker holds the directory, 143 and 130
+stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
+from flywheel.judge.usage import UsageFile
+from flywheel.records.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
+from flywheel.system import log as logs
+from flywheel.system import process_cleanup
+from flywheel.system.files import write_atomic
+from flywheel.system.worker_setup import Stopped, alone_in, catch_signals, output_to
+from flywheel.training.data.round_directory import clear, finished, read_spec, settings_of, start_over, write_error
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.policy import check_base, check_frozen, check_parent, other_form
+from flywheel.training.worker.rollout_grading import build_grade
+from flywheel.training.worker.training_round import MakeGrade, Round
+
+log = logging.getLogger("flywheel.training.worker")
+
+
+def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundResult:
+    """Run the whole round and stop all of its processes. Raises FlywheelError."""
+    started = time.monotonic()
+    settings = settings_of(spec)
+    if not spec.train:
+        raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
+    check_base(spec.base_model)
+    check_parent(spec.parent)
+    if spec.parent and (form := other_form(spec.parent, settings.training.lora)):
+        log.warning(
+            "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"
+            " base model first (`flywheel rollback --to base`)",
+            spec.parent.name,
+            form,
+        )
+    # Before anything is started: errors in the rubric or the judge's settings appear here.
+    whole = Round(spec, directory, settings, make_grade)
+    check_frozen(whole.frozen)
+    whole.metrics.phase("starting")
+    whole.meter.enter("starting")
+    with ray_cluster.session(settings):
+        # Ray has just installed its own handlers.
+        catch_signals()
+        try:
+            result = whole.run()
+        finally:
+            if not isinstance(sys.exception(), Stopped):
+                ray_cluster.stop(whole.engines)
+    total = round(time.monotonic() - started, 3)
+    return result.model_copy(update={"seconds": {**result.seconds, "total": total}})
+
+
+def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
+    # Libraries that write files raise their own errors with the system's text.
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "Free space." if full or os.strerror(errno.ENOSPC) in str(error) else ""
+    return TrainError(
+        f"run {spec.round_id}",
+        f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
+        hint or f"The traceback is in the round's {LOG_FILE}.",
+        retryable=True,
+    )
+
+
+def work(directory: Path, make_grade: MakeGrade) -> None:
+    """Run the round of this directory. Raises FlywheelError and Stopped."""
+    spec = read_spec(directory)
+    try:
+        _work(directory, spec, make_grade)
+    except OSError as error:
+        raise as_flywheel_error(error, spec) from error
+
+
+def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
+    with alone_in(directory):
+        if finished(directory, spec):
+            return
+        start_over(directory)
+        UsageFile(directory).mend()
+        with output_to(directory / LOG_FILE):
+            logs.setup()
+            try:
+                result = run_round(spec, directory, make_grade)
+            except FlywheelError as error:
+                log.error("%s", error)
+                raise
+            except Exception as error:
+                log.exception("%s failed", spec.round_id)
+                raise as_flywheel_error(error, spec) from error
+            finally:
+                clear(directory)
+        write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode())
+
+
+def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flywheel.training.worker", description="Run one training round.")
+    parser.add_argument("directory", type=Path, metavar="ROUND_DIR", help="holds spec.json; the results go there too")
+    directory = parser.parse_args(argv).directory.absolute()
+    catch_signals()
+    process_cleanup.adopt_orphans()
+    try:
+        work(directory, make_grade)
+    except Stopped as stopped:
+        return _end(stopped, stopped.exit_code)
+    except LockedError as error:
+        return _end(error, error.exit_code)
+    except FlywheelError as error:
+        write_error(directory, error)
+        return _end(error, EXIT_FAILED)
+    return 0
+
+
+def _end(reason: BaseException, code: int) -> int:
+    print(f"flywheel.training.worker: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
+__all__ = ["build_grade", "main", "run_round", "work"]

@@ -1,0 +1,132 @@
+"""Grades rollouts: within the allowance of the daemon, with every call's usage recorded, and paused while the judge
+is unreachable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from flywheel.config import AgentProgramSettings, Config, JudgeBudget
+from flywheel.judge.budget import Budget, BudgetSpentError
+from flywheel.judge.grader import Grader, PendingJudgeCall
+from flywheel.judge.rubric import Rubric
+from flywheel.judge.usage import Allowance, Purpose, UsageFile, Used, today
+from flywheel.records.round import RoundSpec
+from flywheel.records.verdict import Exchange, Verdict
+from flywheel.system.model_http_client import NEVER
+from flywheel.training.optim.collector import Grade
+from flywheel.training.worker.judge_pause import Patience, Pause
+
+TRIES: Final = 3
+"""Attempts for an exchange on which the judge fails while it answers about others."""
+
+
+def rubric_of(spec: RoundSpec) -> Rubric:
+    """The round's rubric. Raises ConfigError."""
+    from flywheel.judge.rubric.file import parse_rubric
+
+    return parse_rubric(spec.rubric, f"the rubric of {spec.round_id}")
+
+
+def build_grade(spec: RoundSpec, round_dir: Path, purpose: Purpose, pause: Pause) -> Grade:
+    """The grading function of the round's rubric. Raises ConfigError for an invalid rubric or judge."""
+    settings = Config.model_validate(spec.settings)
+    patience = Patience(settings.training.judge_wait_seconds, pause)
+    return Grading(Grader(rubric_of(spec), settings.judge), settings.judge.budget, round_dir, purpose, patience)
+
+
+def has_judge(settings: Config) -> bool:
+    """Whether rollouts are graded: not if the user's agent alone gives the rewards."""
+    rollout = settings.rollout
+    return rollout.reward.rubric > 0 or not isinstance(rollout.agent, AgentProgramSettings)
+
+
+def without_judge(*_: object) -> Grade:
+    """In place of `build_grade` where nothing is graded."""
+
+    def grade(_: Exchange) -> Verdict:
+        raise RuntimeError("the rubric has no weight")
+
+    return grade
+
+
+class Lent(Budget):
+    """The daemon's allowance in `allowance.json`, less the usage in the round's `usage.jsonl`."""
+
+    def __init__(self, limits: JudgeBudget, round_dir: Path) -> None:
+        super().__init__(limits)
+        self._dir = round_dir
+        self._file = UsageFile(round_dir)
+        self._read_to = self._used = 0
+
+    def refused(self) -> str:
+        """The reason why no call may be made; empty if one may."""
+        with self._changed:
+            return next((why for used, limit, why, _ in self._limits() if used >= limit), "")
+
+    def _limits(self) -> Iterator[tuple[int, int, str, str]]:
+        # Without an allowance, the worker was started by hand.
+        if (allowance := Allowance.read(self._dir)) is not None:
+            found, self._read_to = self._file.read(self._read_to)
+            self._used += sum(used.tokens for used in found)
+            yield self._used, allowance.tokens, allowance.why, ""
+
+
+class Grading:
+    """Grades exchanges. Thread-safe.
+
+    Exchanges that an outage of the judge leaves undecided are retried when it has recovered. An exchange on which it
+    fails while it answers about others stays undecided.
+    """
+
+    def __init__(
+        self, grader: Grader, limits: JudgeBudget, round_dir: Path, purpose: Purpose, patience: Patience
+    ) -> None:
+        self._grader, self._purpose, self._patience = grader, purpose, patience
+        self._budget = Lent(limits, round_dir)
+        self._file = UsageFile(round_dir)
+        self._answered: PendingJudgeCall | None = None
+
+    def __call__(self, exchange: Exchange) -> Verdict:
+        """Raises JudgeError for errors that concern all exchanges: a wrong key, unreadable answers."""
+        begun = self._grader.begin(exchange)
+        if isinstance(begun, Verdict):
+            return begun
+        for _ in range(TRIES):
+            answers = self._patience.answers
+            verdict = self._paid(begun)
+            if not verdict.unreachable:
+                self._patience.answered()
+                self._answered = begun
+                return verdict
+            probe = self._answered or begun
+            # Without the remedy, which differs between tasks and rounds.
+            why = f"the judge is unreachable ({verdict.error.partition('. ')[0][:300]})"
+            if not self._patience.until_back(answers, why, partial(self._answers, probe)):
+                break
+        return verdict
+
+    def _answers(self, probe: PendingJudgeCall) -> bool:
+        return not self._paid(probe).unreachable
+
+    def _paid(self, begun: PendingJudgeCall) -> Verdict:
+        """One verdict of the judge; its usage is recorded before it is returned. Raises JudgeError."""
+        if (unusable := self._grader.unusable) is not None:
+            raise unusable
+        while True:
+            try:
+                self._budget.reserve(NEVER)
+                break
+            except BudgetSpentError:
+                self._patience.until_room(self._budget.refused)
+        verdict = None
+        try:
+            verdict = self._grader.finish(begun)
+            if verdict.calls:
+                counts = verdict.calls, verdict.prompt_tokens, verdict.completion_tokens
+                self._file.append(Used(today(), self._purpose, *counts))
+        finally:
+            self._budget.release(verdict)
+        return verdict

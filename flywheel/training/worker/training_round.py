@@ -1,0 +1,418 @@
+"""One round on a running Ray session: start engines and trainer, train, compare, and measure the probe."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, overload
+
+import ray
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.judge.usage import Purpose
+from flywheel.records.round import (
+    ADAPTER_DIR,
+    AdapterRef,
+    Comparison,
+    FrozenTarget,
+    RoundResult,
+    RoundSpec,
+    RoundTask,
+    Sampling,
+    SystemPrompt,
+)
+from flywheel.serving.server.vllm_arguments import chat_arguments
+from flywheel.system.files import tree_sha256
+from flywheel.system.terminal import quantity
+from flywheel.training.data.metrics import Metrics
+from flywheel.training.data.progress_meter import Meter
+from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
+from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.chat_rendering import ChatFormat, served_format
+from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.policy import rank
+from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
+from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.debug_round import roll_out_only
+from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough
+from flywheel.training.optim.probe_measurement import make_probe
+from flywheel.training.optim.round_steps import step_requests
+from flywheel.training.optim.trainer import Trainer
+from flywheel.training.program.configured_program import program_of
+from flywheel.training.program.program_rollout import ProgramSetup
+from flywheel.training.recorded.recorded_rollout import ToolSetup
+from flywheel.training.worker.judge_pause import Pause
+from flywheel.training.worker.rollout_grading import has_judge, rubric_of, without_judge
+
+log = logging.getLogger("flywheel.training.worker")
+
+TRIALS: Final = 3
+"""Tasks on which the user's agent is tried before training."""
+
+MOST_SYSTEM_PROMPTS: Final = 10
+LONGEST_SYSTEM_PROMPT: Final = 2_000
+"""Characters of a system prompt in the result."""
+
+MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
+
+
+def chat_of(spec: RoundSpec, settings: Config) -> ChatFormat:
+    """The chat settings of this configuration's server. Raises FlywheelError for settings that it refuses."""
+    serving = settings.serving
+    return served_format(chat_arguments(spec.base_model, serving), max_model_len=serving.max_model_len)
+
+
+class Round:
+    """One round on a running Ray session."""
+
+    def __init__(self, spec: RoundSpec, directory: Path, settings: Config, make_grade: MakeGrade) -> None:
+        self.spec, self.directory, self.settings = spec, directory, settings
+        self.metrics = Metrics(directory)
+        self.meter = Meter(directory, steps=settings.training.steps)
+        self.program = program_of(settings)
+        if not has_judge(settings):
+            make_grade = without_judge
+        self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
+        purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
+        self.grade = make_grade(spec, directory, purpose, self.meter.pause)
+        self.engines: list[Any] = []
+        self.trainer: Any = None
+        self.seconds: dict[str, float] = {}
+        self.usage: dict[str, int] = {}
+        self.about: dict[str, Any] = {}
+        self.left_out: dict[str, str] = {}
+        self.inexact: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start engines and trainer side by side."""
+        rollout, training = self.settings.rollout, self.settings.training
+        placement = place_on_gpus(rollout.engines, ray_cluster.gpus(), with_trainer=not self.spec.debug)
+        places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
+        chat, threads = chat_of(self.spec, self.settings), ray_cluster.cpu_threads()
+        for gpu_share in placement.engines:
+            engine = EngineSettings(
+                model=self.spec.base_model,
+                max_model_len=rollout.max_model_len,
+                max_lora_rank=rank([self.spec.parent, *(each.adapter for each in self.frozen)], training.lora),
+                more_adapters=len(self.frozen),
+                seed=self.spec.seed,
+                gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
+                kv_cache_gib=rollout.cpu_kv_cache_gib,
+                cpu_threads=threads,
+                chat=chat,
+            )
+            self.engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
+        members = list(self.engines)
+        if (trainer_share := placement.trainer) is not None:
+            self.trainer = ray_cluster.start(
+                Trainer,
+                self.spec,
+                str(self.directory),
+                threads,
+                gpus=trainer_share.share,
+                within=places.at(trainer_share),
+            )
+            members.append(self.trainer)
+        with self._mark() as mark:
+            ray_cluster.gather(members, self.settings, [mark, *self._needed()])
+        told = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
+        self.about = {**told[0], "context": min(each["context"] for each in told)}
+
+    def _use_tools(self) -> None:
+        """Tell the engines how tools answer in training, and in the gate, where a miss always ends the rollout."""
+        rollout, spec = self.settings.rollout, self.spec
+        finish_tools, tools = tuple(rollout.finish_tools), rollout.tools
+        training = ToolSetup(
+            shared=spec.shared,
+            on_miss=tools.on_miss,
+            finish_tools=finish_tools,
+            max_turns=rollout.max_turns,
+            simulator=tools.simulator,
+        )
+        gate = replace(training, shared=spec.shared_gate, on_miss="end", simulator=None)
+        ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
+
+    def _use_program(self) -> None:
+        """Start the user's agent on the engines, if rollouts run one, with the models of all targets."""
+        config = self.settings
+        if self.program is None:
+            return
+        alias = config.model.alias
+        trained = self.spec.target or alias
+        # Their numbers are behind those of the steps, the candidate and what is deployed.
+        numbers = itertools.count(config.training.steps + 3)
+        setup = ProgramSetup(
+            models={trained: alias, **{each.target: each.alias for each in self.frozen}},
+            trained=trained,
+            frozen={each.alias: self._load(each.adapter, next(numbers)) for each in self.frozen},
+            max_turns=config.rollout.max_turns,
+            needs_reward=config.rollout.reward.workflow > 0,
+        )
+        settings = config.model_dump(mode="json")
+        [found, *_] = ray_cluster.wait([engine.use_program.remote(settings, setup) for engine in self.engines])
+        log.info("the agent of rollouts: %s", found)
+
+    @contextlib.contextmanager
+    def _mark(self) -> Iterator[Path]:
+        """A marker file in the round's directory: nodes that see it share the same directory."""
+        mark = self.directory / f".seen-{secrets.token_hex(8)}"
+        mark.touch()
+        try:
+            yield mark
+        finally:
+            mark.unlink(missing_ok=True)
+
+    @property
+    def frozen(self) -> list[FrozenTarget]:
+        """The targets that the user's agent may ask beside the one that is trained."""
+        return self.spec.frozen if self.program is not None else []
+
+    def _needed(self) -> list[Path]:
+        """Paths of base model, parent and the user's agent that actors read; a name on a hub is not a path."""
+        adapters = [self.spec.parent, *(each.adapter for each in self.frozen)]
+        named = [self.spec.base_model, *(adapter.path for adapter in adapters if adapter is not None)]
+        if self.program is not None:
+            named += self.program.files
+        return [Path(name) for name in named if Path(name).is_absolute()]
+
+    def asked(self, tasks: Sequence[RoundTask]) -> Asked:
+        """The tasks that can be trained on: rendered by the model's template, short enough, without duplicates."""
+        rollout = self.settings.rollout
+        return asked(
+            *self._encoded(tasks),
+            max_model_len=rollout.max_model_len,
+            max_completion_tokens=rollout.max_completion_tokens,
+        )
+
+    def asked_as_served(self, tasks: Sequence[RoundTask]) -> Asked:
+        """The held-out tasks that the server would answer."""
+        return asked_as_served(*self._encoded(tasks), context=self.about["context"])
+
+    def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
+        [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
+        if tasks and len(refused) == len(tasks):
+            first = next(f"{task}: {why}" for task, why in refused.items())
+            raise TrainError(
+                f"render the prompts of {self.spec.round_id}",
+                f"the chat template refuses all {len(tasks)} tasks; the first: {first}",
+                "Check the base model's chat template, and the one in serving.extra_args if there is one.",
+            )
+        return prompts, refused
+
+    def run(self) -> RoundResult:
+        with self._timed("start"):
+            self.start()
+            self._use_tools()
+            self._use_program()
+            train = self.asked(self.spec.train)
+            gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
+        prompts, self.left_out = train.prompts, self.spec.left_out | train.left_out
+        held_out = gate.prompts[-self.settings.gate.max_tasks :]
+        for task, why in {**gate.left_out, **self.left_out}.items():
+            log.warning("%s is left out: %s", task, why)
+        self.inexact = train.inexact | gate.inexact
+        if (train.inexact and not prompts) or (gate.inexact and len(held_out) < self.settings.gate.min_tasks):
+            # A result and not a failure: these tasks are marked, and the next round uses others.
+            return self._too_few_exact(len(prompts), len(held_out))
+        if not prompts:
+            raise TrainError(
+                f"train {self.spec.round_id}",
+                f"none of its {len(self.spec.train)} tasks leaves room for a completion in rollout.max_model_len",
+                "Raise rollout.max_model_len or lower rollout.max_completion_tokens.",
+            )
+        if not self.spec.debug:
+            # Checked before hours are spent on a candidate that could only be rejected.
+            check_enough(held_out, self.spec, self.settings.gate.min_tasks)
+        log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
+        if self.program is not None:
+            with self._timed("trial"):
+                self._try_program(prompts)
+        self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out))
+        if self.spec.debug:
+            return self._debug(prompts)
+        with self._timed("train"):
+            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
+            [trained] = ray_cluster.wait(
+                [self.trainer.train.remote(prompts, self.engines, self.make_grade, gate_rollouts)]
+            )
+            ray.kill(self.trainer)
+        self.usage = trained.usage
+        asked = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
+        without_gradient = [*asked, *self.spec.left_out]
+        figures: dict[str, Any] = {
+            "steps": trained.steps,
+            "sampling": self._sampling(trained.steps, trained.system_prompts),
+            "without_gradient": without_gradient,
+            "reward_first": trained.reward_first,
+            "reward_last": trained.reward_last,
+        }
+        if trained.refusal:
+            return self._result("refused", reason=trained.refusal, **figures)
+        path = self.directory / ADAPTER_DIR
+        adapter = AdapterRef(name=self.spec.round_id, path=str(path), sha256=tree_sha256(path))
+        with self._timed("evaluate"):
+            self.metrics.phase("evaluating", prompts=len(held_out))
+            rewards = {"reward_first": trained.reward_first, "reward": trained.reward_last}
+            self.meter.enter("evaluating", gate_rollouts, step=trained.steps, **rewards)
+            # Numbers continue after those of the steps: an engine must never get one twice.
+            candidate = self._load(adapter, self.settings.training.steps + 1)
+            deployed = self._load(self.spec.parent, self.settings.training.steps + 2)
+            comparison = self._compare(held_out, candidate, deployed)
+            probe = make_probe(
+                self.engines[0],
+                held_out,
+                candidate,
+                deployed,
+                max_model_len=self.about["context"],
+            )
+        return self._result("trained", adapter=adapter, comparison=comparison, probe=probe, **figures)
+
+    @overload
+    def _load(self, adapter: AdapterRef, number: int) -> LoadedAdapter: ...
+
+    @overload
+    def _load(self, adapter: None, number: int) -> None: ...
+
+    @overload
+    def _load(self, adapter: AdapterRef | None, number: int) -> LoadedAdapter | None: ...
+
+    def _load(self, adapter: AdapterRef | None, number: int) -> LoadedAdapter | None:
+        """Load the adapter on every engine; None is the base model, which needs no loading."""
+        if adapter is None:
+            return None
+        loaded = LoadedAdapter(f"{adapter.name}-{number}", number, adapter.path)
+        ray_cluster.wait([engine.load.remote(loaded) for engine in self.engines])
+        return loaded
+
+    def _too_few_exact(self, train: int, held_out: int) -> RoundResult:
+        if self.trainer is not None:
+            ray.kill(self.trainer)
+        task, first = next(iter(self.inexact.items()))
+        return self._result(
+            "refused",
+            reason=f"the prompts of {len(self.inexact)} tasks are not what the model was sent, which leaves {train}"
+            f" for training and {held_out} for the gate; the first, {task}: {first}. They are left out from now on"
+            " (training.inexact_prompts)",
+        )
+
+    def _try_program(self, prompts: Sequence[Prompt]) -> None:
+        """Run the user's agent on a task, and on two others if it fails. Raises TrainError if it fails on each."""
+        of_groups = step_requests(prompts[:TRIALS], 0, self.spec, self.settings, None)
+        requests = of_groups[:: self.settings.training.group_size]
+        failures: list[Completion] = []
+        for some in filter(None, (requests[:1], requests[1:])):
+            made = ray_cluster.wait([self.engines[0].generate.remote(request) for request in some])
+            failed = [completion for completion in made if completion.error]
+            if len(failed) < len(made):
+                return
+            failures += failed
+        raise TrainError(
+            f"run the agent of {self.spec.round_id} (rollout.agent)",
+            f"it failed on {quantity(len(failures), 'task')} before training; the first: {failures[0].error}",
+            "Correct it; `flywheel workflow check` runs it once. Its output is in the worker's log.",
+        )
+
+    def _debug(self, prompts: list[Prompt]) -> RoundResult:
+        adapter = self._load(self.spec.parent, 1)
+        with self._timed("train"), self._collector() as collector:
+            debug = roll_out_only(self.spec, self.settings, self.directory, prompts, collector, adapter, self.meter)
+        self.usage = debug.usage
+        return self._result(
+            "debug",
+            reason=debug.summary,
+            steps=debug.steps,
+            sampling=self._sampling(debug.steps, debug.system_prompts),
+            reward_first=debug.reward_first,
+            reward_last=debug.reward_last,
+        )
+
+    def _compare(self, prompts: list[Prompt], candidate: LoadedAdapter, deployed: LoadedAdapter | None) -> Comparison:
+        gate = self.settings.gate
+        assert self.spec.test is not None
+        with self._collector() as collector:
+            answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector, self.directory)
+        self.usage = add_usage(self.usage, answers.usage)
+
+        def paired(pairs: Pairs) -> list[Paired]:
+            return [
+                Paired(prompt.task.task_id, *sides, prompt.task.conversation)
+                for prompt, sides in zip(prompts, pairs, strict=True)
+            ]
+
+        compared = partial(
+            compare,
+            samples=gate.samples_for(len(prompts)),
+            alpha=self.spec.test.alpha,
+            needed=gate.min_gain,
+            seed=self.spec.seed,
+        )
+        whole, (candidate_missed, deployed_missed) = compared(paired(answers.rewards)), answers.missed
+        candidate_failed, deployed_failed = answers.failed
+        at_bound = compared(paired(answers.at_bound)) if deployed_missed or deployed_failed else None
+        criteria = [
+            compare_criterion(
+                criterion.id,
+                paired(answers.values[criterion.id]),
+                takes_away=criterion.weight < 0,
+                confidence=gate.confidence,
+                seed=self.spec.seed,
+            )
+            for criterion in (rubric_of(self.spec).every if answers.values else ())
+            if criterion.id in answers.values
+        ]
+        return whole.model_copy(
+            update={
+                "criteria": criteria,
+                "candidate_missed": candidate_missed,
+                "deployed_missed": deployed_missed,
+                "candidate_failed": candidate_failed,
+                "deployed_failed": deployed_failed,
+                "lower_at_bound": at_bound and at_bound.lower,
+            }
+        )
+
+    def _collector(self) -> Collector:
+        return Collector.of(self.settings, self.engines, self.grade, self.meter)
+
+    def _sampling(self, steps: int, system_prompts: Mapping[str, int]) -> Sampling:
+        rollout, training = self.settings.rollout, self.settings.training
+        most = sorted(system_prompts.items(), key=lambda item: (-item[1], item[0]))[:MOST_SYSTEM_PROMPTS]
+        return Sampling(
+            temperature=rollout.temperature,
+            steps=steps,
+            prompts=rollout.prompts_asked(training.prompts_per_step),
+            group_size=training.group_size,
+            system_prompts=[
+                SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
+            ],
+            further_system_prompts=len(system_prompts) - len(most),
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[part] = round(time.monotonic() - started, 3)
+
+    def _result(self, outcome: Any, **fields: Any) -> RoundResult:
+        return RoundResult(
+            round_id=self.spec.round_id,
+            outcome=outcome,
+            left_out=self.left_out,
+            inexact=self.inexact,
+            seconds=self.seconds,
+            usage=self.usage,
+            versions=self.about["versions"],
+            device=self.about["device"],
+            **fields,
+        )

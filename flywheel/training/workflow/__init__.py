@@ -1,1 +1,0 @@
-"""The user's own agent in rollouts: a workflow function or a command, run in processes with limits."""

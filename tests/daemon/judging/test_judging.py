@@ -1,0 +1,259 @@
+"""Judging through the store: budget, means, judgements and stop, with a real judge over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sqlalchemy import Connection, select
+
+from flywheel.config import Config, parse
+from flywheel.daemon.judging.judging import JudgingReport, TaskJudging
+from flywheel.errors import ConfigError
+from flywheel.records.verdict import Outcome, Verdict
+from flywheel.store import ledger, verdicts
+from flywheel.store.kernel import database, schema
+from flywheel.store.kernel.database import Store
+from tests.judge_server import JudgeServer
+from tests.samples import batch, reply
+
+RUBRIC: dict[str, Any] = {"id": "r", "threshold": 0.7, "criteria": [{"id": "correct", "value": "It is right."}]}
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "state")
+    yield opened
+    await opened.close()
+
+
+def config(folder: Path, judge: JudgeServer, rubric: dict[str, Any] = RUBRIC, **settings: Any) -> Config:
+    (folder / "rubric.yaml").write_text(yaml.safe_dump(rubric))
+    daemon = settings.pop("daemon", {})
+    return parse(
+        {
+            "state": {"dir": "state"},
+            "filter": {"rubric": "rubric.yaml"},
+            "judge": {"base_url": judge.base_url, "model": "j", "max_attempts": 2, "max_thread": 4, **settings},
+            "daemon": daemon,
+        },
+        "the test's configuration",
+        folder,
+    )
+
+
+async def tell(store: Store, number: int) -> None:
+    source = await store.write(ledger.source_id, "/a")
+    told = [reply(n, query=f"What is {n} plus 1?") for n in range(number)]
+    await store.write(ledger.record_batch, source, batch(*told), train_ratio=0.7, split_seed=42)
+
+
+async def states(store: Store) -> Counter[str]:
+    def read(conn: Connection) -> Counter[str]:
+        return Counter(conn.execute(select(schema.tasks.c.state)).scalars())
+
+    return await store.read(read)
+
+
+async def stored_verdicts(store: Store) -> list[Any]:
+    return await store.read(lambda conn: conn.execute(select(schema.verdicts)).all())
+
+
+async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(store: Store, tmp_path: Path) -> None:
+    await tell(store, 20)
+    with JudgeServer(lambda *_: True) as judge:
+        # 120 tokens a call: five calls.
+        first = TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600}))
+        report = await first.run()
+        assert (report.judged, judge.calls) == (5, 5)
+        assert report.error is not None
+        assert report.error.retryable
+        assert await states(store) == {"accepted": 5, "pending": 15}
+        assert "budget of 600 tokens a day is spent" in await store.read(database.noted, database.JUDGE_NOTE)
+        assert await store.read(verdicts.tokens_today) == 600
+        # A restart knows what was spent, and another limit is judging again at once.
+        again = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
+        assert (again.judged, judge.calls) == (0, 5)
+        more = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 840})).run()
+        assert (more.judged, judge.calls) == (2, 7)
+        rest = await TaskJudging(store, config(tmp_path, judge)).run()
+    assert rest.error is None
+    assert await states(store) == {"accepted": 20}
+    assert await store.read(database.noted, database.JUDGE_NOTE) == ""
+
+
+async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
+    def yesterday(conn: Connection) -> None:
+        conn.execute(
+            schema.judge_days.insert().values(
+                day="2020-01-01", purpose="filter", calls=1, prompt_tokens=5, completion_tokens=5
+            )
+        )
+
+    await store.write(yesterday)
+    assert await store.read(verdicts.tokens_today) == 0
+    for _ in range(2):
+        await store.write(
+            verdicts.book_verdict, Verdict(Outcome.UNDECIDED, None, calls=1, prompt_tokens=3, completion_tokens=4)
+        )
+    assert await store.read(verdicts.tokens_today) == 14
+
+
+async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, tmp_path: Path) -> None:
+    await tell(store, 3)
+    with JudgeServer(behaviour="unknown choice") as judge:
+        report = await TaskJudging(store, config(tmp_path, judge)).run()
+    assert (report.undecided, judge.calls) == (3, 6)
+    assert await store.read(verdicts.tokens_today) == 720
+    assert sum(row.prompt_tokens + row.completion_tokens for row in await stored_verdicts(store)) == 720
+
+
+async def test_what_the_endpoint_cannot_do_is_learned_once_for_all_runs(store: Store, tmp_path: Path) -> None:
+    with JudgeServer(lambda *_: True, behaviour="no schema, no tools") as judge:
+        await tell(store, 2)
+        await TaskJudging(store, config(tmp_path, judge, max_thread=1)).run()
+        assert judge.calls == 4
+        source = await store.write(ledger.source_id, "/a")
+        await store.write(ledger.record_batch, source, batch(reply(9)), train_ratio=0.7, split_seed=42)
+        await TaskJudging(store, config(tmp_path, judge, max_thread=1)).run()
+    assert ["response_format" in request or "tools" in request for request in judge.requests[4:]] == [False]
+
+
+async def test_every_judgement_is_stored(store: Store, tmp_path: Path) -> None:
+    await tell(store, 1)
+    again = {"band": [0.9, 1.0], "repeats": 3}
+    answers = iter([True, False, True, False])
+    with JudgeServer(lambda *_: next(answers)) as judge:
+        await TaskJudging(store, config(tmp_path, judge, {**RUBRIC, "judge": {"escalate": again}})).run()
+    (row,) = await stored_verdicts(store)
+    assert (row.outcome, row.score, row.calls, row.prompt_tokens) == ("rejected", 0.0, 4, 400)
+    told = [(each["stage"], each["outcome"], each["results"][0]["choice"]) for each in row.judgements]
+    assert told == [
+        ("first", "accepted", "yes"),
+        ("again", "rejected", "no"),
+        ("again", "accepted", "yes"),
+        ("again", "rejected", "no"),
+    ]
+    assert {each["judge"] for each in row.judgements} == {f"j at {judge.base_url}"}
+
+
+async def test_half_a_character_in_a_reason_is_stored_as_a_question_mark(store: Store, tmp_path: Path) -> None:
+    await tell(store, 1)
+    with JudgeServer() as judge:
+        judge.behave("half a character")
+        report = await TaskJudging(store, config(tmp_path, judge)).run()
+    assert (report.error, report.judged) == (None, 1)
+    (row,) = await stored_verdicts(store)
+    assert "good ?" in row.reason
+
+
+async def test_a_stop_ends_the_waits_between_attempts_at_once(store: Store, tmp_path: Path) -> None:
+    await tell(store, 8)
+    stop = threading.Event()
+    with JudgeServer(behaviour="503 in a minute") as judge:
+        filtering = TaskJudging(store, config(tmp_path, judge, timeout_seconds=600))
+        running = asyncio.create_task(filtering.run(stop=stop))
+        # The stop comes from outside while all threads wait as long as they were asked to.
+        while judge.calls < 1 or judge.in_flight:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        stop.set()
+        began = time.monotonic()
+        await running
+        assert time.monotonic() - began < 10
+    assert await states(store) == {"pending": 8}
+
+
+async def test_a_stop_waits_for_calls_in_flight_no_longer_than_it_may(store: Store, tmp_path: Path) -> None:
+    await tell(store, 8)
+    stop = threading.Event()
+    with JudgeServer(lambda *_: True, hold_until=5) as judge:  # four threads: nobody is ever answered
+        filtering = TaskJudging(store, config(tmp_path, judge, daemon={"drain_seconds": 0.3}))
+        running = asyncio.create_task(filtering.run(stop=stop))
+        while judge.calls < 4:
+            await asyncio.sleep(0.02)
+        stop.set()
+        report = await asyncio.wait_for(running, 30)
+        assert (report.judged, await states(store)) == (0, {"pending": 8})
+        judge.let_go()
+
+
+async def test_a_stop_keeps_what_is_answered_in_time(store: Store, tmp_path: Path) -> None:
+    await tell(store, 8)
+    stop = threading.Event()
+    with JudgeServer(lambda *_: True, hold_until=5) as judge:
+        filtering = TaskJudging(store, config(tmp_path, judge, daemon={"drain_seconds": 60}))
+        running = asyncio.create_task(filtering.run(stop=stop))
+        while judge.calls < 4:
+            await asyncio.sleep(0.02)
+        stop.set()
+        threading.Timer(0.3, judge.let_go).start()
+        await running
+    assert await states(store) == {"accepted": 4, "pending": 4}
+
+
+async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_path: Path) -> None:
+    await tell(store, 40)
+    with JudgeServer(lambda *_: True, behaviour="500") as judge:
+        away: JudgingReport = await TaskJudging(store, config(tmp_path, judge, max_attempts=1)).run()
+        assert away.error is not None
+        assert away.error.retryable
+        assert judge.calls <= 8
+        counts = await states(store)
+        assert counts["pending"] >= 32
+        assert counts.keys() <= {"pending", "undecided"}
+        assert "in a row" in await store.read(database.noted, database.JUDGE_NOTE)
+        assert await store.read(verdicts.tokens_today) == 0
+        judge.behave("good")
+        await TaskJudging(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()
+        counts = await states(store)
+    assert counts["accepted"] == 40 - counts["undecided"]
+
+
+def test_a_rubric_that_names_the_trained_model_is_refused(tmp_path: Path) -> None:
+    with JudgeServer() as judge:
+        own = config(tmp_path, judge, {**RUBRIC, "judge": {"model": "my-agent"}})
+        with pytest.raises(ConfigError, match=r"judge\.allow_self"):
+            TaskJudging(None, own)  # type: ignore[arg-type]
+
+
+async def test_rubric_judge_costs_and_errors_are_recorded_with_the_verdicts(store: Store, tmp_path: Path) -> None:
+    await tell(store, 3)
+    prices = {"input_per_million": 1_000_000, "output_per_million": 0}
+
+    def read(conn: Connection) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        tables = schema.rubric_texts, schema.judge_models, schema.judge_costs, schema.judge_errors
+        found = [list(conn.execute(select(table))) for table in tables]
+        return found[0], found[1], found[2], found[3]
+
+    with JudgeServer(behaviour="unknown choice") as judge:
+        url = judge.base_url.replace("http://", "http://name:secret@")
+        judging = TaskJudging(store, config(tmp_path, judge, base_url=url, prices=prices, retry_undecided_seconds=0))
+        assert (await judging.run()).undecided == 3
+        rubrics, judges, costs, errors = await store.read(read)
+        sent = sum(row.prompt_tokens for row in await stored_verdicts(store))
+        assert [(row.hash, row.rubric_id) for row in rubrics] == [(judging.rubric.hash, "r")]
+        assert "value: It is right." in rubrics[0].text
+        assert [(row.hash, row.model, row.endpoint) for row in judges] == [
+            (judging.grader.judge_hash, "j", judge.base_url)
+        ]
+        assert [(row.purpose, row.currency, row.amount) for row in costs] == [("filter", "USD", sent)]
+        assert sum(row.count for row in errors) == 3
+        # Another rubric is another version; the first keeps its time.
+        changed = config(tmp_path, judge, RUBRIC | {"threshold": 0.5}, base_url=url)
+        await TaskJudging(store, changed).run()
+    again = (await store.read(read))[0]
+    assert (len(again), rubrics[0] in again) == (2, True)

@@ -1,0 +1,422 @@
+"""What the worker of a round is told of tasks with tools: who acts, and the recordings that answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, event, func, insert, select, update
+
+from flywheel.config import Config
+from flywheel.daemon.judging.judge_setup import rubric_of
+from flywheel.daemon.rounds import planner
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundSpec
+from flywheel.records.states import Split
+from flywheel.records.task import task_id
+from flywheel.records.tool_results import Result
+from flywheel.records.trace import Reply
+from flywheel.records.verdict import Outcome, Verdict
+from flywheel.store import claims, ledger, verdicts
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.database import Store
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import Completion, exchange
+from flywheel.training.recorded import recording_pool
+from flywheel.training.recorded.call_key import call_key, tools_by_name
+from tests.daemon.rounds.test_planner import RUBRIC, made
+from tests.samples import accepted, batch, rejected, replies_on, settle
+from tests.training.recorded.recordings import ADD, call, said, steps, tool
+
+SUM = {"a": 1, "b": 2}
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "state")
+    yield opened
+    await opened.close()
+
+
+def key(arguments: dict[str, Any], of: dict[str, Any] = ADD) -> str:
+    (found,) = tools_by_name([of]).values()
+    return call_key(found, arguments)
+
+
+def asked(split: Split, *results: str | None, tools: tuple[Any, ...] = (ADD,), **values: Any) -> list[Reply]:
+    """A conversation for each result, in which the same sum was asked; None is a reply without a call."""
+    found = []
+    for number, one in enumerate(replies_on(split, len(results), tools=tools, **values)):
+        result = results[number]
+        made_steps = steps((call(arguments=SUM), result)) if result is not None else ()
+        found.append(changed(one, trajectory=made_steps))
+    return found
+
+
+def changed(one: Reply, **values: Any) -> Reply:
+    return Reply(**{**{name: getattr(one, name) for name in one.__struct_fields__}, **values})
+
+
+def right(_line: dict[str, Any]) -> Verdict:
+    return accepted()
+
+
+async def judged(store: Store, *replies: Reply, verdict: Callable[[dict[str, Any]], Verdict] = right) -> None:
+    def judge(conn: Connection) -> None:
+        source = ledger.source_id(conn, "/a")
+        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+        for task in claims.claim(conn, 100_000, "r", "j"):
+            settle(conn, task.id, verdict(task.line), "r", "j", 0.0)
+
+    await store.write(judge)
+
+
+async def planned(store: Store, config: Config) -> RoundSpec:
+    rubric = rubric_of(config)
+    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+    return await store.read(planner.spec_of, row, config, rubric)
+
+
+def tools_section(**tools: Any) -> dict[str, Any]:
+    return {"rollout": {"tools": tools}}
+
+
+async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, store: Store) -> None:
+    failed = ("tool add: TimeoutError: none came",)
+    thought = {**said(call(arguments=SUM, call_id="c")), "reasoning_content": "I cannot add."}
+    answer = {"role": "tool", "tool_call_id": "c", "name": "add", "content": "TimeoutError: none came"}
+    with_tools, thinking, plain = replies_on(Split.TRAIN, 3)
+    await judged(
+        store,
+        changed(with_tools, tools=(ADD,), trajectory=steps((call(arguments=SUM), "3"))),
+        changed(thinking, tools=(ADD,), trajectory=(thought, answer), errors=failed),
+        plain,
+        *replies_on(Split.HELD_OUT, 1),
+    )
+    spec = await planned(store, made(tmp_path))
+    first, second, third = spec.train
+    assert [task.agent for task in spec.train] == ["recorded", "recorded", "reply"]
+    assert [step["role"] for step in first.steps] == ["assistant", "tool"]
+    assert (first.errors, first.sends_reasoning) == ([], False)
+    assert (second.steps, second.errors, second.sends_reasoning) == ([thought, answer], list(failed), True)
+    assert (third.steps, third.errors, third.sends_reasoning) == ([], [], False)
+    again = RoundSpec.model_validate_json(spec.model_dump_json())
+    assert again == spec
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    config = made(tmp_path, rollout={"agent": "recorded"})
+    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
+    assert [task.agent for task in spec.train] == ["recorded"] * 3
+
+
+async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data(
+    tmp_path: Path, store: Store
+) -> None:
+    own = {"database": "shop.db", "metadata": {"owner": "jane.doe@example.org", "start_page": "/shoes"}}
+    await judged(
+        store, *(changed(one, extra=own) for one in replies_on(Split.TRAIN, 1)), *replies_on(Split.HELD_OUT, 1)
+    )
+    program = {"rollout": {"agent": {"command": ["true"]}}}
+    spec = await planned(store, made(tmp_path, **program))
+    assert spec.train[0].line["database"] == "shop.db"
+    assert spec.train[0].line["metadata"]["owner"] == "jane.doe@example.org"
+    assert spec.train[0].line["metadata"]["conversation_id"] == spec.train[0].conversation
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    (tmp_path / "chain.yaml").write_text("version: 1\nid: private\nfilters: [{type: pii}]\n")
+    config = made(tmp_path, **program, filter={"chain": "chain.yaml", "rubric": str(RUBRIC)})
+    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
+    assert spec.train[0].line["metadata"]["owner"] == "[EMAIL_1]"
+    assert spec.train[0].line["metadata"]["start_page"] == "/shoes"
+    spec = await store.read(planner.spec_of, row, made(tmp_path), rubric_of(config))
+    assert spec.train[0].line == {}
+
+
+async def test_results_of_other_traces_are_those_on_which_two_conversations_agree(
+    tmp_path: Path, store: Store
+) -> None:
+    """Also of rejected answers: the results of their tools are as good. Training reads its own split only."""
+    other = tool("look_up")
+    train = asked(Split.TRAIN, "3", "3", "3")
+    looked_up = {"tools": (ADD, other)}
+    held_out = asked(Split.HELD_OUT, "3", "3", **looked_up)
+    both = [changed(each, trajectory=(*each.trajectory, *steps((call("look_up", {}), "x")))) for each in held_out]
+    spans = {train[1].span_id, both[1].span_id}
+
+    def verdict(line: dict[str, Any]) -> Verdict:
+        return rejected() if line["metadata"]["span_id"] in spans else accepted()
+
+    await judged(store, *train, *both, verdict=verdict)
+    spec = await planned(store, made(tmp_path))
+    assert len(spec.train) == 2 and len(spec.held_out) == 2
+    assert spec.shared.results == {key(SUM): Result("3")}
+    assert spec.shared_gate.results == {key(SUM): Result("3"), key({}, other): Result("x")}
+    assert spec.shared.examples == spec.shared_gate.examples == {}
+
+
+async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path: Path, store: Store) -> None:
+    """The split in a line is provisional: the ledger decides it."""
+    await judged(store, *asked(Split.TRAIN, "3"), *asked(Split.HELD_OUT, "3", "3"))
+
+    def lines_say_train(conn: Connection) -> None:
+        changed_line = func.json_set(schema.tasks.c.payload, "$.metadata.split", "train")
+        conn.execute(update(schema.tasks).values(payload=changed_line))
+
+    await store.write(lines_say_train)
+    spec = await planned(store, made(tmp_path))
+    assert spec.shared.results == {}
+    assert spec.shared_gate.results == {key(SUM): Result("3")}
+
+
+async def test_a_held_out_trace_that_differs_is_seen_by_the_gate_alone(tmp_path: Path, store: Store) -> None:
+    await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "4"))
+    spec = await planned(store, made(tmp_path))
+    assert spec.shared.results == {key(SUM): Result("3")}
+    assert spec.shared_gate.results == {}
+
+
+@pytest.mark.parametrize(
+    ("tools", "shares", "simulates"),
+    [
+        ({}, True, False),
+        ({"share": "off"}, False, False),
+        ({"on_miss": "simulate", "simulator": {"model": "m"}}, True, True),
+        ({"share": "off", "on_miss": "simulate", "simulator": {"model": "m"}}, False, True),
+    ],
+)
+async def test_sharing_can_be_off_and_a_simulator_has_examples(
+    tmp_path: Path, store: Store, tools: dict[str, Any], *, shares: bool, simulates: bool
+) -> None:
+    """The gate is never simulated."""
+    await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "3"))
+    spec = await planned(store, made(tmp_path, **tools_section(**tools)))
+    assert bool(spec.shared.results) == bool(spec.shared_gate.results) == shares
+    assert [len(some) for some in spec.shared.examples.values()] == ([2] if simulates else [])
+    assert spec.shared_gate.examples == {}
+    assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize("rollout", [{}, {"agent": "reply"}])
+async def test_without_recorded_tasks_no_recording_is_read(
+    tmp_path: Path, store: Store, rollout: dict[str, Any]
+) -> None:
+    plain = replies_on(Split.TRAIN, 6)[4:]
+    of_gate = replies_on(Split.HELD_OUT, 6)[4:]
+    none = asked(Split.TRAIN, None, None) if not rollout else asked(Split.TRAIN, "3", "3")
+    await judged(store, *plain, *of_gate, *none)
+    config = made(tmp_path, rollout=rollout)
+    rubric = rubric_of(config)
+    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+
+    def statements(conn: Connection) -> list[str]:
+        found: list[str] = []
+        event.listen(conn, "before_cursor_execute", lambda *told: found.append(told[2]))
+        spec = planner.spec_of(conn, row, config, rubric)
+        assert (len(spec.train), spec.shared.results, spec.shared_gate.results) == (2, {}, {})
+        return found
+
+    assert not any("LIKE" in each for each in await store.read(statements))
+
+
+async def test_recordings_are_redacted_as_the_tasks_of_the_round_are(tmp_path: Path, store: Store) -> None:
+    """A policy that sees redacted questions makes calls with redacted arguments."""
+    chain = tmp_path / "chain.yaml"
+    chain.write_text("id: c\nfilters: [{type: pii}]\n")
+    to_jo = {"a": "jo@example.com"}
+    told = [
+        changed(each, trajectory=steps((call(arguments=to_jo), "sent to jo@example.com")))
+        for each in asked(Split.TRAIN, "", "") + asked(Split.HELD_OUT, "", "")
+    ]
+    await judged(store, *told)
+    spec = await planned(store, made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)}))
+    assert "jo@example.com" not in spec.model_dump_json()
+    expected = {key({"a": "[EMAIL_1]"}): Result("sent to [EMAIL_1]")}
+    assert spec.shared.results == spec.shared_gate.results == expected
+
+
+async def test_what_a_filter_or_a_person_set_aside_is_no_recording_but_repetitions_are(
+    tmp_path: Path, store: Store
+) -> None:
+    """A repeated question is set aside because there is another one like it. Undecided tasks are none either."""
+    first, by_filter, repeated, pending = asked(Split.TRAIN, "3", "3", "3", "3")
+
+    def set_aside(conn: Connection) -> None:
+        source = ledger.source_id(conn, "/a")
+        replies = (first, by_filter, repeated, *asked(Split.HELD_OUT, "3"))
+        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+        tasks = claims.claim(conn, 1000, "r", "j")
+        stopped = Verdict(Outcome.REJECTED, 0.0, reason="pii: an email address")
+        for place, task in enumerate(tasks):
+            verdict = stopped if place in (1, 2) else accepted()
+            verdicts.store(conn, task.id, verdict, "chain:c" if place in (1, 2) else "r", "j")
+            claims.apply(conn, task.id, verdict, 0.0)
+        ledger.record_batch(conn, source, batch(pending, rowid=9), train_ratio=0.7, split_seed=42)
+
+    def repeats(conn: Connection) -> None:
+        ids = list(conn.execute(select(schema.tasks.c.id).order_by(schema.tasks.c.id)).scalars())
+        about = {"similarity": 1.0, "method": "exact", "created_at": "2026-01-01"}
+        conn.execute(insert(schema.duplicates).values(task_id=ids[2], original_id=ids[0], **about))
+
+    await store.write(set_aside)
+    config = made(tmp_path)
+    spec = await planned(store, config)
+    assert spec.shared.results == {}
+    await store.write(repeats)
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
+    assert spec.shared.results == {key(SUM): Result("3")}
+
+
+async def test_a_task_whose_calls_are_all_of_finish_tools_is_left_out_with_the_reason(
+    tmp_path: Path, store: Store
+) -> None:
+    """Which functions finish is known when the round starts, not when the trace was read."""
+    submit = tool("submit", text={"type": "string"})
+    submitted = [
+        changed(each, trajectory=steps((call("submit", {"text": "3"}), "thanks")))
+        for each in asked(Split.TRAIN, "", tools=(ADD, submit)) + asked(Split.HELD_OUT, "", "", tools=(ADD, submit))
+    ]
+    (added,) = asked(Split.TRAIN, None, "3")[1:]
+    await judged(store, *submitted, added, verdict=lambda line: accepted())
+    names = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key, schema.tasks.c.split)).all())
+    rollout = {"finish_tools": ["generate_response", "submit"]}
+    config = made(tmp_path, rollout=rollout)
+    spec = await planned(store, config)
+    left_out = next(row.key for row in names if row.split == "train" and row.key not in {spec.train[0].task_id})
+    assert spec.left_out == {left_out: "the agent called no tool but those of `rollout.finish_tools`"}
+    assert len(spec.train) == 1
+    # Accepted answers without another call are questions for the gate.
+    assert len(spec.held_out) == 2
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    use = made(tmp_path, rollout={**rollout, "tools": {"uncalled": "use"}})
+    assert len((await store.read(planner.spec_of, row, use, rubric_of(use))).train) == 2
+    every = made(tmp_path, rollout={"finish_tools": ["submit", "add"]})
+    with pytest.raises(TrainError, match=r"start r0001: none of its 2 tasks can be asked: the agent called no tool"):
+        await store.read(planner.spec_of, row, every, rubric_of(every))
+
+
+async def test_the_gate_leaves_out_what_was_rejected_and_has_no_other_call(tmp_path: Path, store: Store) -> None:
+    submit = tool("submit", text={"type": "string"})
+    held_out = [
+        changed(each, trajectory=steps((call("submit", {"text": "3"}), "thanks")))
+        for each in asked(Split.HELD_OUT, "", "", tools=(ADD, submit))
+    ]
+
+    def verdict(line: dict[str, Any]) -> Verdict:
+        return rejected() if line["metadata"]["span_id"] == held_out[0].span_id else accepted()
+
+    await judged(store, *asked(Split.TRAIN, "3"), *held_out, verdict=verdict)
+    spec = await planned(store, made(tmp_path, rollout={"finish_tools": ["submit"]}))
+    assert len(spec.held_out) == 1
+    assert spec.left_out == {}
+
+
+async def test_tasks_of_a_planned_round_are_not_asked_if_rollouts_are_single_messages_now(
+    tmp_path: Path, store: Store
+) -> None:
+    await judged(store, *asked(Split.TRAIN, "3"), *replies_on(Split.TRAIN, 2)[1:], *replies_on(Split.HELD_OUT, 1))
+    config = made(tmp_path)
+    row = await store.write(planner.plan, config, rubric_of(config), config.state_dir / "rounds", "test")
+    now = made(tmp_path, rollout={"agent": "reply"})
+    spec = await store.read(planner.spec_of, row, now, rubric_of(now))
+    assert [task.agent for task in spec.train] == ["reply"]
+    assert list(spec.left_out.values()) == [
+        "the agent called tools, and with `rollout.agent: reply` a rollout is a single message"
+    ]
+
+
+async def test_a_specification_has_room_for_the_most_frequent_results(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = "x" * 60, "y" * 30
+
+    def sums(each: Reply, *numbers: int) -> Reply:
+        made_calls = ((call(arguments={"a": number}), short if number != 1 else long) for number in numbers)
+        return changed(each, trajectory=steps(*made_calls))
+
+    first, second, third = asked(Split.TRAIN, "", "", "")
+    told = sums(first, *range(8)), sums(second, *range(8)), sums(third, 0, 2)
+    await judged(store, *told, *asked(Split.HELD_OUT, "3"))
+    monkeypatch.setattr(recording_pool, "MAX_BYTES", 70)
+    spec = await planned(store, made(tmp_path))
+    assert spec.shared.results == {key({"a": 0}): Result(short), key({"a": 2}): Result(short)}
+
+
+async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_path: Path, store: Store) -> None:
+    """It is kept for ever. 20,000 traces of two conversations each have 20 MB of results that agree."""
+    number = "8" * 9
+    (one,) = asked(Split.TRAIN, "x")
+    (gate,) = asked(Split.HELD_OUT, "x")
+    made_steps = steps((call(arguments={"a": int(number)}), f"{number} {'x' * 2000}"))
+    await judged(store, changed(one, trajectory=made_steps, conversation_id=f"c-{number}"), gate)
+
+    def multiply(conn: Connection) -> None:
+        columns = [each.name for each in schema.tasks.c if each.name not in ("id", "key", "payload", "split")]
+        conn.exec_driver_sql(
+            "WITH RECURSIVE n(i) AS (SELECT 10 UNION ALL SELECT i + 1 FROM n WHERE i < 20009) "
+            f"INSERT INTO tasks (id, key, payload, split, {', '.join(columns)}) SELECT i, 't-' || i, "
+            f"replace(replace(payload, 'c-{number}', 'c-' || i), '{number}', printf('%d', 100000000 + i / 2)), "
+            f"'train', {', '.join(columns)} FROM n, tasks WHERE tasks.id = 1"
+        )
+
+    await store.write(multiply)
+    spec = await planned(store, made(tmp_path, training={"steps": 50}))
+    assert len(spec.train) == 400
+    assert len(spec.shared.results) == recording_pool.MAX_BYTES // 2010
+    assert len(spec.model_dump_json()) < 2.5 * recording_pool.MAX_BYTES
+
+
+async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_path: Path, store: Store) -> None:
+    """By their traces and verdicts, before any adapter has answered: those with recordings, right or wrong, and those
+    without a call whose answers were accepted."""
+    recorded, wrong, uncalled, wrong_uncalled, late = asked(Split.HELD_OUT, "3", "3", None, None, "3")
+    (plain,) = replies_on(Split.HELD_OUT, 6)[5:]
+    spans = {wrong.span_id, wrong_uncalled.span_id}
+
+    def verdict(line: dict[str, Any]) -> Verdict:
+        return rejected() if line["metadata"]["span_id"] in spans else accepted()
+
+    train = asked(Split.TRAIN, "3")
+    await judged(store, *train, recorded, wrong, uncalled, wrong_uncalled, plain, verdict=verdict)
+    config = made(tmp_path)
+    first = await planned(store, config)
+    keys = {each.span_id: task_id(each.trace_id, each.span_id) for each in (recorded, wrong, uncalled, plain)}
+    assert {task.task_id for task in first.held_out} == set(keys.values())
+    answers = {task.task_id: task.answer for task in first.held_out}
+    assert answers[keys[wrong.span_id]] == "" and answers[keys[uncalled.span_id]]
+    agents = {task.task_id: task.agent for task in first.held_out}
+    assert agents == {**dict.fromkeys(keys.values(), "recorded"), keys[plain.span_id]: "reply"}
+    await judged(store, late)
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    again = await store.read(planner.spec_of, row, config, rubric_of(config))
+    assert again.held_out == first.held_out
+
+
+async def test_examples_that_no_specification_can_have_are_left_out(tmp_path: Path, store: Store) -> None:
+    """A model may write any arguments."""
+    deep = '{"a": ' + "[" * 300 + "]" * 300 + "}"
+    odd = (deep, '{"a": "\\ud800"}', f'{{"a": {10**30}}}', '{"a": 1}')
+    told = [
+        changed(each, trajectory=steps((call(arguments=arguments), "x")))
+        for each, arguments in zip(asked(Split.TRAIN, "", "", "", ""), odd, strict=True)
+    ]
+    await judged(store, *told, *asked(Split.HELD_OUT, "3"))
+    simulated = {"on_miss": "simulate", "simulator": {"model": "m"}}
+    spec = await planned(store, made(tmp_path, **tools_section(**simulated)))
+    assert len(spec.train) == 4
+    assert [each.arguments for some in spec.shared.examples.values() for each in some] == [{"a": 1}]
+    assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_traces_had(
+    tmp_path: Path, store: Store
+) -> None:
+    """Behind the question, the model may have been sent more, like AgentScope's reminder."""
+    [one] = replies_on(Split.TRAIN, 1)
+    history = ({"role": "system", "content": "Add."},)
+    reminder = {"role": "user", "content": "<system-reminder>It is noon.</system-reminder>"}
+    prompt = (*history, {"role": "user", "content": one.query}, reminder)
+    await judged(store, changed(one, history=history, prompt=prompt), *replies_on(Split.HELD_OUT, 1))
+    spec = await planned(store, made(tmp_path))
+    assert spec.train[0].prompt == list(prompt)
+    assert exchange(Prompt(spec.train[0], ()), Completion("3")).history == history

@@ -1,0 +1,265 @@
+"""What a round's judge takes is booked once, whoever dies when, shown, and held within the budget."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, NoticeType
+from flywheel.daemon.prometheus import exposition
+from flywheel.daemon.rounds.round_usage import RoundUsage
+from flywheel.daemon.rounds.rounds import Rounds
+from flywheel.daemon.service import Service
+from flywheel.daemon.status import snapshot
+from flywheel.errors import TrainError
+from flywheel.judge.budget import Budget
+from flywheel.judge.rubric.file import load_rubric
+from flywheel.judge.usage import Allowance, Purpose, UsageFile, Used, today
+from flywheel.records.states import RoundState
+from flywheel.records.verdict import Outcome, Verdict
+from flywheel.store import notices, rounds, verdicts
+from flywheel.store.kernel import schema
+from flywheel.system import files
+from tests.cli.test_metrics import by, parsed
+from tests.daemon.rounds.test_rounds import Wheel, put_more_tasks
+from tests.daemon.rounds.test_rounds import wheel as judged_wheel
+
+__all__ = ["judged_wheel"]
+
+
+@pytest.fixture
+async def wheel(judged_wheel: Wheel) -> Wheel:
+    """Of which nothing is booked yet."""
+    await judged_wheel.store.write(lambda conn: conn.execute(schema.judge_days.delete()))
+    return judged_wheel
+
+
+def used(tokens: int, purpose: Purpose = Purpose.ROUNDS) -> Used:
+    return Used(today(), purpose, 1, tokens, 0)
+
+
+def line(tokens: int) -> str:
+    return (
+        f'{{"day": "{today()}", "purpose": "rounds", "calls": 1, "prompt_tokens": {tokens}, "completion_tokens": 0}}'
+    )
+
+
+def with_judge(wheel: Wheel, **settings: Any) -> Config:
+    judge = Config.model_validate({"judge": settings}).judge
+    return wheel.config.model_copy(update={"judge": judge})
+
+
+def rounds_of(wheel: Wheel, config: Config) -> Rounds:
+    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
+    return Rounds(wheel.store, config, rubric, wheel.deployer)
+
+
+def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """What runs in the worker's place; $3 is its directory."""
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\n{script}\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+
+
+async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    row = await wheel.store.read(rounds.live)
+    assert row is not None
+    file = UsageFile(directory)
+
+    def daemon() -> RoundUsage:
+        return RoundUsage(
+            wheel.store, Budget(wheel.config.judge.budget), wheel.config.judge.budget, row.id, directory
+        )
+
+    first = daemon()
+    await first.settle()
+    for number in range(3):
+        file.append(used(100))
+        await first.settle()
+        await first.settle()
+        assert await wheel.store.read(verdicts.tokens_today) == 100 * (number + 1)
+    file.append(used(50, Purpose.GATES))
+    # The next daemon goes on where the one that was killed had come.
+    second = daemon()
+    await second.settle()
+    await second.settle()
+    found = await wheel.store.read(verdicts.usage_by_purpose)
+    assert found[Purpose.ROUNDS] == {"calls": 3, "prompt_tokens": 300, "completion_tokens": 0}
+    assert found[Purpose.GATES] == {"calls": 1, "prompt_tokens": 50, "completion_tokens": 0}
+
+
+async def test_calls_of_a_worker_that_is_killed_are_booked_and_so_are_those_of_the_next_attempt(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(tmp_path, monkeypatch, f"echo '{line(700)}' >> $3/usage.jsonl; kill -9 $$")
+    daemon = wheel.config.daemon.model_copy(update={"round_attempts": 2})
+    going = rounds_of(wheel, wheel.config.model_copy(update={"daemon": daemon}))
+    await going.plan("test")
+    assert await going.finish_live() is RoundState.FAILED
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    assert row is not None
+    assert "SIGKILL" in row.reason
+    found = await wheel.store.read(verdicts.usage_by_purpose)
+    assert found[Purpose.ROUNDS] == {"calls": 2, "prompt_tokens": 1400, "completion_tokens": 0}
+
+
+async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_together_with_money(
+    wheel: Wheel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_judge(wheel, prices={"input_per_million": 2, "output_per_million": 10})
+    for purpose, tokens in ((Purpose.ROUNDS, 3_000_000), (Purpose.GATES, 500_000), (Purpose.CALIBRATION, 0)):
+        await wheel.store.write(verdicts.book, [Used("2026-01-01", purpose, 3, tokens, tokens // 10)])
+    await wheel.store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
+    state = await wheel.store.read(snapshot, config)
+    judge = state["judge"]
+    assert judge["usage"] == {
+        "calls": 10, "prompt_tokens": 3_500_900, "completion_tokens": 350_000,
+        "cost": {"amount": 10.5018, "currency": "USD"},
+    }  # fmt: skip
+    assert judge["by_purpose"]["rounds"] == {
+        "calls": 3, "prompt_tokens": 3_000_000, "completion_tokens": 300_000,
+        "cost": {"amount": 9.0, "currency": "USD"},
+    }  # fmt: skip
+    assert judge["tokens_today"] == 900
+    metrics = parsed(exposition(state).decode())
+    assert by(metrics["flywheel_judge_calls"], "purpose") == {"filter": 1, "rounds": 3, "gates": 3, "calibration": 3}
+    tokens_of = by(metrics["flywheel_judge_tokens"], "purpose", "kind")
+    assert (tokens_of["gates prompt"], tokens_of["gates completion"]) == (500_000, 50_000)
+    assert by(metrics["flywheel_judge_cost"], "purpose", "currency")["gates USD"] == 1.5
+    assert metrics["flywheel_judge_tokens_today"][0].value == 900
+    from flywheel.cli import status as status_command
+
+    status_command._print(state | {"no_state": ""})
+    told = capsys.readouterr().out
+    assert "judge         10 calls; 3,500,900 tokens sent, 350,000 received; about 10.50 USD\n" in told
+    assert "filter 1 call, 900 tokens, about 0.0018 USD; rounds 3 calls, 3,300,000 tokens, about 9.00 USD; " in told
+    assert "gates 3 calls, 550,000 tokens, about 1.50 USD; calibration 3 calls, 0 tokens" in told
+
+
+async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    row = await wheel.store.read(rounds.live)
+    assert row is not None
+    limits = Config.model_validate(
+        {"judge": {"budget": {"tokens_per_day": 1000, "tokens_per_run": 5000}}}
+    ).judge.budget
+    budget = Budget(limits)
+    account = RoundUsage(wheel.store, budget, limits, row.id, directory)
+
+    async def lent() -> Allowance:
+        await account.settle()
+        allowance = Allowance.read(directory)
+        assert allowance is not None
+        return allowance
+
+    assert (await lent()).tokens == 1000
+    UsageFile(directory).append(used(300))
+    assert (await lent()).tokens == 1000, "what it has used itself is in it"
+    await wheel.store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=400))
+    assert (await lent()).tokens == 600, "the filter uses of the same"
+    assert budget.run_left() == 5000 - 300
+    budget.book(4600)
+    last = await lent()
+    assert (last.tokens, last.why) == (
+        400,
+        "judge.budget.tokens_per_run (5,000) is spent; it goes on with the next run",
+    )
+    # Another daemon is another run.
+    again = RoundUsage(wheel.store, Budget(limits), limits, row.id, directory)
+    await again.settle()
+    assert Allowance.read(directory) == Allowance(
+        600, "judge.budget.tokens_per_day (1,000) is spent; it goes on at midnight UTC"
+    )
+
+
+async def test_what_a_round_uses_is_gone_for_the_filter(wheel: Wheel) -> None:
+    limits = Config.model_validate({"judge": {"budget": {"tokens_per_day": 1000}}}).judge.budget
+    filtering = Budget(limits, spent_today=lambda: 100)
+    assert filtering.left() == 900
+    filtering.book(250)
+    assert filtering.left() == 650
+
+
+async def test_filter_and_rounds_of_a_daemon_have_one_budget(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(
+        tmp_path,
+        monkeypatch,
+        f"echo '{line(300)}' >> $3/usage.jsonl;"
+        """ echo '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}' > $3/result.json""",
+    )
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    service = Service(with_judge(wheel, budget={"tokens_per_run": 1000}), wheel.store)
+    assert await service._rounds.start_due()
+    assert await service._rounds.finish_live() is RoundState.REJECTED
+    assert service._filtering.budget.run_left() == 700
+
+
+@pytest.mark.parametrize("limit", ["tokens_per_day", "tokens_per_run"])
+async def test_no_round_starts_when_the_budget_is_spent(wheel: Wheel, limit: str) -> None:
+    config = with_judge(wheel, budget={limit: 100})
+    going = rounds_of(wheel, config)
+    await wheel.store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=100))
+    going._budget.book(100)
+    assert not await going.start_due()
+    state = await wheel.store.read(snapshot, config)
+    assert state["waiting_for"].startswith(f"judge.budget.{limit} (100) is spent; it goes on ")
+    with pytest.raises(TrainError, match=limit):
+        await going.plan("by hand")
+
+
+async def test_a_round_that_needs_more_than_this_run_may_use_fails_and_is_stopped(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = '{"phase": "training", "paused": "judge.budget.tokens_per_run is spent"}'
+    works(
+        tmp_path,
+        monkeypatch,
+        f"echo $$ > {tmp_path}/pid; echo '{line(100)}' >> $3/usage.jsonl; echo '{paused}' > $3/progress.json;"
+        " exec sleep 600",
+    )
+    going = rounds_of(wheel, with_judge(wheel, budget={"tokens_per_run": 100}))
+    await going.plan("test")
+    assert await going.finish_live() is RoundState.FAILED
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    assert row is not None
+    assert "judge.budget.tokens_per_run (100) is spent" in row.reason
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    assert (await wheel.books())["accepted"] == 6 + 2
+    assert await wheel.store.read(verdicts.tokens_today) == 100
+
+
+async def test_a_round_that_waits_for_midnight_is_left_to_wait(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are paid for: to stop it would throw them away."""
+    paused = '{"phase": "training", "paused": "judge.budget.tokens_per_day is spent"}'
+    result = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
+    works(
+        tmp_path,
+        monkeypatch,
+        f"echo '{line(100)}' >> $3/usage.jsonl; echo '{paused}' > $3/progress.json; sleep 3;"
+        f" cp $3/allowance.json {tmp_path}; echo '{result}' > $3/result.json",
+    )
+    going = rounds_of(wheel, with_judge(wheel, budget={"tokens_per_day": 100}))
+    await going.plan("test")
+    assert await going.finish_live() is RoundState.REJECTED
+    assert Allowance.read(tmp_path) == Allowance(
+        100, "judge.budget.tokens_per_day (100) is spent; it goes on at midnight UTC"
+    )
+    told, _ = await wheel.store.read(notices.after, 0, frozenset({NoticeType.BUDGET_SPENT}), 1000)
+    assert [(each.subject, each.text) for each in told] == [
+        ("r0001", "r0001 is paused: judge.budget.tokens_per_day is spent")
+    ]
+    await wheel.store.write(put_more_tasks, 6)
+    assert not await going.start_due()

@@ -1,0 +1,567 @@
+"""A round is brought to its end from whatever state a crash has left it in."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, select, update
+
+from flywheel.config import Config, parse
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.rounds import rounds as rounds_module
+from flywheel.daemon.rounds.planner import due, spec_of
+from flywheel.daemon.rounds.rounds import Rounds
+from flywheel.errors import ServeError, StoreError, TrainError
+from flywheel.judge.rubric.file import load_rubric
+from flywheel.records.round import AdapterRef, Comparison, Ground, RoundResult, Score
+from flywheel.records.states import RoundState, Split
+from flywheel.store import claims, deployments, gate_tests, ledger, rounds
+from flywheel.store.kernel import database, schema
+from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.transitions import move
+from flywheel.store.views import balance, lineage, supplies
+from flywheel.system import files
+from flywheel.system.files import tree_sha256, write_json
+from tests.samples import accepted, batch, rejected, replies_on, settle
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
+
+
+@dataclass
+class Wheel:
+    """A state with judged tasks, a server, and what works on them."""
+
+    store: Store
+    config: Config
+    server: FakeVllm
+    rounds: Rounds
+    deployer: Deployer
+
+    async def started(self) -> Path:
+        """A round whose worker has been started and is gone."""
+        name = await self.rounds.plan("test")
+        row = await self.store.read(rounds.live)
+        assert row is not None
+        await self.store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, pid=None)
+        directory = self.config.state_dir / "rounds" / name
+        directory.mkdir(parents=True)
+        return directory
+
+    async def state(self, name: str = "r0001") -> str:
+        row = await self.store.read(rounds.by_name, name)
+        assert row is not None
+        return str(row.state)
+
+    async def books(self) -> dict[str, int]:
+        books = await self.store.read(balance.balance)
+        assert books.balanced, books.problems
+        return books.task_states
+
+
+def put_tasks(conn: Connection, train: int, held_out: int) -> None:
+    replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
+    source = ledger.source_id(conn, "/a")
+    ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+    for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
+        verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
+        settle(conn, task.id, verdict, "r", "j", 0.0)
+
+
+def put_more_tasks(conn: Connection, train: int) -> None:
+    """Accepted samples beyond those of `put_tasks`."""
+    replies = replies_on(Split.TRAIN, 6 + train)[6:]
+    source = ledger.source_id(conn, "/a")
+    ledger.record_batch(conn, source, batch(*replies, rowid=2), train_ratio=0.7, split_seed=42)
+    for task in claims.claim(conn, 1000, "r", "j"):
+        settle(conn, task.id, accepted(), "r", "j", 0.0)
+
+
+@pytest.fixture
+async def wheel(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[Wheel]:
+    app, url = server
+    config = parse(
+        {
+            "state": {"dir": str(tmp_path / "state")},
+            "model": {"base": BASE, "alias": "agent"},
+            "serving": {"urls": [url], "drain_seconds": 0},
+            "trigger": {"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
+            "gate": {"min_tasks": 2, "min_power": 0},
+            "daemon": {"round_attempts": 1},
+        },
+        "test",
+        tmp_path,
+    )
+    store = await Store.open(config.state_dir)
+    await store.write(put_tasks, 6, 4)
+    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
+    deployer = Deployer(store, config)
+    yield Wheel(store, config, app, Rounds(store, config, rubric, deployer), deployer)
+    await store.close()
+
+
+def comparison(lower: float) -> Comparison:
+    scores = [Score(task_id=f"t{n}", candidate=0.9, deployed=0.2) for n in range(20)]
+    return Comparison(
+        tasks=20, samples=1, undecided=0, candidate_mean=0.9, deployed_mean=0.2, gain=0.7, lower=lower, upper=0.9,
+        confidence=0.95, method="test", scores=scores,
+    )  # fmt: skip
+
+
+def leave_result(wheel: Wheel, directory: Path, *, lower: float = 0.5, weights: str = "good", **values: Any) -> None:
+    adapter = directory / "adapter"
+    adapter.mkdir()
+    (adapter / "weights").write_text(weights)
+    wheel.server.weights[str(adapter)] = PROBE.second.adapter if weights == "good" else PROBE.second.base
+    defaults: dict[str, Any] = {
+        "outcome": "trained",
+        "adapter": AdapterRef(name=directory.name, path=str(adapter), sha256=tree_sha256(adapter)),
+        "comparison": comparison(lower),
+        "probe": PROBE,
+    }
+    result = RoundResult(round_id=directory.name, **{**defaults, **values})
+    write_json(directory / "result.json", result.model_dump(mode="json"))
+
+
+async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    assert (await wheel.books())["consumed"] == 6
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert (active.adapter, active.previous) == ("r0001", None)
+    assert active.report["replicas"][0]["probe"] is not None
+    assert wheel.server.loaded == {"agent@r0001": str(wheel.config.state_dir / "rounds/r0001/adapter")}
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    decision = await wheel.store.read(gate_tests.decision_of, 1)
+    assert row is not None
+    assert decision is not None
+    assert (decision.ground, decision.reason, decision.min_tasks) == (Ground.BETTER, row.reason, 2)
+
+
+async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the_server(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), lower=-0.1)
+    assert await wheel.rounds.finish_live() is RoundState.REJECTED
+    assert await wheel.store.read(deployments.active, "agent") is None
+    assert wheel.server.loaded == {}
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    assert row is not None
+    assert "not shown to be better" in row.reason
+    assert (await wheel.books())["accepted"] == 6 + 2, "two more rounds may use them"
+
+
+async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> None:
+    await wheel.store.write(database.note, database.ROUND_NOTE, "3 of 4 samples are free")
+    assert await wheel.rounds.start_due()
+    assert not await wheel.store.read(database.noted, database.ROUND_NOTE)
+
+
+async def test_each_change_of_the_supply_is_noted_once(wheel: Wheel) -> None:
+    assert await wheel.rounds.start_due()
+    for _ in range(3):
+        assert not await wheel.rounds.start_due()
+    noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(supplies.newest))]
+    first, second = noted
+    assert first[0] > second[0] and first[1].startswith("min_samples: ") and second[1] == "r0001 is planned"
+
+
+async def test_a_refused_round_says_why(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), outcome="refused", adapter=None, comparison=None, reason="no spread")
+    assert await wheel.rounds.finish_live() is RoundState.REJECTED
+    assert (await wheel.store.read(rounds.by_name, "r0001")).reason == "no spread"  # type: ignore[union-attr]
+
+
+async def test_a_round_whose_worker_died_gives_its_samples_back_and_waits(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    (directory / "worker.log").write_text("Out of memory\n")
+    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    assert (await wheel.books())["accepted"] == 6 + 2
+    assert "Out of memory" in (await wheel.store.read(rounds.by_name, "r0001")).reason  # type: ignore[union-attr]
+    wanted = await wheel.store.read(due, wheel.config)
+    assert not wanted.start
+    assert "r0001 failed" in wanted.reason
+
+
+async def test_a_dead_worker_is_started_again_while_attempts_last(wheel: Wheel) -> None:
+    await wheel.started()
+    row = await wheel.store.read(rounds.live)
+    assert row is not None
+    await wheel.store.write(rounds.retry, row.id, RoundState.TRAINING, "its worker died")
+    again = await wheel.store.read(rounds.live)
+    assert again is not None
+    assert (again.state, again.attempt) == ("planned", 2)
+    assert (await wheel.books())["reserved"] == 6
+    spec = await wheel.store.read(spec_of, again, wheel.config, wheel.rounds._rubric)
+    assert spec.attempt == 2
+    assert len(spec.train) == 6
+    assert {task.task_id for task in spec.train}.isdisjoint(task.task_id for task in spec.held_out)
+
+
+async def test_an_adapter_that_does_not_answer_as_it_was_measured_is_not_deployed(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), weights="wrong")
+    state = await wheel.rounds.finish_live()
+    assert state is RoundState.FAILED
+    assert await wheel.store.read(deployments.active, "agent") is None
+    [failed] = await wheel.store.read(deployments.history, "agent", 5)
+    assert failed.state == "failed"
+    assert failed.error
+
+
+async def test_files_that_changed_after_the_evaluation_are_not_deployed(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    leave_result(wheel, directory)
+    (directory / "adapter" / "weights").write_text("tampered")
+    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    assert wheel.server.loaded == {}
+
+
+async def test_files_that_cannot_be_read_just_now_delay_the_decision(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_result(wheel, await wheel.started())
+
+    def denied(_: Path) -> str:
+        raise OSError(5, "Input/output error", "weights")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds_module, "tree_sha256", denied)
+        with pytest.raises(TrainError, match=r"weights: Input/output error") as caught:
+            await wheel.rounds.finish_live()
+    assert caught.value.retryable
+    assert await wheel.state() == "evaluating"
+    assert "Input/output error" in await wheel.store.read(database.noted, database.ROUND_NOTE)
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    assert await wheel.store.read(database.noted, database.ROUND_NOTE) == ""
+
+
+async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    wheel.server.faults["/v1/load_lora_adapter"] = (503, "starting")
+    with pytest.raises(ServeError) as caught:
+        await wheel.rounds.finish_live()
+    assert caught.value.retryable
+    assert await wheel.state() == "evaluating"
+    wheel.server.faults.clear()
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.books()
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "why"),
+    [
+        ("/v1/models", 401, "refuses the key"),
+        ("/v1/models", 302, "HTTP 302"),
+        ("/v1/load_lora_adapter", 404, "does not load adapters at run time"),
+        ("/v1/load_lora_adapter", 400, "LoRA is not enabled"),
+    ],
+)
+async def test_a_server_that_can_serve_no_adapter_delays_the_swap_until_it_is_mended(
+    wheel: Wheel, path: str, status: int, why: str
+) -> None:
+    leave_result(wheel, await wheel.started())
+    wheel.server.faults[path] = (status, "LoRA is not enabled" if status == 400 else "no such place")
+    for _ in range(2):
+        with pytest.raises(ServeError, match=why):
+            await wheel.rounds.finish_live()
+        assert await wheel.state() == "evaluating"
+    wheel.server.faults.clear()
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.books()
+
+
+async def test_a_key_that_is_not_set_delays_the_swap(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    leave_result(wheel, await wheel.started())
+    serving = wheel.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
+    keyed = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
+    with pytest.raises(ServeError, match="MY_KEY, which is not set"):
+        await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, keyed).finish_live()
+    assert await wheel.state() == "evaluating"
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+
+
+async def test_a_server_that_is_away_for_long_leaves_no_deployment_for_each_try(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    serving = wheel.config.serving.model_copy(update={"urls": ["http://127.0.0.1:9"]})
+    away = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
+    for _ in range(3):
+        with pytest.raises(ServeError, match="cannot be reached"):
+            await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, away).finish_live()
+    assert list(await wheel.store.read(deployments.history, "agent", 9)) == []
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+
+
+async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_result(wheel, await wheel.started())
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("use the state database", "the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "finish", full)
+        with pytest.raises(StoreError):
+            await wheel.rounds.finish_live()
+    assert await wheel.state() == "evaluating"
+    assert (await wheel.deployer.rollback())[0] is None
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert active.adapter is None, "it was rolled back meanwhile"
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    assert row is not None
+    assert "rolled back since" in row.reason
+    assert (await wheel.books())["consumed"] == 6
+
+
+async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), lower=-0.1)
+    assert await wheel.rounds.finish_live() is RoundState.REJECTED
+    await wheel.store.write(put_more_tasks, 6)
+    directory = await wheel.started()
+    leave_result(wheel, directory)
+    await wheel.deployer.deploy("r0001", "by hand")
+    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert active.adapter == "r0001"
+    row = await wheel.store.read(rounds.by_name, "r0002")
+    assert row is not None
+    assert "compared with the base model, and r0001 serves now" in row.reason
+    assert (await wheel.books())["accepted"] == 12 + 2
+    # It is there to be deployed by hand, by who knows better.
+    await wheel.deployer.deploy("r0002", "by hand")
+
+
+async def test_a_planned_round_whose_base_model_was_changed_fails_and_gives_its_samples_back(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.store.write(put_more_tasks, 6)
+    await wheel.rounds.plan("test")
+    other = wheel.config.model_copy(update={"model": wheel.config.model.model_copy(update={"base": "another/model"})})
+    changed = Rounds(wheel.store, other, wheel.rounds._rubric, wheel.deployer)
+    assert await changed.finish_live() is RoundState.FAILED
+    row = await wheel.store.read(rounds.by_name, "r0002")
+    assert row is not None
+    assert "model.base is another/model" in row.reason
+    assert (await wheel.books())["accepted"] == 6 + 2
+
+
+async def test_rollback_goes_back_to_what_served_before_and_forth_again(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    await wheel.rounds.finish_live()
+    target, _ = await wheel.deployer.rollback()
+    assert target is None
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert (active.adapter, active.previous) == (None, "r0001")
+    target, _ = await wheel.deployer.rollback()
+    assert target == "r0001"
+
+
+async def test_rollback_before_any_deployment_explains_itself(wheel: Wheel) -> None:
+    with pytest.raises(ServeError, match="nothing was deployed yet"):
+        await wheel.deployer.rollback()
+
+
+async def test_a_server_that_forgot_its_adapter_gets_it_back(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    await wheel.rounds.finish_live()
+    loaded = dict(wheel.server.loaded)
+    wheel.server.loaded.clear()
+    report = await wheel.deployer.reconcile()
+    assert report is not None
+    assert report.changed
+    assert wheel.server.loaded == loaded
+    report = await wheel.deployer.reconcile()
+    assert report is not None
+    assert not report.changed
+
+
+async def test_a_tampered_or_unknown_adapter_is_refused_by_hand_too(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    leave_result(wheel, directory, lower=-1)
+    await wheel.rounds.finish_live()
+    with pytest.raises(ServeError, match="no such adapter"):
+        await wheel.deployer.deploy("r0099", "by hand")
+    (directory / "adapter" / "weights").write_text("tampered")
+    with pytest.raises(ServeError, match="not those that were evaluated"):
+        await wheel.deployer.deploy("r0001", "by hand")
+
+
+async def test_the_trigger_counts_what_a_round_can_use(wheel: Wheel) -> None:
+    def with_trigger(**values: int) -> Config:
+        trigger = wheel.config.trigger.model_copy(update=values)
+        return wheel.config.model_copy(update={"trigger": trigger})
+
+    assert (await wheel.store.read(due, wheel.config)).start
+    few = await wheel.store.read(due, with_trigger(min_samples=7))
+    assert (few.start, few.reason) == (False, "6 of 7 samples are free")
+    assert (await wheel.store.read(due, with_trigger(min_samples=7), window=True)).start
+    untested = await wheel.store.read(due, with_trigger(min_held_out=5))
+    assert (untested.start, untested.reason) == (False, "4 of 5 held-out tasks are judged")
+    gate = wheel.config.gate.model_copy(update={"min_tasks": 5})
+    few_for_the_gate = wheel.config.model_copy(
+        update={"gate": gate, "trigger": wheel.config.trigger.model_copy(update={"min_held_out": None})}
+    )
+    unproven = await wheel.store.read(due, few_for_the_gate)
+    assert (unproven.start, unproven.reason) == (False, "4 of 5 held-out tasks are judged")
+    await wheel.rounds.plan("test")
+    assert "r0001 is planned" in (await wheel.store.read(due, wheel.config)).reason
+    with pytest.raises(TrainError, match="r0001 is planned"):
+        await wheel.rounds.plan("another")
+
+
+async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    await wheel.rounds.finish_live()
+    story = await wheel.store.read(lineage.why, "agent@r0001")
+    assert story is not None
+    assert story["state"] == "promoted"
+    assert len(story["conversations"]) == len(story["samples"]) == 6
+    assert story["comparison"]["gain"] == 0.7
+    assert story["deployments"][0]["state"] == "active"
+    task = await wheel.store.read(lineage.why, story["samples"][0]["task_id"])
+    assert task is not None
+    [told] = task["replies"]
+    assert told["task"]["rounds"] == [{"round": "r0001", "state": "promoted", "split": "train"}]
+    assert [step["new"] for step in told["task"]["history"]] == [
+        "pending", "judging", "accepted", "reserved", "consumed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.3])
+async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    await wheel.rounds.plan("test")
+    going = asyncio.create_task(wheel.rounds.finish_live())
+    await asyncio.sleep(seconds)
+    await wheel.rounds.stop()
+    # What is cut off now, as the daemon does at its end, has nothing left to do.
+    going.cancel()
+    await asyncio.wait([going])
+    row = await wheel.store.read(rounds.live)
+    assert row is not None
+    assert (row.state, row.attempt, row.pid) == ("planned", 1, None)
+    assert (await wheel.books())["reserved"] == 6
+    pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+    assert [pid for pid in pids if Path("/proc", pid).exists()] == []
+
+
+async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is still planned: nobody knows of it, and its lock would make every other worker fail."""
+    name = await wheel.rounds.plan("test")
+    directory = wheel.config.state_dir / "rounds" / name
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "flywheel.training.worker", str(directory)]
+    worker = tmp_path / "worker"
+    refused = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
+    worker.write_text(f"#!/bin/sh\necho '{refused}' > \"$3/result.json\"\n")
+    worker.chmod(0o755)
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as stray:
+        assert stray.stdout is not None
+        assert stray.stdout.readline() == b"up\n"
+        monkeypatch.setattr(sys, "executable", str(worker))
+        try:
+            assert await wheel.rounds.finish_live() is RoundState.REJECTED
+            assert stray.wait(30) == -signal.SIGTERM
+        finally:
+            stray.kill()
+
+
+async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_why(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    trained = select(schema.tasks.c.key).where(schema.tasks.c.state == "reserved")
+    first, *_ = await wheel.store.read(lambda conn: conn.execute(trained).scalars().all())
+    leave_result(wheel, directory, left_out={first: "its prompt has 9000 tokens"})
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    story = await wheel.store.read(lineage.why, "r0001")
+    assert story is not None
+    assert first not in [sample["task_id"] for sample in story["samples"]]
+    assert (len(story["samples"]), story["held_out"]) == (5, 4)
+    assert story["left_out"] == {first: "its prompt has 9000 tokens"}
+    task = await wheel.store.read(lineage.why, first)
+    assert task is not None
+    told = [(step["new"], step["detail"]) for step in task["replies"][0]["task"]["history"]]
+    assert ("left out", "of r0001: its prompt has 9000 tokens") in told
+    await wheel.books()
+
+
+async def test_a_prompt_that_the_worker_found_not_to_be_exact_is_never_taken_again(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    first, *others = await wheel.store.read(
+        lambda conn: conn.execute(select(schema.tasks.c.key).order_by(schema.tasks.c.id)).scalars().all()
+    )
+    why = "its prompt has 28 tokens, and the model was sent 256"
+    leave_result(wheel, directory, left_out={first: why}, inexact={first: why})
+    await wheel.rounds.finish_live()
+    told = await wheel.store.read(lineage.why, first)
+    assert told is not None
+    assert told["replies"][0]["task"]["left_out"] == [{"reason": "inexact", "why": f"{why} (found by r0001)"}]
+    rows = await wheel.store.read(
+        lambda conn: conn.execute(select(schema.tasks.c.key, schema.tasks.c.excluded, schema.tasks.c.payload)).all()
+    )
+    assert {row.key for row in rows if row.excluded} == {first}
+    (about,) = (row.payload["metadata"] for row in rows if row.key == first)
+    assert (about["prompt_exact"], about["prompt_reason"]) == (False, f"{why} (found by r0001)")
+    assert all(row.payload["metadata"]["prompt_exact"] for row in rows if row.key in others)
+
+
+async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.LogCaptureFixture) -> None:
+    directory = await wheel.started()
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "flywheel.training.worker", str(directory)]
+    caplog.set_level("INFO")
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        assert left.stdout.readline() == b"up\n"
+        await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
+        try:
+            going = asyncio.create_task(wheel.rounds.finish_live())
+            told = f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted"
+            while told not in caplog.messages:
+                await asyncio.sleep(0.05)
+        finally:
+            left.kill()
+    assert await going is RoundState.FAILED
+
+
+async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
+    monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.05)
+    daemon = wheel.config.daemon.model_copy(update={"round_timeout_seconds": 1.0})
+    config = wheel.config.model_copy(update={"daemon": daemon})
+    worker = tmp_path / "worker"
+    monkeypatch.setattr(sys, "executable", str(worker))
+    paused = '{"phase": "training", "paused": "the judge is away"}'
+    result = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
+    worker.write_text(f"""#!/bin/sh
+echo '{paused}' > "$3/progress.json"
+sleep 3
+echo '{result}' > "$3/result.json"
+""")
+    worker.chmod(0o755)
+    rounds_of = Rounds(wheel.store, config, wheel.rounds._rubric, wheel.deployer)
+    await rounds_of.plan("test")
+    assert await rounds_of.finish_live() is RoundState.REJECTED
+    worker.write_text(worker.read_text().replace("the judge is away", "").replace("sleep 3", "exec sleep 600"))
+    await wheel.store.write(put_more_tasks, 6)
+    await rounds_of.plan("test")
+    assert await rounds_of.finish_live() is RoundState.FAILED
+    row = await wheel.store.read(rounds.by_name, "r0002")
+    assert row is not None
+    assert "ran longer than 1 s" in row.reason

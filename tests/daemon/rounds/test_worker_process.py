@@ -1,0 +1,123 @@
+"""The worker as a process: adopted only if it is ours, stopped by its process id, heard even when it dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundResult
+from flywheel.system.files import write_json
+from tests.training.data.test_round_directory import spec
+
+
+@pytest.fixture
+def impostor(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like the worker of `tmp_path`: its command line has the same words."""
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "flywheel.training.worker", str(tmp_path)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_reused_process_id_is_not_adopted(tmp_path: Path) -> None:
+    assert WorkerProcess.adopt(tmp_path, os.getpid()) is None
+    assert WorkerProcess.adopt(tmp_path, None) is None
+
+
+async def test_the_worker_of_an_earlier_daemon_is_adopted_and_stopped(
+    tmp_path: Path, impostor: subprocess.Popen[bytes]
+) -> None:
+    assert WorkerProcess.adopt(tmp_path / "another-round", impostor.pid) is None
+    worker = WorkerProcess.adopt(tmp_path, impostor.pid)
+    assert worker is not None
+    await worker.stop()
+    assert impostor.wait(30) != 0
+    assert WorkerProcess.adopt(tmp_path, impostor.pid) is None
+
+
+def test_the_workers_own_words_are_passed_on(tmp_path: Path) -> None:
+    write_json(
+        tmp_path / "error.json",
+        {"error": "no GPU has 40 GB free", "hint": "Use a smaller model.", "retryable": False},
+    )
+    with pytest.raises(TrainError, match=r"no GPU has 40 GB free\. Use a smaller model\.") as caught:
+        result_of(tmp_path)
+    assert not caught.value.retryable
+
+
+def test_a_worker_that_just_died_is_quoted_from_its_log(tmp_path: Path) -> None:
+    (tmp_path / "worker.log").write_text("starting\nKilled by the kernel\n\n")
+    with pytest.raises(TrainError, match="Killed by the kernel") as caught:
+        result_of(tmp_path)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("end", "died"),
+    [
+        ("kill -9 $$", "died of SIGKILL, often because memory ran out, (out of luck)"),
+        ("kill -SEGV $$", "died of SIGSEGV (out of luck)"),
+        ("exit 143", "died of SIGTERM (out of luck)"),
+        ("exit 3", "died with exit code 3 (out of luck)"),
+    ],
+)
+async def test_a_death_names_its_signal_and_the_last_line_of_the_workers_own_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, died: str
+) -> None:
+    script = tmp_path / "worker"
+    script.write_text(f"#!/bin/sh\necho begun; echo out of luck; {end}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    worker = await WorkerProcess.start(tmp_path / "r0001", spec())
+    code = await worker.wait()
+    with pytest.raises(TrainError, match=re.escape(died)) as caught:
+        result_of(worker.dir, code)
+    assert caught.value.retryable
+
+
+async def test_what_an_earlier_worker_said_last_is_not_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.log").write_text("out of memory\n")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    worker = await WorkerProcess.start(tmp_path, spec())
+    with pytest.raises(TrainError, match=r"its worker died with exit code 1\. See") as caught:
+        result_of(tmp_path, await worker.wait())
+    assert "memory" not in str(caught.value)
+
+
+def test_the_result_wins_over_everything(tmp_path: Path) -> None:
+    result = RoundResult(round_id="r0001", outcome="refused", reason="no spread")
+    write_json(tmp_path / "result.json", result.model_dump(mode="json"))
+    assert result_of(tmp_path) == result
+
+
+@pytest.mark.parametrize(
+    "written", ['{"round_id": "r0001", "outcome": "trained", "of_tomorrow": 1}', '{"round_id":', ""]
+)
+def test_a_result_of_another_version_or_a_torn_one_starts_the_round_again(tmp_path: Path, written: str) -> None:
+    (tmp_path / "result.json").write_text(written)
+    with pytest.raises(TrainError, match=r"result\.json cannot be read") as caught:
+        result_of(tmp_path)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize("written", ["[]", "{}", "3", '"text"'])
+def test_an_error_that_says_nothing_is_a_worker_that_died(tmp_path: Path, written: str) -> None:
+    (tmp_path / "error.json").write_text(written)
+    with pytest.raises(TrainError, match="its worker died") as caught:
+        result_of(tmp_path)
+    assert caught.value.retryable

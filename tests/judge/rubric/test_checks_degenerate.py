@@ -1,0 +1,65 @@
+"""Degenerate answers are caught, and legitimate ones are not, however strange they look."""
+
+from __future__ import annotations
+
+from flywheel.judge.rubric import Criterion
+from flywheel.judge.rubric.checks import check
+from flywheel.judge.rubric.checks.markdown import split
+from flywheel.records.verdict import CriterionResult, Exchange
+from tests.cases import for_each
+from tests.judge.legitimate import LEGITIMATE
+from tests.judge.rubric.degenerate_texts import BROKEN, LOOPS, TOOL_TEXTS
+
+CRITERION = Criterion(id="sound", type="degenerate", required=True)
+
+
+def checked(answer: str) -> CriterionResult:
+    return check(CRITERION, Exchange("q", answer))
+
+
+@for_each("name", LEGITIMATE)
+def test_a_legitimate_answer_is_no_false_alarm(name: str) -> None:
+    result = checked(LEGITIMATE[name])
+    assert result.passed, result.reason
+
+
+@for_each("name", LOOPS)
+def test_every_loop_is_caught(name: str) -> None:
+    result = checked(LOOPS[name])
+    assert not result.passed
+    assert "repeated" in result.reason or "word groups" in result.reason
+
+
+@for_each("name", TOOL_TEXTS)
+def test_a_tool_call_that_became_text_is_caught(name: str) -> None:
+    result = checked(TOOL_TEXTS[name])
+    assert not result.passed
+    assert "tool call" in result.reason or "chat template" in result.reason
+
+
+@for_each("name", BROKEN)
+def test_broken_encoding_is_caught(name: str) -> None:
+    result = checked(BROKEN[name])
+    assert not result.passed
+    assert "broken encoding" in result.reason
+
+
+def test_a_legitimate_answer_that_runs_into_a_loop_is_caught() -> None:
+    missed = [
+        name for name, text in LEGITIMATE.items() if checked(f"{text}\n```\n\nAnd so it is as it is said. ").passed
+        and checked(f"{text}\n\n" + "And so it is as it is said. " * 60).passed
+    ]  # fmt: skip
+    assert missed == []
+
+
+def test_a_very_long_answer_is_no_burden() -> None:
+    words = " ".join(f"word{pow(3, n, 10007)}" for n in range(9_000))
+    assert checked(words).passed
+    assert not checked(words + " and again" * 400).passed
+
+
+@for_each("fence", ["`", "~"])
+def test_a_fence_that_never_ends_is_gone_through_once(fence: str) -> None:
+    """And not once more for each of its characters, which takes minutes."""
+    text = fence * 1_000_000
+    assert not split(text).code

@@ -1,0 +1,313 @@
+"""Swaps over replicas that fail: the old version keeps serving, on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from flywheel.config import ServingSettings
+from flywheel.errors import ServeError, StoreError
+from flywheel.records.round import AdapterRef, Probe
+from flywheel.records.states import TRANSITIONS, DeploymentState
+from flywheel.serving.client.adapter_swap import reconcile, rollback, swap
+from flywheel.serving.client.adapter_unloading import retire
+from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.client.swap_report import SwapReport
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
+
+SETTINGS = ServingSettings(drain_seconds=0)
+
+
+class Fleet:
+    """Two replicas on which `agent@r0001` serves, and the files of r0002 and of a wrong r0003."""
+
+    def __init__(self, folder: Path, apps: list[FakeVllm], replicas: list[Replica]) -> None:
+        self.apps = apps
+        self.replicas = replicas
+        self.states: list[DeploymentState] = [DeploymentState.REQUESTED]
+        self.paths = {name: str(folder / name) for name in ("r0001", "r0002", "r0003")}
+        for name, path in self.paths.items():
+            Path(path).mkdir()
+            (Path(path) / "weights").write_text(name)
+        for app in apps:
+            app.weights = {
+                self.paths["r0001"]: [-1.0] * len(PROBE.places),
+                self.paths["r0002"]: [value - 0.004 for value in PROBE.second.adapter],
+                self.paths["r0003"]: PROBE.second.base,
+            }
+
+    async def on_state(self, state: DeploymentState, _: SwapReport | None = None) -> None:
+        assert state in TRANSITIONS[DeploymentState][self.states[-1]]
+        self.states.append(state)
+
+    async def targets(self) -> list[str]:
+        return [(await each.alias("agent")).target for each in self.replicas]
+
+    async def answers(self) -> list[str]:
+        """Which model answers a request for the alias on each replica."""
+        async with httpx2.AsyncClient() as client:
+            asked = [
+                await client.post(f"{r.url}/v1/chat/completions", json={"model": "agent"}) for r in self.replicas
+            ]
+        return [answer.json()["model"] for answer in asked]
+
+    async def swap(self, name: str | None = "r0002", probe: Probe | None = PROBE) -> object:
+        return await swap(self.replicas, "agent", self.ref(name) if name else None, probe, self.on_state)
+
+    def ref(self, name: str) -> AdapterRef:
+        return AdapterRef(name=name, path=self.paths[name], sha256=f"the hash of {name}")
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
+        urls = [stack.enter_context(replica(app)) for app in apps]
+        replicas = [await stack.enter_async_context(Replica(url, timeout_seconds=30)) for url in urls]
+        fleet = Fleet(tmp_path, apps, replicas)
+        for each in replicas:
+            await each.load("agent@r0001", fleet.paths["r0001"])
+            await each.flip("agent", "agent@r0001", BASE, fleet.paths["r0001"])
+        yield fleet
+
+
+OLD, NEW = "agent@r0001", "agent@r0002"
+
+
+async def test_a_swap(fleet: Fleet) -> None:
+    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, fleet.on_state)
+    assert await fleet.answers() == [NEW, NEW]
+    assert fleet.states[1:] == [DeploymentState.LOADING, DeploymentState.PROBING, DeploymentState.ACTIVE]
+    assert report.changed
+    shown = json.loads(json.dumps(report.as_json()))
+    assert shown["target"] == NEW
+    for each, app in zip(shown["replicas"], fleet.apps, strict=True):
+        assert each["previous"] == OLD
+        assert each["loaded"] and each["flipped"] and not each["error"]
+        assert each["probe"]["adapter_slope"] == pytest.approx(1, abs=0.01)
+        assert (each["probe"]["parent_slope"], each["probe"]["passed"]) == (None, True)
+        assert set(app.loaded) == {OLD, NEW}
+
+
+async def test_a_swap_to_the_base_model(fleet: Fleet) -> None:
+    await fleet.swap(None)
+    assert await fleet.answers() == [BASE, BASE]
+    assert fleet.states[-1] == DeploymentState.ACTIVE
+
+
+async def test_swapping_again_to_what_serves_changes_nothing(fleet: Fleet) -> None:
+    await fleet.swap()
+    fleet.states = [DeploymentState.REQUESTED]
+    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, fleet.on_state)
+    assert not report.changed
+    assert await fleet.answers() == [NEW, NEW]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("path", "state"),
+    [
+        ("/v1/load_lora_adapter", DeploymentState.LOADING),
+        ("/v1/models", DeploymentState.LOADING),
+        ("/v1/completions", DeploymentState.PROBING),
+    ],
+)
+async def test_one_replica_fails_before_the_flip(fleet: Fleet, which: int, path: str, state: DeploymentState) -> None:
+    fleet.apps[which].faults[path] = (500, "broken")
+    with pytest.raises(ServeError, match="broken"):
+        await fleet.swap()
+    assert fleet.states[-2:] == [state, DeploymentState.FAILED]
+    assert await fleet.answers() == [OLD, OLD]
+    fleet.apps[which].faults.clear()
+    assert [set(app.loaded) for app in fleet.apps] == [{OLD}, {OLD}]
+
+
+async def test_wrong_weights_on_one_replica(fleet: Fleet) -> None:
+    fleet.apps[1].weights[fleet.paths["r0002"]] = PROBE.second.base
+    with pytest.raises(ServeError, match=r"prove agent@r0002 .* shows 0\.00 of the adapter's"):
+        await fleet.swap()
+    assert await fleet.answers() == [OLD, OLD]
+
+
+class FlipFault:
+    """Fails the flips of one replica: refused outright, or done with the answer lost."""
+
+    def __init__(self, app: object, lost: bool, times: int) -> None:
+        self.app = app
+        self.lost = lost
+        self.times = times
+
+    async def __call__(self, scope: dict[str, object], receive: object, send: object) -> None:
+        if scope["method"] != "PUT" or self.times == 0:
+            await self.app(scope, receive, send)  # type: ignore[operator]
+            return
+        self.times -= 1
+        if self.lost:
+
+            async def nowhere(_: object) -> None: ...
+
+            await self.app(scope, receive, nowhere)  # type: ignore[operator]
+        await send({"type": "http.response.start", "status": 500, "headers": []})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"no flip"})  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_the_second_flip_fails(fleet: Fleet, tmp_path: Path, lost: bool) -> None:
+    app = FakeVllm({BASE: PROBE.second.base})
+    app.weights = fleet.apps[0].weights
+    faulty = FlipFault(with_middleware(app), lost, times=0)
+    with running(faulty) as url:
+        async with Replica(url, timeout_seconds=30) as third:
+            await third.load(OLD, fleet.paths["r0001"])
+            await third.flip("agent", OLD, BASE, fleet.paths["r0001"])
+            faulty.times = 1
+            fleet.replicas.append(third)
+            with pytest.raises(ServeError, match="no flip"):
+                await fleet.swap()
+            assert await fleet.answers() == [OLD, OLD, OLD]
+            assert fleet.states[-1] == DeploymentState.FAILED
+            assert [(await r.alias("agent")).path for r in fleet.replicas] == [fleet.paths["r0001"]] * 3
+
+
+async def test_what_cannot_be_put_back_is_said(fleet: Fleet) -> None:
+    app = FakeVllm()
+    faulty = FlipFault(with_middleware(app), lost=True, times=9)
+    with running(faulty) as url:
+        async with Replica(url, timeout_seconds=30) as third:
+            fleet.replicas.append(third)
+            with pytest.raises(ServeError, match=f"moreover, {url} may still answer with {NEW}"):
+                await fleet.swap(probe=None)
+            assert (await fleet.answers())[:2] == [OLD, OLD]
+
+
+async def test_the_store_fails_after_the_flips(fleet: Fleet) -> None:
+    """What is written down and what serves must agree, so the flips are taken back."""
+
+    async def on_state(state: DeploymentState, _: SwapReport | None = None) -> None:
+        if state == DeploymentState.ACTIVE:
+            raise StoreError("write the deployment", "the disk is full")
+
+    with pytest.raises(StoreError, match="disk is full"):
+        await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, on_state)
+    assert await fleet.answers() == [OLD, OLD]
+
+
+async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
+    flipped = asyncio.Event()
+
+    async def on_state(state: DeploymentState, _: SwapReport | None = None) -> None:
+        if state == DeploymentState.ACTIVE:  # not written down yet when the stop comes
+            flipped.set()
+            await asyncio.sleep(600)
+
+    swapping = asyncio.create_task(swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, on_state))
+    await asyncio.wait_for(flipped.wait(), 60)
+    assert await fleet.answers() == [NEW, NEW]
+    swapping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await swapping
+    assert await fleet.answers() == [OLD, OLD]
+
+
+async def test_a_rollback_reloads_what_was_unloaded(fleet: Fleet) -> None:
+    await fleet.swap()
+    assert await retire(fleet.replicas, "agent", [], 0) == {r.url: [OLD] for r in fleet.replicas}
+    report = await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
+    assert await fleet.answers() == [OLD, OLD]
+    assert all(each.loaded and each.flipped for each in report.replicas)
+    await rollback(fleet.replicas, "agent", None)
+    assert await fleet.answers() == [BASE, BASE]
+
+
+async def test_a_dead_replica_does_not_keep_the_others_from_going_back(fleet: Fleet) -> None:
+    await fleet.swap()
+    async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
+        with pytest.raises(ServeError, match=r"roll agent back to agent@r0001.*127\.0\.0\.1:9"):
+            await rollback([dead, *fleet.replicas], "agent", fleet.ref("r0001"))
+    assert await fleet.answers() == [OLD, OLD]
+
+
+async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> None:
+    await fleet.swap()
+    for each in fleet.replicas:
+        await each.load("agent@r0003", fleet.paths["r0003"])
+        await each.load("agentic@r0001", fleet.paths["r0003"])
+    gone = await retire(fleet.replicas, "agent", ["r0001"], 0)
+    assert gone == {each.url: ["agent@r0003"] for each in fleet.replicas}
+    assert [set(app.loaded) for app in fleet.apps] == [{OLD, NEW, "agentic@r0001"}] * 2
+    assert all((Path(path) / "weights").exists() for path in fleet.paths.values())
+
+
+async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> None:
+    await fleet.swap()
+    retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], 0.5))
+    await asyncio.sleep(0.1)
+    await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
+    await retiring
+    assert await fleet.answers() == [OLD, OLD]
+
+
+async def test_retire_survives_a_server_that_fails(fleet: Fleet) -> None:
+    await fleet.swap()
+    fleet.apps[0].faults["/v1/unload_lora_adapter"] = (500, "broken")
+    gone = await retire(fleet.replicas, "agent", [], 0)
+    assert list(gone.values()) == [[], [OLD]]
+
+
+async def test_a_server_that_forgot_is_brought_back(fleet: Fleet) -> None:
+    await fleet.swap()
+    forgetful = fleet.replicas[0]
+    fleet.apps[0].loaded.clear()
+    await forgetful.flip("agent", BASE, NEW)
+    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
+    assert await fleet.answers() == [NEW, NEW]
+    assert [(each.loaded, each.flipped) for each in report.replicas] == [(True, True), (False, False)]
+    assert report.replicas[0].probe is not None
+    again = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
+    assert not again.changed
+    assert not again.errors
+
+
+async def test_a_server_that_came_back_with_wrong_weights_is_not_pointed_at_them(fleet: Fleet) -> None:
+    fleet.apps[0].weights[fleet.paths["r0002"]] = PROBE.second.base
+    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
+    assert await fleet.answers() == [OLD, NEW]
+    assert "prove agent@r0002" in report.errors[0]
+
+
+async def test_reconcile_reports_a_dead_server_and_goes_on(fleet: Fleet) -> None:
+    async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
+        report = await reconcile([dead, *fleet.replicas], "agent", fleet.ref("r0002"), None)
+    assert await fleet.answers() == [NEW, NEW]
+    assert "cannot be reached" in report.replicas[0].error
+
+
+def with_parent(step: float) -> Probe:
+    """A probe whose parent lies between the base model and the adapter, a `step` from it in every other token."""
+    parent = [value + step * (place % 2) for place, value in enumerate(PROBE.second.adapter)]
+    recorded = PROBE.second.model_copy(update={"parent": parent})
+    return PROBE.model_copy(update={"first": recorded, "second": recorded})
+
+
+async def test_a_server_that_answers_with_the_parents_weights_is_not_swapped_to(fleet: Fleet) -> None:
+    """r0002 has been loaded, and its parent r0001, 0.05 nats off, answers under its name."""
+    probe = with_parent(0.05)
+    assert probe.second.parent is not None
+    fleet.apps[1].weights[fleet.paths["r0002"]] = probe.second.parent
+    with pytest.raises(
+        ServeError, match=r"prove agent@r0002 .* shows 1\.00 of its parent's .* and 0\.00 of the adapter"
+    ):
+        await fleet.swap(probe=probe)
+    assert await fleet.answers() == [OLD, OLD]
+
+
+async def test_what_cannot_be_told_from_its_parent_is_not_swapped_to(fleet: Fleet) -> None:
+    with pytest.raises(ServeError, match=r"cannot tell it from its parent and the base model.*no number of tokens"):
+        await fleet.swap(probe=with_parent(0.0))
+    assert await fleet.answers() == [OLD, OLD]

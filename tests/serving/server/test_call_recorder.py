@@ -1,0 +1,554 @@
+"""What the middleware records of requests to the alias, what it does not, and that it never gets in their way."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import openai
+import pytest
+
+from flywheel.cli.doctor.servers import check_servers
+from flywheel.config.file import parse
+from flywheel.records.request_id import BASE_VERSION, mark_of
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.serving.calls.call_log_page import read_page
+from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
+from flywheel.serving.server import call_recorder
+from flywheel.serving.server.call_recorder import CallInProgress, CallRecorder
+from flywheel.system.server_limits import Message, Receive, Scope, Send
+from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
+from tests.waiting import wait_for
+
+CHAT = {"model": "agent", "messages": [{"role": "user", "content": "¿Qué? \U0001f600"}]}
+EVENTS = [f"data: {at}\n\n".encode() for at in range(50)]
+
+
+class Scripted:
+    """Answers like vLLM with the ids that vLLM makes; streams when it is asked to; fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.fails: Callable[[], None] = lambda: None
+        self.status = 200
+        self.hold = threading.Event()
+        self.hold.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        self.bodies.append(body)
+        wanted = json.loads(body)
+        headers = dict(scope["headers"])
+        response_id = f"chatcmpl-{headers.get(b'x-request-id', b'none').decode()}"
+        if scope["path"] == "/v1/responses":
+            response_id = wanted["request_id"]
+        kind = b"text/event-stream; charset=utf-8" if wanted.get("stream") else b"application/json"
+        await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind)]})
+        if not wanted.get("stream"):
+            self.fails()
+            answer = {"id": response_id, "model": wanted["model"], "choices": [], "object": "chat.completion"}
+            await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+            return
+        left = asyncio.create_task(receive())
+        for event in [f"data: {response_id}\n\n".encode(), *EVENTS]:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            while not self.hold.is_set() and not left.done():
+                await asyncio.sleep(0.005)
+            if left.done():
+                return
+            self.fails()
+        left.cancel()
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Server:
+    def __init__(self, app: Scripted, path: Path, url: str, middleware: Any) -> None:
+        self.app, self.path, self.url, self.middleware = app, path, url, middleware
+
+    def ask(self, body: object = CHAT, path: str = "/v1/chat/completions", **headers: str) -> httpx2.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx2.post(
+            f"{self.url}{path}", content=content, headers={"content-type": "application/json", **headers}
+        )
+
+    def recorded(self, count: int) -> list[RecordedCall]:
+        with CallLog(self.path) as log:
+            wait_for(lambda: log.state().newest >= count, f"{count} calls", seconds=60)
+            found = [call for _, call in log.page(0, 10_000, 10**9)]
+        assert len(found) == count
+        return found
+
+
+def settings(path: Path, **more: float) -> str:
+    return json.dumps({"path": str(path), "keep_days": 14, "max_bytes": 10**9, **more})
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.01)
+    app, path = Scripted(), tmp_path / "serving" / "calls.db"
+    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: settings(path)})
+    with running(middleware) as url:
+        yield Server(app, path, url, middleware)
+    middleware._recorder.close()
+
+
+def test_a_request_to_the_alias_is_recorded_byte_for_byte(server: Server) -> None:
+    body = b' {"messages" : [{"role":"user","content":"\xc3\xa9\\u00e9"}] ,\n"model":"agent", "n":1.0}'
+    before = time.time_ns()
+    answer = server.ask(body, **{"Authorization": "Bearer k", "X-Stainless-Retry-Count": "2"})
+    (call,) = server.recorded(1)
+    assert call.request == body
+    assert call.response == answer.content
+    assert answer.json()["id"] == f"chatcmpl-{call.request_id}"
+    mark = mark_of(call.request_id)
+    assert mark is not None
+    assert mark.version == call.version == BASE_VERSION
+    assert (call.path, call.status, call.retry) == ("/v1/chat/completions", 200, 2)
+    assert (call.is_complete, call.media_type) == (True, "application/json")
+    assert before <= call.started_ns <= call.ended_ns <= time.time_ns()
+    assert b"k" not in call.credential.encode()
+    assert len(call.credential) == 16
+
+
+def test_streams_are_recorded_as_they_were_sent(server: Server) -> None:
+    answer = server.ask({**CHAT, "stream": True})
+    (call,) = server.recorded(1)
+    assert call.response == answer.content
+    assert call.response.endswith(EVENTS[-1])
+    assert (call.media_type, call.is_complete, call.status) == ("text/event-stream", True, 200)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/chat/completions"])
+def test_all_kinds_of_requests_to_the_alias_are_recorded(server: Server, path: str) -> None:
+    server.ask({"model": "agent", "prompt": "x"}, path)
+    (call,) = server.recorded(1)
+    assert call.path == path
+
+
+def test_what_agents_did_not_ask_the_alias_is_not_recorded(server: Server) -> None:
+    httpx2.put(f"{server.url}/flywheel/alias", json={"alias": "agent", "target": "agent@r0001"})
+    for model in (BASE, "agent@r0001", "other"):
+        server.ask({**CHAT, "model": model})
+        server.ask({"model": model, "prompt": [1, 2], "max_tokens": 1}, "/v1/completions")
+    server.ask({"model": "agent", "input": "x"}, "/v1/embeddings")
+    server.ask({"model": "agent", "messages": []}, "/tokenize")
+    server.ask(b"no JSON")
+    server.ask()
+    (call,) = server.recorded(1)
+    assert call.version == "agent@r0001"
+    assert json.loads(call.request)["model"] == "agent"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_a_response_is_ours_on_every_path(server: Server, stream: bool) -> None:
+    asked = {"model": "agent", "input": "x", "stream": stream}
+    ours = []
+    for more in ({}, {"request_id": "mine", "a": {"request_id": 1}}, {"request_id": 1, "model": "agent"}):
+        server.ask({**asked, **more}, "/v1/responses", **{"X-Request-Id": "mine"})
+        seen = json.loads(server.app.bodies[-1])
+        assert seen == {**asked, **more, "model": BASE, "request_id": seen["request_id"]}
+        ours.append(seen["request_id"])
+    server.ask({**CHAT, "request_id": "mine"}, **{"X-Request-Id": "mine"})
+    *responses, chat = server.recorded(4)
+    assert ours == [f"resp_{call.request_id}" for call in responses]
+    assert all(identity.encode() in call.response for identity, call in zip(ours, responses, strict=True))
+    assert json.loads(server.app.bodies[-1])["request_id"] == "mine"
+    assert f"chatcmpl-{chat.request_id}".encode() in chat.response
+    server.ask({**asked, "model": BASE, "request_id": "mine"}, "/v1/responses")
+    assert json.loads(server.app.bodies[-1])["request_id"] == "mine"
+
+
+def test_of_two_request_ids_in_a_body_none_is_the_clients(server: Server) -> None:
+    server.ask(b'{"request_id": "a", "model": "agent", "request_id": "b"}', "/v1/responses")
+    assert server.app.bodies[-1].count(b"resp_fw-") == 2
+
+
+def test_credentials_are_told_apart_and_not_shown(server: Server) -> None:
+    for key in ("Bearer one", "Bearer two", "Bearer one"):
+        server.ask(Authorization=key)
+    server.ask()
+    one, two, again, none = (call.credential for call in server.recorded(4))
+    assert one == again != two
+    assert none == ""
+
+
+def test_a_client_that_disconnects_leaves_an_incomplete_call(server: Server) -> None:
+    server.app.hold.clear()
+    place = urlsplit(server.url)
+    client = http.client.HTTPConnection(place.netloc)
+    body = json.dumps({**CHAT, "stream": True})
+    client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    assert client.getresponse().read1()
+    client.close()
+    (call,) = server.recorded(1)
+    assert not call.is_complete
+    assert call.status == 200
+    assert call.response.startswith(b"data: chatcmpl-fw-")
+    assert not call.response.endswith(EVENTS[-1])
+
+
+def test_a_client_that_leaves_before_the_end_of_its_request_is_not_recorded(server: Server) -> None:
+    place = urlsplit(server.url)
+    client = http.client.HTTPConnection(place.netloc)
+    client.putrequest("POST", "/v1/chat/completions")
+    client.putheader("content-type", "application/json")
+    client.putheader("content-length", "100")
+    client.endheaders(b'{"model": "agent"')
+    client.close()
+    server.ask()
+    server.recorded(1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_exception_of_the_server_is_recorded(server: Server, stream: bool) -> None:
+    def fail() -> None:
+        raise ValueError("of the engine")
+
+    server.app.fails = fail
+    with pytest.raises(httpx2.RemoteProtocolError):
+        server.ask({**CHAT, "stream": stream})
+    (call,) = server.recorded(1)
+    assert (call.status, call.is_complete) == (200, False)
+
+
+def test_an_error_of_the_server_is_recorded(server: Server) -> None:
+    server.app.status = 503
+    server.ask()
+    (call,) = server.recorded(1)
+    assert (call.status, call.is_complete) == (503, True)
+
+
+def test_openais_client_says_its_retries(server: Server) -> None:
+    server.app.status = 500
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=1)
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+    assert [call.retry for call in server.recorded(2)] == [0, 1]
+
+
+# The endpoint
+
+
+def pages(server: Server, query: str = "") -> httpx2.Response:
+    return httpx2.get(f"{server.url}/flywheel/calls{query}")
+
+
+def test_the_log_is_read_in_pages(server: Server) -> None:
+    for at in range(5):
+        server.ask({**CHAT, "seed": at})
+    told = server.recorded(5)
+    page = read_page(pages(server, "?after=1&limit=2").content, 1)
+    assert page.calls == [(2, told[1]), (3, told[2])]
+    assert page.state[1:] == (1, 5, 0)
+    assert [number for number, _ in read_page(pages(server).content, 0).calls] == [1, 2, 3, 4, 5]
+    assert read_page(pages(server, "?after=5").content, 5).calls == []
+    assert pages(server).json()["calls"][0]["number"] == 1
+
+
+@pytest.mark.parametrize("query", ["?after=x", "?after=-1", "?limit=", "?limit=1.5", "?after=" + "9" * 30])
+def test_a_wrong_page_is_refused(server: Server, query: str) -> None:
+    refused = pages(server, query)
+    assert refused.status_code in (200, 400) if query == "?limit=" else refused.status_code == 400
+    assert httpx2.post(f"{server.url}/flywheel/calls").status_code == 405
+
+
+def test_reading_calls_takes_the_admin_key(tmp_path: Path) -> None:
+    keys = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin"}
+    with running(with_middleware(Scripted(), **keys, **{CALL_LOG_VARIABLE: settings(tmp_path / "c.db")})) as url:
+        asked = [
+            httpx2.get(f"{url}/flywheel/calls", headers={"authorization": f"Bearer {key}"}).status_code
+            for key in ("agents", "wrong", "admin")
+        ]
+    assert asked == [403, 401, 200]
+
+
+def test_nothing_is_recorded_when_it_is_off(tmp_path: Path) -> None:
+    app = Scripted()
+    before = {thread.ident for thread in threading.enumerate()}
+    with running(with_middleware(app)) as url:
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=CHAT)
+        assert mark_of(answer.json()["id"]) is not None
+        refused = httpx2.get(f"{url}/flywheel/calls")
+        assert refused.status_code == 404
+        assert "serving.call_log is false" in refused.json()["error"]["message"]
+    assert "flywheel-call-log" not in {thread.name for thread in threading.enumerate() if thread.ident not in before}
+    assert list(tmp_path.iterdir()) == []
+
+
+# What cannot be recorded
+
+
+def test_a_full_queue_drops_and_counts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    append = CallLog.append
+
+    def slow(log: CallLog, *arguments: Any) -> int:
+        writing.set()
+        assert go_on.wait(60)
+        return append(log, *arguments)
+
+    monkeypatch.setattr(CallLog, "append", slow)
+    monkeypatch.setattr(call_recorder, "MAX_QUEUED_CALLS", 3)
+    server.ask()
+    assert writing.wait(60)
+    for _ in range(5):
+        assert server.ask().status_code == 200  # nobody waits for the log
+    assert server.middleware._recorder.uncounted == 2
+    go_on.set()
+    server.recorded(4)
+    server.ask()
+    server.recorded(5)
+    assert pages(server).json()["dropped"] == 2
+    assert server.middleware._recorder.uncounted == 0
+
+
+def test_the_queue_is_bounded_in_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_recorder, "MAX_QUEUED_BYTES", 3000)
+    assert server.ask({**CHAT, "user": "x" * 4000}).status_code == 200
+    streamed = server.ask({**CHAT, "stream": True})  # its response is longer than the queue
+    assert streamed.content.endswith(EVENTS[-1])
+    server.ask()
+    server.recorded(1)
+    assert wait_for(lambda: pages(server).json()["dropped"], "the count", seconds=60) == 2
+
+
+def test_a_log_that_cannot_be_written_stops_no_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.path.parent.mkdir()
+    server.path.mkdir()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert server.ask().status_code == 200
+            wait_for(lambda: not server.middleware._recorder._queue, "an attempt", seconds=60)
+        wait_for(lambda: server.middleware._recorder.uncounted == 3, "the count", seconds=60)
+        assert pages(server).status_code == 503
+        server.path.rmdir()
+        server.ask()
+        server.recorded(1)
+    assert pages(server).json()["dropped"] == 3
+    (line,) = [record.message for record in caplog.records if record.name == call_recorder.__name__]
+    assert "requests are served, but not recorded: cannot write to the call log" in line
+
+
+def test_a_stop_at_any_moment_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.001)
+
+    async def ask(recorder: CallRecorder) -> None:
+        async def ignore(_: Message) -> None: ...
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        call = CallInProgress("fw-1", "/v1/completions", "base", b"", b"", b"{}", 1)
+        scope = {"type": "http", "path": "/v1/completions", "headers": []}
+        await recorder.recorded(call, answer, scope, b"{}", receive, ignore)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body"})
+
+    for at in range(40):
+        recorder = CallRecorder(tmp_path / f"{at}.db", 1, 10**9)
+        asyncio.run(ask(recorder))
+        time.sleep(at / 10_000)
+        recorder.close()
+        assert recorder._thread is not None
+        assert not recorder._thread.is_alive()
+        with CallLog(recorder.path) as log:
+            ((_, call),) = log.page(0, 10, 10**6)
+        assert (call.is_complete, call.media_type, call.response) == (True, "", b"")
+
+
+def test_a_locked_log_delays_no_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.middleware._recorder._log._busy_seconds = 0.2
+    server.ask()
+    server.recorded(1)
+    server.middleware._recorder._log.close()  # the time above counts from the next connection on
+    with CallLog(server.path) as other, other.transaction():
+        for _ in range(3):
+            assert server.ask().status_code == 200
+        wait_for(lambda: server.middleware._recorder.uncounted == 3, "the count", seconds=60)
+    server.ask()
+    server.recorded(2)
+    assert pages(server).json()["dropped"] == 3
+
+
+SERVE = """
+import asyncio, json, resource, signal, sys
+import uvicorn
+from tests.serving.fake_vllm import with_middleware
+from tests.serving.server.test_call_recorder import Scripted
+if limit := int(sys.argv[1]):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2))
+
+class Told(uvicorn.Server):
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        print(self.servers[0].sockets[0].getsockname()[1], flush=True)
+
+app = Scripted()
+async def whole(scope, receive, send):
+    if scope["type"] != "lifespan":
+        return await app(scope, receive, send)
+    for _ in range(2):
+        kind = (await receive())["type"]
+        await send({"type": kind + ".complete"})
+Told(uvicorn.Config(with_middleware(whole), port=0, log_level="warning")).run()
+"""
+
+
+class Process(Server):
+    """The same in a process of its own."""
+
+    def __init__(self, path: Path, limit: int = 0) -> None:
+        environment = {**os.environ, CALL_LOG_VARIABLE: settings(path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(limit)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.process.stdout is not None
+        super().__init__(Scripted(), path, f"http://127.0.0.1:{int(self.process.stdout.readline())}", None)
+
+    def end(self, signal_number: int) -> None:
+        self.process.send_signal(signal_number)
+        self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def test_a_stop_writes_what_is_queued(tmp_path: Path) -> None:
+    server = Process(tmp_path / "calls.db")
+    try:
+        for at in range(20):
+            server.ask({**CHAT, "seed": at})
+    finally:
+        server.end(15)
+    assert [json.loads(call.request)["seed"] for call in server.recorded(20)] == list(range(20))
+
+
+def test_what_a_killed_server_has_recorded_is_whole(tmp_path: Path) -> None:
+    before = 0
+    for _ in range(2):
+        server = Process(tmp_path / "calls.db")
+        stopped = threading.Event()
+
+        def ask(server: Process = server, stopped: threading.Event = stopped) -> None:
+            while not stopped.is_set():
+                try:
+                    server.ask({**CHAT, "user": "x" * 100_000})
+                except httpx2.HTTPError:
+                    return
+
+        clients = [threading.Thread(target=ask) for _ in range(4)]
+        try:
+            for client in clients:
+                client.start()
+            with CallLog(server.path) as log:
+                wait_for(lambda: log.state().newest > before + 30, "calls", seconds=60)  # noqa: B023
+        finally:
+            server.end(9)
+            stopped.set()
+            for client in clients:
+                client.join()
+        with CallLog(server.path) as log:
+            calls = log.page(0, 10_000, 10**9)
+            before = log.state().newest
+        assert [number for number, _ in calls] == list(range(1, before + 1))
+        assert {call.request for _, call in calls} == {json.dumps({**CHAT, "user": "x" * 100_000}).encode()}
+        assert all(call.is_complete and call.request_id.encode() in call.response for _, call in calls)
+
+
+def test_serving_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
+    server = Process(tmp_path / "calls.db", 200_000)
+    try:
+        for at in range(30):
+            answered = server.ask({**CHAT, "seed": at, "user": os.urandom(20_000).hex()})
+            assert answered.status_code == 200
+            time.sleep(0.02)
+        dropped = wait_for(lambda: pages(server).json()["dropped"], "dropped calls", seconds=60)
+        server.process.send_signal(10)
+        time.sleep(0.1)
+        server.ask(CHAT)
+        wait_for(lambda: pages(server).json()["calls"][-1]["response"], "the page", seconds=60)
+        found = wait_for(
+            lambda: (page := read_page(pages(server).content, 0)).state.newest + page.state.dropped == 31 and page,
+            "all calls recorded or counted",
+            seconds=60,
+        )
+        assert found.state.dropped >= dropped
+        assert found.calls[-1][1].request == json.dumps(CHAT).encode()
+    finally:
+        server.end(15)
+    with CallLog(server.path) as log:
+        assert log.state() == found.state
+
+
+async def test_old_calls_are_pruned_by_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.01)
+    monkeypatch.setattr(call_recorder, "PRUNE_SECONDS", 0.05)
+    monkeypatch.setattr(call_recorder, "PRUNED_AT_ONCE", 1)
+    path = tmp_path / "calls.db"
+    old = RecordedCall("a", "p", "base", "", 0, 1, 2, 200, True, "", b"{}", b"")
+    with CallLog(path) as log:
+        log.append([old])
+    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: settings(path)})
+    with running(middleware) as url:
+        httpx2.post(f"{url}/v1/chat/completions", json=CHAT)
+        with CallLog(path) as log:
+            wait_for(lambda: log.state()[1:3] == (2, 2), "the old one is gone", seconds=60)
+    middleware._recorder.close()
+
+
+def test_the_log_keeps_its_limit_however_fast_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 3_000_000
+    sizes: list[int] = []
+    append = CallLog.append
+
+    def measured(log: CallLog, *arguments: Any) -> int:
+        stored = append(log, *arguments)
+        sizes.append(log.live_bytes())
+        return stored
+
+    monkeypatch.setattr(CallLog, "append", measured)
+    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: settings(tmp_path / "calls.db", max_bytes=limit)})
+    with running(middleware) as url, httpx2.Client(base_url=url) as client:
+        # Small calls first: the large ones after them need the room of many.
+        bodies = ["y"] * 200 + [os.urandom(150_000).hex() for _ in range(40)] + [os.urandom(2_000_000).hex()]
+        for body in [*bodies, "the last"]:
+            client.post("/v1/chat/completions", json={**CHAT, "user": body})
+        with CallLog(tmp_path / "calls.db") as log:
+            wait_for(lambda: log.state().newest == len(bodies), "all but the one that is larger", seconds=60)
+            assert httpx2.get(f"{url}/flywheel/calls?after=9999").json()["dropped"] == 1
+            assert log.page(len(bodies) - 1, 9, 9)[0][1].request.endswith(b'"the last"}')
+            assert log.state().oldest > 200
+    middleware._recorder.close()
+    assert max(sizes) <= limit
+
+
+def test_the_doctor_does_not_ask_the_alias(tmp_path: Path) -> None:
+    app = FakeVllm()
+    with running(with_middleware(app, **{CALL_LOG_VARIABLE: settings(tmp_path / "calls.db")})) as url:
+        raw = {"serving": {"urls": [url]}, "model": {"alias": "agent", "base": f"/m/{BASE}"}}
+        config = parse(raw, "x", tmp_path)
+
+        async def check() -> list[str]:
+            return [finding.name async for finding in check_servers(config)]
+
+        assert "tools" in asyncio.run(check())
+        assert "POST /v1/chat/completions" in app.calls
+        assert httpx2.get(f"{url}/flywheel/calls").json()["newest"] == 0

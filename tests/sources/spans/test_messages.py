@@ -1,0 +1,221 @@
+"""Messages of every dialect: the text that a reader saw, the OpenAI form, images as references."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flywheel.sources.spans.messages import (
+    chat_of,
+    images_of,
+    messages_of,
+    result_text,
+    text_of,
+    tool_of,
+    without_finish,
+)
+from tests.sources.studio.writer import message, part
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"}
+
+OWN = {
+    "role": "assistant",
+    "content": [
+        {"type": "thinking", "thinking": "secret"},
+        {"type": "text", "text": "one"},
+        {"type": "tool_use", "id": "c1", "name": "add", "input": {"x": 1}},
+        {"type": "tool_result", "id": "c1", "name": "add", "output": [{"type": "text", "text": "2"}]},
+        {"type": "text", "text": "two"},
+        {"type": "text", "text": "three"},
+    ],
+}
+GENAI = message(
+    "assistant",
+    {"type": "reasoning", "content": "secret"},
+    part("one"),
+    {"type": "tool_call", "id": "c1", "name": "add", "arguments": {"x": 1}},
+    {"type": "tool_call_response", "id": "c1", "response": '[{"type": "text", "text": "2", "id": "r"}]'},
+    part("two"),
+    part("three"),
+)
+
+
+@pytest.mark.parametrize("written", [OWN, GENAI], ids=["blocks", "parts"])
+def test_reasoning_and_tools_are_no_text(written: dict[str, Any]) -> None:
+    assert text_of(written) == "one\ntwo\nthree"
+
+
+@pytest.mark.parametrize("written", [OWN, GENAI], ids=["blocks", "parts"])
+def test_one_message_becomes_call_result_and_answer(written: dict[str, Any]) -> None:
+    call, result, answer = without_finish(chat_of(written))
+    assert call == {"role": "assistant", "content": "one", "tool_calls": [CALL]}
+    assert result == RESULT
+    assert answer == {"role": "assistant", "content": "two\nthree"}
+
+
+def test_the_openai_form_stays() -> None:
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL], "name": "Solver"}
+    assert chat_of(asked) == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert chat_of(RESULT) == [RESULT]
+    assert chat_of({"role": "user", "content": "hi", "name": "Bob"}) == [{"role": "user", "content": "hi"}]
+    assert chat_of({"role": "assistant", "content": None}) == [{"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize("wrap", [lambda m: [m], lambda m: m, json.dumps, lambda m: json.dumps([m])])
+def test_messages_as_a_list_an_object_or_json(wrap: Any) -> None:
+    (read,) = messages_of(wrap(message("user", part("What is 12?"))), encoded=True)
+    assert text_of(read) == "What is 12?"
+
+
+@pytest.mark.parametrize("value", [None, 0, "", [], {}, 3.5, True, {"other": 1}])
+def test_no_message_where_there_is_none(value: Any) -> None:
+    assert messages_of(value, encoded=True) == []
+
+
+def test_text_that_looks_like_json_is_text_unless_it_is_encoded() -> None:
+    assert text_of(messages_of('{"role": "x"}')[0]) == '{"role": "x"}'
+    assert text_of(messages_of("{not json", encoded=True)[0]) == "{not json"
+
+
+def test_text_that_a_server_decoded_is_put_back() -> None:
+    assert text_of(message("assistant", {"type": "text", "content": 12})) == "12"
+    assert text_of(message("assistant", {"type": "text", "content": {"a": "é"}})) == '{"a": "é"}'
+    assert text_of(message("assistant", {"type": "text", "content": None})) == ""
+
+
+def test_images_are_references() -> None:
+    url = "https://example.com/a.png"
+    own = [
+        {"type": "image", "source": {"type": "url", "url": url}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA" * 1000}},
+        {"type": "audio", "source": {"type": "url", "url": "https://example.com/a.mp3"}},
+    ]
+    first, second = images_of({"content": own})
+    assert first == url
+    assert second.startswith("sha256:") and len(second) < 80
+    assert images_of(message("user", {"type": "uri", "uri": url, "modality": "image"})) == [url]
+    assert images_of(message("user", {"type": "uri", "uri": url, "modality": "video"})) == []
+    assert images_of({"content": [{"type": "image_url", "image_url": {"url": url}}]}) == [url]
+    assert images_of({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}) != []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain", "plain"),
+        ("[{broken", "[{broken"),
+        ('[{"a": 1}]', '[{"a": 1}]'),
+        ({"content": [part("x")], "state": "error"}, "x"),
+        ([1, 2], "1\n2"),
+        ({"a": 1}, '{"a": 1}'),
+        ("ToolResponse(content=[{'type': 'text', 'text': 'it\\'s'}], id='1')", "it's"),
+        ("ToolResponse(content=[{'type'", "ToolResponse(content=[{'type'"),
+        (None, ""),
+    ],
+)
+def test_results(value: Any, text: str) -> None:
+    assert result_text(value) == text
+
+
+def test_finish_functions_are_no_steps() -> None:
+    finish = {"id": "f", "type": "function", "function": {"name": "generate_response", "arguments": "{}"}}
+    talk = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [finish]},
+        {"role": "tool", "tool_call_id": "f", "name": "", "content": "Successfully generated response."},
+        {"role": "assistant", "content": "thought", "tool_calls": [finish]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL, finish]},
+        {**RESULT, "name": ""},
+        {"role": "assistant", "content": "a"},
+    ]
+    assert without_finish(talk) == [
+        talk[0],
+        {"role": "assistant", "content": "thought"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        RESULT,
+        talk[-1],
+    ]
+
+
+def test_tool_definitions_get_one_form() -> None:
+    flat = {"type": "function", "name": "add", "description": "d", "parameters": {"type": "object"}}
+    nested = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
+    assert tool_of(flat) == tool_of(nested) == nested
+
+
+CALLS = [
+    {"id": f"c{n}", "type": "function", "function": {"name": "number", "arguments": f'{{"n": {n}}}'}} for n in (3, 4)
+]
+ANTHROPIC: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Use tools."}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "I look."},
+            {"id": "c3", "type": "tool_use", "name": "number", "input": {"n": 3}},
+            {"id": "c4", "type": "tool_use", "name": "number", "input": {"n": 4}},
+        ],
+    },
+    *(
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": f"c{n}", "content": [{"type": "text", "text": f"is {n}"}]}
+            ],
+        }
+        for n in (3, 4)
+    ),
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Two."}]},
+]
+GEMINI: list[dict[str, Any]] = [
+    {"role": "user", "parts": [{"text": "Use tools."}]},
+    {
+        "role": "model",
+        "parts": [
+            {"text": "I look."},
+            {"function_call": {"id": None, "name": "number", "args": {"n": 3}}, "thought_signature": "c3"},
+            {"function_call": {"id": "c4", "name": "number", "args": {"n": 4}}},
+        ],
+    },
+    *(
+        {
+            "role": "user",
+            "parts": [{"function_response": {"id": f"c{n}", "name": "number", "response": {"output": f"is {n}"}}}],
+        }
+        for n in (3, 4)
+    ),
+    {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "Two."}]},
+]
+
+
+@pytest.mark.parametrize("given", [ANTHROPIC, GEMINI], ids=["anthropic", "gemini"])
+def test_what_other_interfaces_are_given_becomes_the_openai_form(given: list[dict[str, Any]]) -> None:
+    told = without_finish([chat for one in messages_of(given) for chat in chat_of(one)])
+    assert told == [
+        {"role": "user", "content": "Use tools."},
+        {"role": "assistant", "content": "I look.", "tool_calls": CALLS},
+        {"role": "tool", "tool_call_id": "c3", "name": "number", "content": "is 3"},
+        {"role": "tool", "tool_call_id": "c4", "name": "number", "content": "is 4"},
+        {"role": "assistant", "content": "Two."},
+    ]
+
+
+def test_dashscope_gives_its_blocks_no_types() -> None:
+    asked = {"role": "user", "content": [{"text": "What is this?"}, {"image": "https://i.example/q.png"}]}
+    assert chat_of(asked) == [{"role": "user", "content": "What is this?"}]
+    assert images_of(asked) == ["https://i.example/q.png"]
+
+
+def test_a_result_may_be_json_of_reprs_of_blocks() -> None:
+    blocks = json.dumps(["TextBlock(type='text', text=\"it's\\n[1]\", id='a')", "DataBlock(type='data', id='b')"])
+    assert result_text(blocks) == "it's\n[1]"
+
+
+@pytest.mark.parametrize(
+    "text", ['["TextBlock(type=', "[\"TextBlock(type='text', text='cut\"]", '["TextBlock(x)", "y"]']
+)
+def test_what_only_looks_like_reprs_of_blocks_is_a_text(text: str) -> None:
+    assert result_text(text) == text

@@ -1,0 +1,357 @@
+"""Replies whose model calls the server has recorded: what was sent, whatever the trace shows, and waiting for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from flywheel.config import IngestSettings
+from flywheel.records import exclusion
+from flywheel.records.batch import Batch, Entry
+from flywheel.records.exclusion import Exclusion, TrainedModels
+from flywheel.records.model_call import ModelAnswer, ModelCall
+from flywheel.records.request_id import new_request_id, recorded_in, request_id_in
+from flywheel.records.states import SkipReason
+from flywheel.records.trace import Cursor, Selection, sends_reasoning
+from flywheel.sources.spans.replies import extract
+from flywheel.sources.studio.reader import StudioReader
+from flywheel.sources.studio.schema import SCHEMAS, packed
+from tests.sources.studio.reading import NOW, Ledger
+from tests.sources.studio.writer import Studio, agent, chat, message, part, tool
+
+REMINDER = "<system-reminder>\nIt is Monday.\n</system-reminder>"
+SENT = (
+    {"role": "system", "name": "system", "content": [{"type": "text", "text": "You do sums."}]},
+    {"role": "user", "name": "user", "content": [{"type": "text", "text": "What is 1 + 1?"}]},
+    {"role": "user", "name": "user", "content": [{"type": "text", "text": REMINDER}]},
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+MARK = new_request_id("0" * 16, "my-agent@r0007")
+SECOND = new_request_id("0" * 16, "my-agent@r0008")
+
+
+def recorded(request_id: str = MARK, **values: Any) -> ModelCall:
+    defaults: dict[str, Any] = {
+        "model": "my-agent",
+        "messages": SENT,
+        "parameters": {"temperature": 0.5},
+        "answers": (ModelAnswer(content="2", finish_reason="stop"),),
+        "prompt_tokens": 42,
+        "completion_tokens": 5,
+    }
+    return ModelCall(request_id, **{**defaults, **values})
+
+
+def marked(row: dict[str, Any], request_id: str = MARK, **gen_ai: Any) -> dict[str, Any]:
+    attributes = json.loads(row["attributes"])
+    attributes["gen_ai"] |= {"response": {"id": f"chatcmpl-{request_id}"}, **gen_ai}
+    return row | {"attributes": json.dumps(attributes)}
+
+
+HIDING = [message("system", part("You do sums.")), message("user", part("What is 1 + 1?")), message("assistant")]
+
+
+def entries(path: Path, *spans: dict[str, Any], calls: Collection[ModelCall] = ()) -> dict[str, Entry]:
+    studio = Studio(path / "studio.sqlite")
+    studio.write(*spans)
+    reader = StudioReader(studio.path, IngestSettings())
+    found: dict[str, Entry] = {}
+    for batch in reader.read(Cursor(), Ledger(), now=NOW, final=True):
+        joined = replace(batch, calls={call.request_id: call for call in calls})
+        assert reader.schema is not None
+        selection = Selection(models=TrainedModels("my-agent", "/models/base"))
+        found |= {entry.span_id: entry for entry in extract(joined, reader.schema.name, selection, "/a").entries}
+    reader.close()
+    return found
+
+
+def line(entry: Entry) -> Any:
+    return orjson.loads(entry.line)
+
+
+def test_the_prompt_is_what_was_sent(tmp_path: Path) -> None:
+    spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
+    entry = entries(tmp_path, *spans, calls=[recorded()])["a"]
+    task = line(entry)
+    assert task["prompt"] == [
+        {"role": "system", "content": "You do sums.", "name": "system"},
+        {"role": "user", "content": "What is 1 + 1?", "name": "user"},
+        {"role": "user", "content": REMINDER, "name": "user"},
+    ]
+    assert (task["main_query"], task["answer"]) == ("What is 1 + 1?", "2")
+    assert task["init_messages"] == [
+        {"role": "system", "content": "You do sums."},
+        {"role": "user", "content": REMINDER},
+    ]
+    about = task["metadata"]
+    assert (about["prompt_exact"], about["prompt_reason"], about["prompt_source"]) == (True, "", "calls")
+    assert about["parameters_json"] == '{"temperature":0.5}'
+    assert (about["adapter"], about["adapter_source"]) == ("my-agent@r0007", "id")
+    assert (about["prompt_tokens"], about["input_tokens"], about["output_tokens"]) == (42, 42, 5)
+    assert about["turn"] == 0
+    assert (entry.calls, entry.missing, entry.excluded, entry.follows) == ((MARK,), (), "", False)
+
+
+def test_without_its_call_the_prompt_is_that_of_the_trace(tmp_path: Path) -> None:
+    entry = entries(tmp_path, marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))["a"]
+    about = line(entry)["metadata"]
+    assert (about["prompt_reason"], about["prompt_source"]) == (exclusion.HIDDEN_MESSAGE, "trace")
+    assert about["parameters_json"] == "{}"
+    assert (entry.calls, entry.missing, entry.excluded) == ((MARK,), (MARK,), Exclusion.HIDDEN)
+
+
+def test_a_client_that_records_no_input_has_an_exact_prompt(tmp_path: Path) -> None:
+    spans = (marked(chat("c", [], "2", parent="a")), agent("a", ended=2))
+    assert line(entries(tmp_path, *spans, calls=[recorded()])["a"])["metadata"]["prompt_exact"]
+
+
+def test_steps_and_tools_are_those_of_the_calls(tmp_path: Path) -> None:
+    asked = recorded(answers=(ModelAnswer(tool_calls=(CALL,), finish_reason="tool_calls"),), tools=(TOOL,))
+    result = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"}
+    after = recorded(SECOND, messages=(*SENT, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result))
+    spans = (
+        marked(chat("c0", [], parent="a", ended=1)),
+        tool("t", "c1", "add", "two", parent="a", began=1, ended=2),
+        marked(chat("c1", [], "2", parent="a", began=2, ended=3), SECOND),
+        agent("a", ended=4),
+    )
+    entry = entries(tmp_path, *spans, calls=[asked, after])["a"]
+    about = line(entry)["metadata"]
+    assert json.loads(about["tools_json"]) == [TOOL]
+    assert json.loads(about["trajectory_json"]) == [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "two"},
+    ]
+    assert len(line(entry)["prompt"]) == 3
+    assert entry.calls == (MARK, SECOND)
+    assert (about["adapter"], about["input_tokens"], about["prompt_tokens"]) == ("my-agent@r0008", 84, 42)
+    assert entry.excluded == Exclusion.TOOLS
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", None])
+def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Path, key: str | None) -> None:
+    """Reasoning that was answered and not sent again is in no step."""
+    asked = recorded(answers=(ModelAnswer(reasoning="1 and 1.", tool_calls=(CALL,)),), tools=(TOOL,))
+    said = {"role": "assistant", "content": None, "tool_calls": [CALL], **({key: "1 and 1."} if key else {})}
+    after = recorded(SECOND, messages=(*SENT, said, {"role": "tool", "tool_call_id": "c1", "content": "2"}))
+    spans = (
+        marked(chat("c0", [], parent="a", ended=1)),
+        marked(chat("c1", [], "2", parent="a", began=2, ended=3), SECOND),
+        agent("a", ended=4),
+    )
+    task = line(entries(tmp_path, *spans, calls=[asked, after])["a"])
+    steps = json.loads(task["metadata"]["trajectory_json"])
+    assert [step.get("reasoning_content") for step in steps] == ["1 and 1." if key else None, None]
+    assert sends_reasoning([*task["prompt"], *steps]) is (key is not None)
+
+
+def test_only_the_first_call_that_was_answered_has_the_prompt(tmp_path: Path) -> None:
+    failed = chat("c0", SENT[:1], parent="a", ended=1, code=2, message="overloaded")
+    spans = (failed, marked(chat("c1", HIDING, "2", parent="a", began=1, ended=2)), agent("a", ended=3))
+    (tmp_path / "failed").mkdir()
+    assert line(entries(tmp_path / "failed", *spans, calls=[recorded()])["a"])["metadata"]["prompt_source"] == "calls"
+    lost = marked(chat("c0", HIDING, "one moment", parent="a", ended=1), SECOND)
+    (tmp_path / "lost").mkdir()
+    entry = entries(tmp_path / "lost", lost, *spans[1:], calls=[recorded()])["a"]
+    assert line(entry)["metadata"]["prompt_source"] == "trace", "its first call was not found"
+    assert (entry.calls, entry.missing) == ((SECOND, MARK), (SECOND,))
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"parameters": {"chat_template_kwargs": {"enable_thinking": False}}}, exclusion.TEMPLATE_PARAMETERS),
+        ({"parameters": {"add_generation_prompt": False}}, exclusion.TEMPLATE_PARAMETERS),
+        ({"parameters": {"add_generation_prompt": True, "chat_template": None, "top_k": 5}}, ""),
+        ({"messages": ({"role": "user", "content": [*SENT[1]["content"], PICTURE]},)}, exclusion.IMAGE),
+    ],
+)
+def test_what_an_exact_prompt_cannot_repeat_is_said(tmp_path: Path, values: dict[str, Any], reason: str) -> None:
+    spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
+    about = line(entries(tmp_path, *spans, calls=[recorded(**values)])["a"])["metadata"]
+    assert (about["prompt_reason"], about["prompt_source"]) == (reason, "calls")
+    if reason == exclusion.IMAGE:
+        assert about["images_json"] == '["https://x/y.png"]'
+
+
+def test_the_answer_of_an_interrupted_call_is_that_of_the_trace(tmp_path: Path) -> None:
+    cut = recorded(answers=(ModelAnswer(content="No"),), is_interrupted=True)
+    spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", "What is 1 + 1?", "2", ended=2))
+    task = line(entries(tmp_path, *spans, calls=[cut])["a"])
+    assert (task["answer"], task["metadata"]["trajectory_json"]) == ("2", "[]")
+    assert task["metadata"]["prompt_source"] == "calls"
+
+
+def found_alone(span_id: str, **more: Any) -> dict[str, Any]:
+    row = agent(span_id, None, None, name="my-agent", **more)
+    attributes = json.loads(row["attributes"]) | {"flywheel": {"root_conversation": "calls-1"}}
+    return row | {"attributes": json.dumps(attributes)}
+
+
+def test_an_agent_that_was_found_in_the_calls_alone_is_a_reply(tmp_path: Path) -> None:
+    spans = (marked(chat("c", None, parent="a")), found_alone("a", ended=2))
+    entry = entries(tmp_path, *spans, calls=[recorded()])["a"]
+    task = line(entry)
+    assert (task["main_query"], task["answer"], entry.skip) == ("What is 1 + 1?", "2", None)
+    assert [each["content"] for each in task["prompt"]] == ["You do sums.", "What is 1 + 1?", REMINDER]
+    assert entries(tmp_path, *(), calls=[])["a"].skip is SkipReason.ERROR, "its calls were pruned"
+
+
+contents = st.none() | st.booleans() | st.integers() | st.text() | st.floats()
+values = st.recursive(
+    contents,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "text", "role", "content", "function", "name", "id", "image_url", "tool_calls", "x"]
+            ),
+            inner | st.sampled_from(["text", "image_url", "tool", "user", "assistant"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+odd_messages = st.dictionaries(
+    st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "parts", "reasoning", "x"]),
+    values | st.sampled_from(["user", "assistant", "tool", "system"]),
+    max_size=6,
+)
+json_objects = st.dictionaries(st.text(max_size=5), values, max_size=3)
+
+
+@settings(max_examples=300)
+@given(
+    messages=st.lists(odd_messages, max_size=4),
+    tools=st.lists(json_objects, max_size=2),
+    parameters=json_objects,
+    names=st.lists(st.text() | st.just("generate_response"), max_size=2),
+    content=st.text(),
+    alone=st.booleans(),
+)
+def test_whatever_a_client_sends_makes_a_reply(
+    messages: list[Any], tools: list[Any], parameters: dict[str, Any], names: list[str], content: str, alone: bool
+) -> None:
+    made = [{**CALL, "function": {"name": name, "arguments": content}} for name in names]
+    answer = ModelAnswer(content=content, tool_calls=tuple(made))
+    call = recorded(messages=tuple(messages), tools=tuple(tools), parameters=parameters, answers=(answer,))
+    spans = (
+        marked(chat("c", HIDING, "2", parent="a")),
+        found_alone("a", ended=2) if alone else agent("a", ended=2),
+    )
+    schema = SCHEMAS["generation 2"]
+    rows = {
+        number: packed((number, *(encoded(row.get(name)) for name in schema.columns)))
+        for number, row in enumerate(spans, 1)
+    }
+    raw = Batch(None, traces=((rows, False),), calls={MARK: call})
+    done = extract(raw, "generation 2", Selection(), "/a")
+    assert [entry.span_id for entry in done.entries] == ["a"]
+    for entry in done.entries:
+        if entry.line:
+            task = line(entry)
+            assert all(isinstance(each["role"], str) and isinstance(each["content"], str) for each in task["prompt"])
+            assert len(task["prompt"]) == len(messages) or task["metadata"]["prompt_source"] == "trace"
+
+
+def encoded(value: Any) -> Any:
+    return value.encode() if isinstance(value, str) else value
+
+
+def test_only_ids_count_as_marks() -> None:
+    told = json.dumps({"text": json.dumps({"id": f"chatcmpl-{MARK}"}), "more": f"id: {MARK}"})
+    assert recorded_in(told.encode()) == []
+    assert recorded_in(json.dumps({"id": f"chatcmpl-{MARK}"}).encode()) == [MARK]
+    assert recorded_in(f'{{"gen_ai.response.id":"{MARK}"}}'.encode()) == [MARK]
+    assert (request_id_in(f"chatcmpl-{MARK}"), request_id_in("chatcmpl-1")) == (MARK, None)
+
+
+class Pulled(dict[str, int]):
+    """The calls that were pulled. `asked` counts the questions."""
+
+    asked = 0
+
+    def sizes(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        self.asked += 1
+        return {each: self[each] for each in request_ids if each in self}
+
+
+def spans_that_end_at_now() -> tuple[dict[str, Any], ...]:
+    found = (marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
+    end = int(NOW.timestamp() * 1e9)
+    return tuple(row | {"startTimeUnixNano": str(end - 10), "endTimeUnixNano": str(end)} for row in found)
+
+
+def traces(batches: list[Batch]) -> int:
+    return sum(len(batch.traces) for batch in batches)
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_reply_waits_for_its_calls_and_no_longer_than_that(tmp_path: Path, final: bool) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*spans_that_end_at_now())
+    pulled = Pulled()
+    reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=pulled.sizes)
+    ledger = Ledger()
+
+    def read(seconds: float) -> int:
+        return traces(ledger.pass_(reader, now=NOW + timedelta(seconds=seconds), final=final))
+
+    assert read(5) == 0 and reader.awaits_calls
+    assert reader.due_ns == int(NOW.timestamp() * 1e9) + 30_000_000_000
+    asked = pulled.asked
+    assert read(6) == 0
+    assert pulled.asked <= asked + 2
+    assert read(31) == 1 and not reader.awaits_calls
+    reader.close()
+
+
+def test_a_reply_goes_on_as_soon_as_its_calls_are_there(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*spans_that_end_at_now())
+    pulled = Pulled()
+    reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=pulled.sizes)
+    ledger = Ledger()
+    assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=5))) == 0
+    pulled[MARK] = 100
+    (batch,) = ledger.pass_(reader, now=NOW + timedelta(seconds=6))
+    assert (len(batch.traces), batch.marks) == (1, (MARK,))
+    reader.close()
+
+
+def test_a_process_that_was_restarted_waits_on(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*spans_that_end_at_now())
+    ledger = Ledger()
+    for seconds, expected in ((5, 0), (20, 0), (31, 1)):
+        reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=Pulled().sizes)
+        assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=seconds))) == expected
+        reader.close()
+
+
+def test_large_calls_make_smaller_batches(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    pulled = Pulled()
+    for number in range(6):
+        mark = new_request_id("0" * 16, "base")
+        pulled[mark] = 5_000_000
+        row = marked(chat(f"c{number}", HIDING, "2", parent=f"a{number}", trace=f"t{number}"), mark)
+        studio.write(row, agent(f"a{number}", ended=2, trace=f"t{number}"))
+    reader = StudioReader(studio.path, IngestSettings(), call_sizes=pulled.sizes)
+    batches = Ledger().keep(reader.read(Cursor(), Ledger(), now=NOW, final=True), reader)
+    assert max(len(batch.marks) for batch in batches) == 2
+    assert traces(batches) == 6
+    reader.close()

@@ -1,0 +1,65 @@
+"""Rollouts made by hand, for tests that need no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flywheel.records.round import RoundTask
+from flywheel.records.verdict import Outcome as Judged
+from flywheel.records.verdict import Verdict
+from flywheel.training.data.answered_calls import AnsweredCall, Outcome
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import Batch, Completion, LoadedAdapter, Rollout, RolloutRequest, reply
+
+
+def task(name: str = "t-1", query: str = "What is 3 plus 4?") -> RoundTask:
+    return RoundTask(
+        task_id=name,
+        query=query,
+        answer="\\boxed{7}",
+        prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
+        history=[{"role": "system", "content": "Be brief."}],
+    )
+
+
+def prompt(name: str = "t-1", token_ids: Sequence[int] = (5, 6, 7), query: str = "What is 3 plus 4?") -> Prompt:
+    return Prompt(task(name, query), tuple(token_ids))
+
+
+def request(
+    group: int = 0, seed: int = 0, *, of: Prompt | None = None, adapter: LoadedAdapter | None = None
+) -> RolloutRequest:
+    return RolloutRequest(of or prompt(f"t-{group}"), group, seed, 1.0, 8, adapter)
+
+
+def verdict(score: float | None) -> Verdict:
+    if score is None:
+        return Verdict(Judged.UNDECIDED, None, error="the judge was away", calls=1)
+    return Verdict(Judged.ACCEPTED if score > 0.5 else Judged.REJECTED, score, calls=1, prompt_tokens=10)
+
+
+def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) -> Rollout:
+    asked = request(group)
+    completion = reply(asked.prompt, token_ids, [-0.5 for _ in token_ids], "seven")
+    return Rollout(asked, completion, verdict(score))
+
+
+def failed(group: int, error: str = "the engine failed") -> Rollout:
+    return Rollout(request(group), Completion(error=error), None)
+
+
+def missed(group: int, *, of: Prompt | None = None) -> Rollout:
+    """A rollout that ended by a miss."""
+    error = 'no recorded result for add({"a": 1})'
+    calls = (AnsweredCall("c-1", "add", Outcome.MISS),)
+    return Rollout(request(group, of=of), Completion(calls=calls, missed=True, error=error), None)
+
+
+def recorded(name: str = "t-1") -> Prompt:
+    """A prompt whose rollouts call recorded tools."""
+    return Prompt(task(name).model_copy(update={"agent": "recorded"}), (5, 6, 7))
+
+
+def batch(*groups: Sequence[float | None]) -> Batch:
+    """A batch with these rewards, one list per group; None is undecided."""
+    return Batch(tuple(rollout(group, score) for group, scores in enumerate(groups) for score in scores))

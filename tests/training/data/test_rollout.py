@@ -1,0 +1,106 @@
+"""What a batch of rollouts amounts to: rewards, spread and missing verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundSpec
+from flywheel.training.data.refusal import RefusedError, refuse_without_spread
+from flywheel.training.data.rollout import Batch, Completion, Rollout, deviation, exchange, mean, system_prompts_of
+from flywheel.training.optim.round_steps import step_requests
+from tests.training.data.rollouts import batch, failed, prompt, request, rollout, task
+
+
+def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
+    some = batch([1, None, 0, 0], [None, None, None, None])
+    assert some.rewards == [1, 0, 0]
+    assert some.undecided == 5
+    assert some.summary()["reward_mean"] == pytest.approx(1 / 3)
+    assert some.rollouts[1].failure == "the judge was away"
+
+
+def test_groups_with_spread_are_those_whose_decided_rewards_differ() -> None:
+    assert batch([1] * 4, [0, 1, 1, 1], [1, 0, 0, None], [0, 0.1, None, 0, 0], [None] * 4).groups_with_spread == 2
+
+
+def test_one_failed_rollout_leaves_its_group_with_one_less() -> None:
+    some = Batch((rollout(0, 1), failed(0), *(rollout(0, 0) for _ in range(3))))
+    assert (some.undecided, some.groups_with_spread, some.rewards) == (1, 1, [1, 0, 0, 0])
+    assert some.rollouts[1].failure == "the engine failed"
+    assert some.summary()["completion_tokens_mean"] == 2
+
+
+def test_too_many_undecided_end_the_step_and_can_be_tried_again() -> None:
+    some = batch([1, None, 0, None])
+    some.refuse_undecided(0.5)
+    with pytest.raises(TrainError, match=r"2 of 4 are undecided.*2 times: the judge was away") as caught:
+        some.refuse_undecided(0.49)
+    assert caught.value.retryable
+
+
+def test_nothing_decided_has_no_mean() -> None:
+    summary = batch([None, None]).summary()
+    assert summary["reward_mean"] is None
+    assert summary["reward_std"] is None
+
+
+def test_the_judge_sees_the_task_with_the_new_answer() -> None:
+    shown = exchange(prompt(), Completion("\\boxed{8}"))
+    assert (shown.query, shown.answer, shown.reference) == ("What is 3 plus 4?", "\\boxed{8}", "\\boxed{7}")
+    assert shown.history == ({"role": "system", "content": "Be brief."},)
+
+
+def test_system_prompts_are_those_of_the_tasks_or_of_the_calls_of_the_users_agent() -> None:
+    asked = replace(prompt("t-9"), task=task("t-9").model_copy(update={"agent": "program"}))
+    completions = [Completion(system_prompts=found) for found in (("Plan.", "Write.", "Plan."), ("Plan.",), ())]
+    of_agent = [Rollout(request(9, of=asked), completion, None) for completion in completions]
+    some = Batch((rollout(0, 1), failed(0), *of_agent))
+    assert some.system_prompts == {"Be brief.": 2, "Plan.": 2, "Write.": 1, "": 1}
+    assert list(system_prompts_of([{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}])) == [
+        "Be brief."
+    ]
+
+
+def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
+    assert Batch((rollout(0, 1), rollout(0, None), failed(0))).usage() == {
+        "rollouts": 3,
+        "rollout_tokens": 4,
+        "judge_calls": 2,
+        "judge_prompt_tokens": 10,
+        "judge_completion_tokens": 0,
+    }
+
+
+def test_a_round_without_spread_is_refused_with_the_figures() -> None:
+    with pytest.raises(RefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
+        refuse_without_spread([batch([0] * 4, [1] * 4), batch([0, 1, 1, None], [None, None])], 0.0)
+    with pytest.raises(TrainError, match="no rollout has a reward") as caught:
+        refuse_without_spread([batch([None, None])], 0.0)
+    assert caught.value.retryable
+    some = [batch([0] * 4, [0] * 4), batch([0, 1, 0, 0], [0] * 4)]
+    refuse_without_spread(some, 0.0)
+    with pytest.raises(RefusedError):
+        refuse_without_spread(some, 0.25)
+
+
+def test_mean_and_deviation_by_hand() -> None:
+    assert mean([]) is None
+    assert deviation([]) is None
+    assert (mean([1, 0, 0, 1]), deviation([1, 0, 0, 1])) == (0.5, 0.5)
+
+
+def test_each_rollout_of_a_step_has_its_prompts_own_limit() -> None:
+    settings = Config.model_validate({"training": {"group_size": 4, "prompts_per_step": 2}})
+    spec = RoundSpec(
+        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
+        rubric={}, settings={},
+    )  # fmt: skip
+    prompts = [replace(prompt("t-1"), max_tokens=700), replace(prompt("t-2"), max_tokens=40)]
+    asked = step_requests(prompts, 0, spec, settings, None)
+    assert [(each.max_tokens, each.as_served, each.seconds) for each in asked] == [
+        *[(700, False, None)] * 4, *[(40, False, None)] * 4
+    ]  # fmt: skip

@@ -1,0 +1,137 @@
+"""What a round leaves of its rollouts and of the gate's answers, line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flywheel.records.verdict import CriterionResult
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, reply
+from flywheel.training.data.rollout_lines import append_answers, append_rollouts, rollout_line
+from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+from tests.training.data.rollouts import batch, failed, missed, prompt, request, rollout, task, verdict
+from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
+from tests.training.recorded.recordings import ADD, call, said, steps
+
+RESULTS = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("right", "no", 0.0, False, "3 + 4 is 7", "h"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
+    asked = Prompt(task("t-9"), (5, 6), texts=("What", "?"))
+    completion = reply(asked, (8, 9, 2), (-0.25, None, -1.23456789), "seven", texts=("se", "ven", "<end>"))
+    line = rollout_line(Rollout(request(3, 77, of=asked), completion, verdict(1)), 4, 0.5)
+    assert line["samples"] == [
+        {
+            "token_ids": [5, 6, 8, 9, 2],
+            "loss_mask": [0, 0, 1, 1, 1],
+            "logprobs": [None, None, -0.25, None, -1.234568],
+            "text": ["What", "?", "se", "ven", "<end>"],
+        }
+    ]
+    assert (line["step"], line["task_id"], line["group"], line["seed"], line["reward"]) == (4, "t-9", 3, 77, 1)
+    assert (line["answer"], line["steps"], line["advantage"]) == ("seven", [], 0.5)
+
+
+def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
+    line = rollout_line(failed(0, "no completion within 5 s"), 1, None)
+    assert line["samples"] == []
+    assert (line["reward"], line["advantage"], line["criteria"]) == (None, None, [])
+    assert line["error"] == "no completion within 5 s"
+
+
+def test_criteria_come_with_the_judges_reasons() -> None:
+    done = rollout(0, 0.5)
+    assert done.verdict is not None
+    line = rollout_line(replace(done, verdict=replace(done.verdict, results=RESULTS)), 1, 0.0)
+    assert line["criteria"] == [
+        {"criterion": "boxed", "choice": "yes", "value": 1.0, "passed": True, "reason": ""},
+        {"criterion": "right", "choice": "no", "value": 0.0, "passed": False, "reason": "3 + 4 is 7"},
+    ]
+
+
+def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_path: Path) -> None:
+    for step in (1, 2):
+        append_rollouts(tmp_path, step, batch([1, 0, None, 0, 1], [0.5, 0.5]), "none")
+    written = lines(tmp_path / "rollouts.jsonl")
+    assert [line["step"] for line in written] == [1] * 7 + [2] * 7
+    assert [line["advantage"] for line in written[:7]] == [0.5, -0.5, None, -0.5, 0.5, None, None]
+    assert [line["dropped"] for line in written[:7]] == [None] * 5 + ["rewards"] * 2
+
+
+def test_all_rollouts_of_a_dropped_group_are_written_with_the_reason_and_without_advantage(tmp_path: Path) -> None:
+    group = *(rollout(0, score) for score in (0, 1, 0, 1)), *(missed(0) for _ in range(2))
+    append_rollouts(tmp_path, 1, Batch(group), "group")
+    written = lines(tmp_path / "rollouts.jsonl")
+    assert [(line["reward"], line["advantage"], line["dropped"]) for line in written] == [
+        *((score, None, "misses") for score in (0, 1, 0, 1, None, None))
+    ]
+    assert written[-1]["error"] == 'no recorded result for add({"a": 1})'
+
+
+def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
+    candidate, deployed = LoadedAdapter("r0002-5", 5, "/r0002"), LoadedAdapter("r0001-6", 6, "/r0001")
+    done = rollout(0, 1)
+    for other in (deployed, None):
+        sides = [
+            Rollout(request(0, 7, of=prompt("t-1"), adapter=side), done.completion, done.verdict)
+            for side in (candidate, other)
+        ]
+        append_answers(tmp_path, Batch(tuple(sides)), candidate)
+    written = lines(tmp_path / "evaluation.jsonl")
+    assert [line["side"] for line in written] == ["candidate", "deployed"] * 2
+    assert written[0] == {
+        "task_id": "t-1",
+        "side": "candidate",
+        "seed": 7,
+        "steps": [],
+        "answer": "seven",
+        "truncated": False,
+        "reward": 1,
+        "criteria": [],
+        "error": "",
+    }
+
+
+def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path: Path) -> None:
+    """Of a real loop whose second turn does not continue the first; the gate's answers have the same steps."""
+    trace = steps((call("add", {"a": 1}), "1"))
+    asked = rollout_request(recorded_task(trace, (ADD,)))
+    thinking = {**said(call("add", {"a": 1}, "r-1")), "reasoning": "Hm."}
+    session = ScriptedSession([thinking, {"role": "assistant", "content": "It is 1."}])
+    done = asyncio.run(roll_out(asked, session, ToolSetup()))
+    made = Rollout(asked, done, verdict(1))
+    line = json.loads(json.dumps(rollout_line(made, 1, 0.5)))
+    assert [len(line["samples"]), done.forks] == [2, 1]
+    for sample, turn in zip(line["samples"], session.calls, strict=True):
+        assert sample["token_ids"] == [*turn.prompt_ids, *turn.token_ids]
+        assert {len(values) for values in sample.values()} == {len(sample["token_ids"])}
+        assert sum(sample["loss_mask"]) == len(turn.token_ids)
+        assert [value for value in sample["logprobs"] if value is not None] == list(turn.logprobs)
+        assert sample["text"][-len(turn.texts) :] == list(turn.texts)
+    assert [step["role"] for step in line["steps"]] == ["assistant", "tool"]
+    assert line["steps"][1] == {"role": "tool", "tool_call_id": "r-1", "name": "add", "content": "1"}
+    append_answers(tmp_path, Batch((made,)), None)
+    [answer] = lines(tmp_path / "evaluation.jsonl")
+    assert (answer["steps"], answer["answer"]) == (line["steps"], "It is 1.")
+
+
+def test_token_text_does_not_double_the_file() -> None:
+    """Token texts are a list beside three others, not a copy of the conversation."""
+    ids = tuple(range(30_000, 32_000))
+    texts = tuple(f" wo{place % 100:02}" for place in range(2_000))
+    logprobs = tuple(-0.123456 - place % 7 for place in range(1_000))
+    asked = Prompt(task(), ids[:1_000], texts=texts[:1_000])
+    completion = reply(asked, ids[1_000:], logprobs, "answer", texts=texts[1_000:])
+    made = Rollout(request(of=asked), completion, verdict(1))
+    line = rollout_line(made, 1, 0.0)
+    size = len(json.dumps(line, separators=(",", ":")))
+    del line["samples"][0]["text"]
+    assert size < 1.6 * len(json.dumps(line, separators=(",", ":")))

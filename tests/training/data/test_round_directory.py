@@ -1,0 +1,196 @@
+"""The round directory, the lock on it, and what a worker does with input that cannot work."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.errors import LockedError, TrainError
+from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
+from flywheel.system.files import tree_sha256
+from flywheel.system.worker_setup import alone_in
+from flywheel.training.data.round_directory import PARTS, finished, read_spec, settings_of, start_over
+from tests.training.data.rollouts import task
+
+POLICY = Path(__file__).parents[3] / "demo" / "policy"
+RUBRIC = {"version": 1, "id": "boxed", "criteria": [{"id": "boxed", "type": "contains", "value": "\\boxed{"}]}
+
+
+def spec(**changes: Any) -> RoundSpec:
+    fields: dict[str, Any] = {
+        "round_id": "r0001",
+        "attempt": 1,
+        "seed": 1,
+        "debug": False,
+        "base_model": str(POLICY),
+        "parent": None,
+        "train": [task()],
+        "held_out": [],
+        "rubric": RUBRIC,
+        "settings": Config().model_dump(mode="json"),
+    }
+    return RoundSpec(**{**fields, **changes})
+
+
+def worker(directory: Path, made: RoundSpec | None) -> subprocess.CompletedProcess[str]:
+    if made is not None:
+        (directory / "spec.json").write_text(made.model_dump_json())
+    command = [sys.executable, "-m", "flywheel.training.worker", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def bad_parent(path: Path, digest: str) -> dict[str, Any]:
+    return {"parent": AdapterRef(name="r0000", path=str(path), sha256=digest)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "hint"),
+    [
+        (
+            {"base_model": "/nowhere/model"},
+            "cannot load base model /nowhere/model: there is no such directory",
+            "hub",
+        ),
+        ({"train": []}, "cannot train r0001: it has no task", "judge more traces"),
+        ({"rubric": {**RUBRIC, "criteria": []}}, "the rubric of r0001", "rubric"),
+        ({"settings": {"trainin": {}}}, "unknown key `trainin` (did you mean `training`?)", "versions"),
+        (bad_parent(Path("/nowhere/adapter"), "0"), "cannot continue from adapter r0000: /nowhere", "Roll back"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
+    tmp_path: Path, changes: dict[str, Any], error: str, hint: str
+) -> None:
+    done = worker(tmp_path, spec(**changes))
+    assert done.returncode == 1
+    assert done.stderr.startswith("flywheel.training.worker: cannot ")
+    assert done.stderr.count("\n") == 1
+    said = json.loads((tmp_path / "error.json").read_text())
+    assert error in said["error"]
+    assert hint in said["hint"]
+    assert said["retryable"] is False
+    assert "Traceback" not in done.stderr + (tmp_path / "worker.log").read_text()
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -> None:
+    done = worker(tmp_path, None)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"flywheel.training.worker: cannot read {tmp_path}/spec.json: No such file")
+    assert json.loads((tmp_path / "error.json").read_text())["retryable"] is False
+    assert worker(tmp_path / "nowhere", None).returncode == 1
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "worker.lock").mkdir()
+    done = worker(tmp_path, spec())
+    assert done.returncode == 1
+    assert done.stderr.startswith("flywheel.training.worker: cannot run r0001: IsADirectoryError")
+    assert done.stderr.count("\n") == 1
+    assert json.loads((tmp_path / "error.json").read_text())["retryable"] is True
+
+
+def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flywheel.training import worker
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "spec.json").write_text(spec().model_dump_json())
+    result = RoundResult(round_id="r0001", outcome="refused", reason="no spread")
+    monkeypatch.setattr(worker, "run_round", lambda *_: result)
+    monkeypatch.setattr(worker, "write_atomic", full)
+    with pytest.raises(TrainError, match=r"cannot run r0001: OSError: .*No space left on device\. Free space\."):
+        worker.work(tmp_path, worker.build_grade)
+
+
+def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors has an error of its own for it, and the adapters of steps would stay on the full disk."""
+    from flywheel.training import worker
+
+    def fill(_: RoundSpec, directory: Path, *__: Any) -> RoundResult:
+        for name in ("sync/step-1", "trl", ".adapter.new"):
+            (directory / name).mkdir(parents=True)
+        (directory / "rollouts.jsonl").write_text("{}\n")
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    (tmp_path / "spec.json").write_text(spec().model_dump_json())
+    monkeypatch.setattr(worker, "run_round", fill)
+    with pytest.raises(TrainError, match=r"cannot run r0001: RuntimeError: .*\(os error 28\)\. Free space\."):
+        worker.work(tmp_path, worker.build_grade)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"spec.json", "rollouts.jsonl", "worker.log", "worker.lock"}
+
+
+def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
+    adapter = tmp_path / "parent"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    digest = tree_sha256(adapter)
+    (adapter / "adapter_config.json").write_text('{"r": 16}')
+    done = worker(tmp_path, spec(**bad_parent(adapter, digest)))
+    assert done.returncode == 1
+    assert "have changed" in done.stderr
+
+
+def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
+    with alone_in(tmp_path):
+        with pytest.raises(LockedError, match="another worker"), alone_in(tmp_path):
+            pass
+        done = worker(tmp_path, spec())
+        assert done.returncode == 75
+        # The other worker's files are its own.
+        assert not (tmp_path / "error.json").exists()
+    with alone_in(tmp_path):
+        pass
+
+
+def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    reference = AdapterRef(name="r0001", path=str(adapter), sha256=tree_sha256(adapter))
+    result = RoundResult(round_id="r0001", outcome="trained", adapter=reference)
+    assert not finished(tmp_path, spec())
+    (tmp_path / "result.json").write_text(result.model_dump_json())
+    assert finished(tmp_path, spec())
+    assert worker(tmp_path, spec(attempt=2)).returncode == 0
+    assert (adapter / "adapter_model.safetensors").read_bytes() == b"weights"
+
+    assert not finished(tmp_path, spec(round_id="r0002"))
+    (adapter / "adapter_model.safetensors").write_bytes(b"torn")
+    assert not finished(tmp_path, spec())
+    (tmp_path / "result.json").write_text(result.model_dump_json()[:40])
+    assert not finished(tmp_path, spec())
+
+
+def test_starting_over_removes_what_a_worker_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in PARTS:
+        path = tmp_path / name
+        if path.suffix:
+            path.write_text("partial")
+        else:
+            (path / "step-1").mkdir(parents=True)
+    kept = ["spec.json", "worker.log", "worker.lock", "notes.txt"]
+    for name in kept:
+        (tmp_path / name).write_text("kept")
+    start_over(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_specification_and_settings_come_back(tmp_path: Path) -> None:
+    made = spec()
+    (tmp_path / "spec.json").write_text(made.model_dump_json())
+    assert read_spec(tmp_path) == made
+    assert settings_of(made) == Config()
+    (tmp_path / "spec.json").write_text('{"round_id": "r0001"}')
+    with pytest.raises(TrainError, match=r"cannot read .*spec\.json: attempt: Field required"):
+        read_spec(tmp_path)

@@ -1,0 +1,118 @@
+"""Which rollouts are trained on, with which advantages and weights, and how they become micro-batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+
+from flywheel.training.data.advantage import group_advantages
+from flywheel.training.data.rollout import Batch, Rollout, reply
+from flywheel.training.data.samples import Row, Sample, micro_batches, token_counts, token_weights
+from tests.training.data.rollouts import batch, failed, prompt, request, rollout, verdict
+
+
+def advantages(*rewards: float | None) -> list[float | None]:
+    return group_advantages([0] * len(rewards), rewards)
+
+
+def row(number: int, length: int, trained: int = 1) -> Row:
+    mask = (*(False for _ in range(length - trained)), *(True for _ in range(trained)))
+    return Row(number, Sample((1,) * length, mask, tuple(-0.5 if own else None for own in mask)), 1.0)
+
+
+def test_an_advantage_is_the_distance_to_the_mean_in_deviations() -> None:
+    deviation = statistics.stdev([1, 0, 0, 1])
+    assert advantages(1, 0, 0, 1) == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation] * 1 + [-0.5 / deviation, 0.5 / deviation]
+    )
+
+
+def test_rewards_that_differ_by_the_judges_noise_get_no_large_advantage() -> None:
+    assert advantages(0.5, 0.5, 0.5, 0.54) == pytest.approx([-0.1, -0.1, -0.1, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trained"),
+    [
+        ([0.5, 0.5, 0.5, 0.52], True),
+        ([0.6, 0.6, 0.6, 0.62], True),
+        ([0.5, 0.5, 0.5, 0.519], False),
+        ([1, 1, 1, 1], False),
+        ([1, 0, 1], False),
+        ([1, 0, None, 1, None], False),
+        ([1, 0, None, 1, 0], True),
+        ([None, None, None, None], False),
+    ],
+)
+def test_a_group_needs_four_rewards_that_differ(rewards: list[float | None], trained: bool) -> None:
+    expected = [trained and reward is not None for reward in rewards]
+    assert [value is not None for value in advantages(*rewards)] == expected
+
+
+def test_an_undecided_rollout_has_no_part_in_the_baseline_of_its_group() -> None:
+    with_it, without = advantages(1, None, 0, 0, 0), advantages(1, 0, 0, 0)
+    assert [with_it[0], *with_it[2:]] == without
+    assert with_it[1] is None
+
+
+def test_groups_are_compared_within_themselves_and_scaled_as_configured() -> None:
+    groups, rewards = [0, 1] * 4, [1, 0.6, 0, 0.6, 0, 0.6, 0, 0.2]
+    assert group_advantages(groups, rewards, "none")[:2] == pytest.approx([0.75, 0.1])
+    assert group_advantages(groups, rewards)[:2] == pytest.approx([0.75 / 0.5, 0.1 / 0.2])
+    whole = statistics.stdev(rewards)
+    assert group_advantages(groups, rewards, "batch")[:2] == pytest.approx([0.75 / whole, 0.1 / whole])
+
+
+def test_dropped_groups_failed_and_undecided_rollouts_are_no_rows() -> None:
+    some = batch([1, 0, None, 0, 1], [1, 1, 1, 1], [1, 0, 0])
+    whole = Batch((*some.rollouts, failed(0)))
+    assert [row.rollout for row in whole.rows()] == [0, 1, 3, 4]
+    assert whole.groups_with_spread == 1
+
+
+def test_truncated_rollouts_are_left_out_on_request_and_still_count_in_their_group() -> None:
+    cut = Rollout(request(0), reply(prompt(), (8, 9), (-0.5, -0.5), "sev", truncated=True), verdict(1))
+    some = Batch((cut, *(rollout(0, 0) for _ in range(3))))
+    assert len(some.rows()) == 4
+    left = some.rows(mask_truncated=True)
+    assert [each.rollout for each in left] == [1, 2, 3]
+    assert [each.advantage for each in left] == [each.advantage for each in some.rows()[1:]]
+
+
+def test_context_missing_logprobs_and_a_first_token_carry_no_loss() -> None:
+    sample = Sample((1, 2, 3, 4, 5), (True, True, False, True, True), (-1.0, -1.0, None, None, -1.0))
+    assert sample.trained == [1, 4]
+    unknown = Rollout(request(0), reply(prompt(), (8, 9), (None, None), "seven"), verdict(1))
+    some = Batch((unknown, *(rollout(0, 0) for _ in range(3))))
+    assert [each.rollout for each in some.rows()] == [1, 2, 3]
+
+
+def test_a_reply_is_one_sample_of_prompt_and_completion() -> None:
+    [sample] = rollout(0, 1).completion.samples
+    assert (sample.token_ids, sample.loss_mask) == ((5, 6, 7, 8, 9), (False, False, False, True, True))
+    assert sample.logprobs == (None, None, None, -0.5, -0.5)
+    assert failed(0).completion.samples == ()
+
+
+def test_weights_of_tokens_sum_to_the_normaliser() -> None:
+    rows = [row(0, 10, 4), row(0, 20, 2), row(1, 5, 3)]
+    counts = token_counts(rows)
+    assert counts == {0: 6, 1: 3}
+    assert token_weights(counts, "dapo", tokens=9, rollouts=2, longest=8) == {0: 1, 1: 1}
+    # Half of the loss for each rollout, however many samples and tokens it has.
+    by_rollout = token_weights(counts, "grpo", tokens=9, rollouts=2, longest=8)
+    assert {number: counts[number] * weight / 9 for number, weight in by_rollout.items()} == {0: 0.5, 1: 0.5}
+    assert token_weights(counts, "dr_grpo", tokens=9, rollouts=2, longest=8) == {0: 9 / 16, 1: 9 / 16}
+
+
+def test_micro_batches_keep_the_budget_with_their_padding() -> None:
+    rows = [row(number, length) for number, length in enumerate([3, 50, 7, 8, 8, 2, 30, 100])]
+    batches = micro_batches(rows, 60)
+    assert sorted(each.rollout for some in batches for each in some) == list(range(8))
+    sizes = [(len(some), max(len(each.sample.token_ids) for each in some)) for some in batches]
+    assert sizes[0] == (1, 100)
+    assert all(count * longest <= 60 for count, longest in sizes[1:])
+    assert len(batches) <= 1 + math.ceil((50 + 30 + 8 * 5) / 60) + 1
+    assert micro_batches([], 60) == []

@@ -1,0 +1,27 @@
+"""One Ray session for all tests of this package. Each module ends its own actors."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from flywheel.config import Config
+from flywheel.training.engine import ray_cluster
+
+
+@pytest.fixture(scope="package", autouse=True)
+def ray_session() -> Iterator[None]:
+    """A round's, of two CPUs: two actors live at a time. It leaves no process and ends no earlier one."""
+    with subprocess.Popen(["sleep", "infinity"]) as earlier:
+        try:
+            before = {process.pid for process in psutil.Process().children(recursive=True)}
+            with ray_cluster.session(Config()):
+                yield
+            left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+            assert left == []
+            assert earlier.poll() is None
+        finally:
+            earlier.kill()

@@ -1,0 +1,48 @@
+"""A whole round on an engine that is there: only the trainer is started for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from flywheel.cli.demo import judge
+from flywheel.records.round import RoundResult, RoundTask
+from flywheel.training.data.round_directory import settings_of
+from flywheel.training.engine import ray_cluster
+from flywheel.training.optim.trainer import Trainer
+from flywheel.training.worker.rollout_grading import build_grade
+from flywheel.training.worker.training_round import Round
+from tests.training.worker.test_round import spec as round_spec
+
+
+def run_round(
+    engine: Any,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train: list[RoundTask],
+    held_out: list[RoundTask],
+    **rollout: Any,
+) -> RoundResult:
+    """A round of two steps; `rollout` are its settings of that section."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with judge.running() as url:
+        given = round_spec(url).settings
+        given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6}
+        given["rollout"] |= {"max_model_len": 128, **rollout}
+        given["gate"] |= {"max_tasks": 10, "samples": 1}
+        spec = round_spec(url, train=train, held_out=held_out, settings=given)
+        whole = Round(spec, directory, settings_of(spec), build_grade)
+
+        def start() -> None:
+            whole.engines, whole.about = [engine], {"context": 192, "versions": {}, "device": "cpu"}
+            whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
+            ray_cluster.wait([whole.trainer.start.remote()])
+
+        monkeypatch.setattr(whole, "start", start)
+        try:
+            return whole.run()
+        finally:
+            ray.kill(whole.trainer)

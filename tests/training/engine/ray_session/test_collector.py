@@ -1,0 +1,221 @@
+"""The collector on a real Ray session; only the engine is one that can be told to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from flywheel.config import Config
+from flywheel.errors import FlywheelError, JudgeError, TrainError
+from flywheel.records.verdict import CriterionResult, Exchange, Verdict
+from flywheel.training.data.prompts import seed_of
+from flywheel.training.data.rollout import Batch, Completion, RolloutRequest, reply
+from flywheel.training.engine import ray_cluster
+from flywheel.training.optim import collector as collector_module
+from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.held_out_evaluation import answer
+from tests.training.data.rollouts import prompt, request, verdict
+from tests.training.data.test_round_directory import spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Engine:
+    """Answers with the request's seed; some seeds fail in their own way."""
+
+    async def generate(self, wanted: RolloutRequest) -> Completion:
+        match wanted.seed:
+            case 1000:
+                raise ValueError("this prompt breaks me")
+            case 1001:
+                await asyncio.sleep(600)
+            case 1002:
+                os._exit(1)
+            case 1003:
+                return Completion()
+            case seed if 2000 <= seed < 3000:
+                await asyncio.sleep((seed - 2000) / 5)
+        return reply(wanted.prompt, (wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
+
+
+def started() -> Any:
+    """An engine that is up: the first call to an actor waits for its process."""
+    actor = ray_cluster.start(Engine, gpus=0)
+    ray_cluster.wait([actor.generate.remote(request())])
+    return actor
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    actor = started()
+    yield actor
+    ray.kill(actor)
+
+
+def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, timeout: float = 60) -> Batch:
+    with Collector([engine], grade, max_thread=threads, timeout_seconds=timeout) as collector:
+        return collector.collect([request(place // 2, seed) for place, seed in enumerate(seeds)])
+
+
+def by_answer(shown: Exchange) -> Verdict:
+    return verdict(int(shown.answer) / 10)
+
+
+def test_rollouts_come_back_in_order_with_their_own_rewards(engine: Any) -> None:
+    seeds = [3, 1, 4, 1, 5, 9, 2, 6]
+    batch = collect(engine, seeds, by_answer)
+    assert [rollout.completion.token_ids for rollout in batch.rollouts] == [(seed, 2) for seed in seeds]
+    assert batch.rewards == [seed / 10 for seed in seeds]
+    assert set(batch.seconds) == {"generate", "grade"}
+
+
+def test_one_failing_rollout_costs_itself_alone(engine: Any) -> None:
+    batch = collect(engine, [3, 1000, 1003, 4], by_answer)
+    assert batch.rewards == [0.3, 0.4]
+    assert "this prompt breaks me" in batch.rollouts[1].failure
+    assert batch.rollouts[2].failure == "the engine returned no token"
+
+
+def test_a_rollout_that_takes_too_long_is_given_up(engine: Any) -> None:
+    started = time.monotonic()
+    batch = collect(engine, [3, 1001], by_answer, timeout=3)
+    assert time.monotonic() - started < 60
+    assert batch.rewards == [0.3]
+    assert batch.rollouts[1].failure == "no completion within 3 s"
+
+
+def test_rollouts_that_drip_are_given_up_like_those_that_hang(engine: Any) -> None:
+    """One comes every fifth of a second, for half a minute."""
+    batch = collect(engine, list(range(2000, 2150)), lambda _: verdict(1.0), timeout=3)
+    assert 0 < len(batch.rewards) < 150
+    assert batch.rollouts[-1].failure == "no completion within 3 s"
+
+
+def test_the_engine_with_the_fewest_open_rollouts_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Ray: engines write down what they are given, and each reference is the number of a call."""
+    monkeypatch.setattr(collector_module, "MAX_OPEN", 8)
+    given: dict[str, list[int]] = {"a": [], "b": []}
+    numbers = itertools.count()
+
+    def engine_named(name: str) -> Any:
+        def generate(wanted: RolloutRequest) -> int:
+            given[name].append(wanted.group)
+            return next(numbers)
+
+        return SimpleNamespace(generate=SimpleNamespace(remote=generate))
+
+    requests = [request(group, seed) for group in range(6) for seed in range(4)]
+    engines = collector_module._Dispatch([engine_named("a"), engine_named("b")], requests)
+    assert engines.submit()
+    # Groups stay together where each engine then has no more than its share.
+    assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4}
+    # The second engine is fast: it has the fewest open, and takes what waits.
+    for reference in (*range(4, 8), *range(12, 16)):
+        assert engines.ended(reference) == reference
+        assert engines.submit()
+    assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4 + [4] * 4 + [5] * 4}
+
+
+def test_a_dead_engine_ends_the_round_which_can_be_tried_again() -> None:
+    with pytest.raises(TrainError, match="a rollout engine died") as caught:
+        collect(started(), [3, 1002], by_answer)
+    assert caught.value.retryable
+
+
+def test_judging_overlaps_and_never_has_more_in_flight_than_allowed(engine: Any) -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def slow(shown: Exchange) -> Verdict:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.2)
+        with lock:
+            running[0] -= 1
+        return by_answer(shown)
+
+    assert collect(engine, list(range(16)), slow, threads=4).undecided == 0
+    assert most[0] == 4
+
+
+def test_a_judge_that_fails_leaves_that_rollout_undecided(engine: Any) -> None:
+    def shaky(shown: Exchange) -> Verdict:
+        if shown.answer == "3":
+            raise JudgeError("ask the judge", "it is busy", retryable=True)
+        if shown.answer == "4":
+            raise KeyError("choice")
+        return by_answer(shown)
+
+    batch = collect(engine, [3, 4, 5], shaky)
+    assert [rollout.reward for rollout in batch.rollouts] == [None, None, 0.5]
+    assert batch.rollouts[0].failure == "cannot ask the judge: it is busy."
+    assert "the grader failed: KeyError" in batch.rollouts[1].failure
+
+
+def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
+    def locked_out(_: Exchange) -> Verdict:
+        raise JudgeError("ask the judge", "the key is wrong", "Set OPENAI_API_KEY.")
+
+    with pytest.raises(JudgeError, match="the key is wrong"):
+        collect(engine, [3, 4], locked_out)
+
+
+def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any, tmp_path: Path) -> None:
+    """Three answers in eight are within what a step may have, and leave only one of four tasks."""
+    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 2}})
+    prompts, round_spec = [prompt(f"t-{place}") for place in range(4)], spec()
+
+    def run(undecided: int) -> list[Any]:
+        without = {str(seed_of(round_spec.seed, "held-out", f"t-{place}", 0)) for place in range(undecided)}
+
+        def shaky(shown: Exchange) -> Verdict:
+            return verdict(None if shown.answer in without else 1.0)
+
+        with Collector([engine], shaky, max_thread=4, timeout_seconds=60) as collector:
+            return answer(prompts, (None, None), round_spec, settings, collector, tmp_path).rewards
+
+    assert run(2)[0] == ((None, 1.0), (None, 1.0))
+    with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have all their verdicts") as caught:
+        run(3)
+    assert caught.value.retryable
+
+
+def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -> None:
+    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
+    prompts, round_spec = [prompt("t-0"), prompt("t-1")], spec()
+    first = str(seed_of(round_spec.seed, "held-out", "t-0", 0))
+
+    def grade(shown: Exchange) -> Verdict:
+        if shown.answer == first:
+            return replace(verdict(0.0), results=(CriterionResult("boxed", "no", 0.0, False),))
+        results = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("safe", "fair", 0.5, True))
+        return replace(verdict(1.0), results=results)
+
+    with Collector([engine], grade, max_thread=4, timeout_seconds=60) as collector:
+        values = answer(prompts, (None, None), round_spec, settings, collector, tmp_path).values
+    assert values == {
+        "boxed": [((0.0, 1.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 1.0))],
+        "safe": [((None, 0.5), (None, 0.5)), ((0.5, 0.5), (0.5, 0.5))],
+    }
+
+
+def test_an_actors_own_words_come_out_as_they_were_raised() -> None:
+    class Judge:
+        def fail(self, error: FlywheelError) -> None:
+            raise error
+
+    actor = ray_cluster.start(Judge, gpus=0)
+    with pytest.raises(JudgeError, match="the key is wrong"):
+        ray_cluster.wait([actor.fail.remote(JudgeError("ask", "the key is wrong"))])
+    ray.kill(actor)

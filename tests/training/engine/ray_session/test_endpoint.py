@@ -1,0 +1,245 @@
+"""The endpoint of a rollout engine: real vLLM in a real Ray actor, and OpenAI's client."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import ray
+
+from flywheel.cli.demo.questions import questions
+from flywheel.training.data.prompts import Prompt, seed_of
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.data.timelines import CallTokens, timelines
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.engine import Engine
+from tests.training.data.rollouts import task
+from tests.training.data.test_round_directory import POLICY
+from tests.training.engine.ray_session.test_engine import adapters, generate, settings, share_of_an_engine
+from tests.waiting import wait_for
+
+__all__ = ["adapters"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+TOKENS = 24
+
+
+def start() -> Any:
+    actor = ray_cluster.start(Engine, settings(str(POLICY)), gpus=share_of_an_engine())
+    # A key in the environment of the round is for its own servers.
+    ray_cluster.wait([actor.join.remote({"VLLM_API_KEY": "secret"}, [])])
+    ray_cluster.wait([actor.start.remote()])
+    return actor
+
+
+def end(actor: Any) -> None:
+    ray_cluster.stop([actor])
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    actor = start()
+    yield actor
+    end(actor)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: Any) -> list[Prompt]:
+    some = [task(f"t-{place}", question.text) for place, question in enumerate(questions()[::60])]
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote(some)])
+    assert refused == {}
+    return list(made)
+
+
+def rollout(prompt: Prompt, adapter: LoadedAdapter | None = None, *, seed: int = 3, **more: Any) -> RolloutRequest:
+    return replace(RolloutRequest(prompt, 0, seed, 1.0, TOKENS, adapter), **more)
+
+
+def opened(engine: Any, request: RolloutRequest) -> str:
+    [url] = ray_cluster.wait([engine.open_session.remote(request)])
+    return str(url)
+
+
+def closed(engine: Any, url: str) -> tuple[CallTokens, ...]:
+    [calls] = ray_cluster.wait([engine.close_session.remote(url)])
+    return tuple(calls)
+
+
+def client(url: str, **settings: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key="none", **settings)
+
+
+def asked(engine: Any, requests: Sequence[RolloutRequest]) -> list[CallTokens]:
+    """The call of each rollout when a client asks the task's prompt."""
+    found = []
+    for request in requests:
+        url = opened(engine, request)
+        with client(url) as agent:
+            agent.chat.completions.create(model="agent", messages=request.prompt.task.prompt, temperature=0.1, seed=9)
+        [call] = closed(engine, url)
+        found.append(call)
+    return found
+
+
+def directly(engine: Any, requests: Sequence[RolloutRequest]) -> list[Completion]:
+    """The same by the engine itself, one at a time, with the seed of a rollout's first call."""
+    return [generate(engine, [replace(request, seed=seed_of(request.seed, 0))])[0] for request in requests]
+
+
+@pytest.mark.parametrize("side", ["base", "adapter"])
+def test_tokens_and_logprobs_are_those_of_direct_calls(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter], side: str
+) -> None:
+    requests = [
+        rollout(prompt, adapters[0] if side == "adapter" else None, seed=at) for at, prompt in enumerate(prompts)
+    ]
+    calls, completions = asked(engine, requests), directly(engine, requests)
+    assert len({call.token_ids for call in calls}) > len(calls) // 2
+    for call, completion, prompt in zip(calls, completions, prompts, strict=True):
+        assert (call.prompt_ids, call.prompt_texts) == (prompt.token_ids, prompt.texts)
+        assert call.token_ids == completion.token_ids
+        assert call.logprobs == completion.logprobs
+        [texts] = completion.texts
+        assert texts == (*prompt.texts, *call.texts)
+        # The sample to train on is the same, whichever way it came.
+        assert timelines([call]).samples == completion.samples
+
+
+def test_the_adapter_of_the_rollout_answers_and_not_another(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+) -> None:
+    def gap(call: CallTokens, adapter: LoadedAdapter | None) -> float:
+        [scores] = ray_cluster.wait([engine.score.remote(call.prompt_ids, call.token_ids, adapter)])
+        return max(abs(told - float(own or 0)) for told, own in zip(scores, call.logprobs, strict=True))
+
+    for own in (None, *adapters):
+        [call] = asked(engine, [rollout(prompts[0], own)])
+        assert gap(call, own) < 1e-3
+        assert min(gap(call, other) for other in (None, *adapters) if other != own) > 0.05
+
+
+def test_an_adapter_that_was_unloaded_is_refused(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+) -> None:
+    """Never the base model in its place."""
+    url = opened(engine, rollout(prompts[0], LoadedAdapter("gone", 99, adapters[0].path)))
+    with client(url) as agent, pytest.raises(openai.NotFoundError, match="gone"):
+        agent.chat.completions.create(model="agent", messages=prompts[0].task.prompt)
+    assert closed(engine, url) == ()
+
+
+def test_turns_continue_the_tokens_of_the_turns_before(engine: Any, prompts: list[Prompt]) -> None:
+    """Three turns of a streaming client are one sample, whose mask is what the policy generated."""
+    url = opened(engine, rollout(prompts[1], max_tokens=None))
+    messages: list[Any] = list(prompts[1].task.prompt)
+    with client(url) as agent:
+        for turn in range(3):
+            stream = agent.chat.completions.create(model="agent", messages=messages, stream=True, max_tokens=16)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"And plus {turn}?"}]
+    calls = closed(engine, url)
+    made = timelines(calls)
+    if all(call.finish_reason == "stop" for call in calls):
+        assert made.forks == 0
+        [sample] = made.samples
+        own = [token for token, is_own in zip(sample.token_ids, sample.loss_mask, strict=True) if is_own]
+        assert own == [token for call in calls for token in call.token_ids]
+    for before, after in itertools.pairwise(calls):
+        if before.finish_reason == "stop":
+            held = (*before.prompt_ids, *before.token_ids)
+            assert after.prompt_ids[: len(held)] == held
+
+
+def test_limits_give_the_servers_own_errors(engine: Any, prompts: list[Prompt]) -> None:
+    url = opened(engine, rollout(prompts[0], max_tokens=None))
+    with client(url) as agent:
+
+        def ask(text: str, **more: Any) -> Any:
+            return agent.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **more)
+
+        # The round's context is 128, that of the engine 2,048.
+        for words in (100, 3000):
+            with pytest.raises(openai.BadRequestError, match="maximum context length is") as refused:
+                ask("plus 4 " * words)
+            assert refused.value.param in ("input_tokens", "input_text")
+        with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1"):
+            ask("?", max_tokens=0)
+        with pytest.raises(openai.BadRequestError, match="max_tokens=3000 cannot be greater"):
+            ask("?", max_tokens=3000)
+        with pytest.raises(openai.BadRequestError, match="message"):
+            agent.chat.completions.create(model="m", messages=[])
+        # A prompt that nearly fills the context has what is left of it.
+        room = ask("plus 4 " * 39, extra_body={"return_token_ids": True})
+        with pytest.raises(openai.BadRequestError):
+            ask("?", max_tokens=1, tool_choice="required")
+    [call] = closed(engine, url)
+    assert room.usage.completion_tokens == len(call.token_ids)
+    assert len(call.prompt_ids) + len(call.token_ids) <= 128
+    assert 100 < len(call.prompt_ids) < 128
+
+
+def test_the_gates_rollouts_have_the_servers_context(engine: Any, prompts: list[Prompt]) -> None:
+    url = opened(engine, rollout(prompts[0], as_served=True, max_tokens=None, temperature=None))
+    with client(url) as agent:
+        agent.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "plus 4 " * 100}], max_tokens=4
+        )
+    [call] = closed(engine, url)
+    assert len(call.prompt_ids) > 128
+
+
+def test_an_engine_that_is_killed_in_the_middle_fails_its_calls(prompts: list[Prompt]) -> None:
+    """vLLM's own process first: its client is told, and so is the round. Then the actor: the connection ends."""
+    actor = start()
+    url = opened(actor, rollout(prompts[0], max_tokens=None, as_served=True))
+    port = int(url.split(":")[2].split("/")[0])
+    core = wait_for(lambda: core_behind(port), "vLLM's process", seconds=10)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        with client(url, max_retries=0) as agent:
+            try:
+                agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+            except openai.OpenAIError as error:
+                failures.append(error)
+
+    # It generates nothing more: the call is in flight until the process ends.
+    core.suspend()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    direct = actor.generate.remote(rollout(prompts[0]))
+    time.sleep(1)
+    assert asking.is_alive()
+    core.kill()
+    asking.join(60)
+    [failure] = failures
+    assert isinstance(failure, openai.InternalServerError)
+    assert "the engine failed" in str(failure)
+    with pytest.raises(ray.exceptions.RayTaskError, match="EngineDead"):
+        ray.get(direct)
+    assert closed(actor, url) == ()
+    ray.kill(actor)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(60)
+    assert isinstance(failures[1], openai.APIConnectionError)
+
+
+def core_behind(port: int) -> psutil.Process | None:
+    """vLLM's engine process below the actor that listens on this port."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any(each.laddr.port == port and each.status == "LISTEN" for each in process.net_connections("tcp")):
+                return max(process.children(recursive=True), key=lambda child: child.memory_info().rss)
+        except psutil.Error:
+            continue
+    return None

@@ -1,0 +1,344 @@
+"""The rollout engine: real vLLM in a real Ray actor. What a round relies on, and what a CPU must not get wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+
+from flywheel.cli.demo import judge
+from flywheel.cli.demo.questions import questions
+from flywheel.config import LoraSettings
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundTask
+from flywheel.training.data.prompts import Prompt, schedule
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.data.round_directory import settings_of
+from flywheel.training.data.timelines import CallTokens
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.optim.round_steps import step_requests
+from flywheel.training.optim.trainer import Run
+from flywheel.training.worker.rollout_grading import build_grade
+from flywheel.training.worker.training_round import Round
+from tests.training.data.rollouts import task
+from tests.training.data.test_round_directory import POLICY
+from tests.training.worker.test_round import GROUP, PROMPTS
+from tests.training.worker.test_round import spec as round_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def settings(model: str) -> EngineSettings:
+    return EngineSettings(
+        model=model,
+        max_model_len=128,
+        max_lora_rank=8,
+        seed=1,
+        gpu_memory_utilization=0.3,
+        kv_cache_gib=1,
+        cpu_threads=ray_cluster.cpu_threads(),
+    )
+
+
+def share_of_an_engine() -> float:
+    [gpu_share] = place_on_gpus(1, ray_cluster.gpus(), with_trainer=True).engines
+    return gpu_share.share
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's policy, with defaults of sampling that no round may learn from."""
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    shutil.copytree(POLICY, folder)
+    told = json.loads((folder / "generation_config.json").read_text())
+    defaults = {
+        "temperature": 0.2, "top_k": 1, "top_p": 0.1, "min_p": 0.5, "repetition_penalty": 3.0, "max_new_tokens": 5,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps({**told, **defaults}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Any]:
+    actor = ray_cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
+    [about] = ray_cluster.wait([actor.start.remote()])
+    # The server's, which is the model's own, although rollouts to learn from need less.
+    assert about["context"] == 2048
+    yield actor
+    ray_cluster.stop([actor])
+    ray.kill(actor)
+
+
+def strange_adapter(number: int, path: Path) -> LoadedAdapter:
+    """An adapter that changes what the policy says beyond recognition."""
+    import torch
+
+    from flywheel.training.engine.policy import load_policy, save_adapter
+
+    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    save_adapter(model, path)
+    return LoadedAdapter(f"test-{number}", number, str(path))
+
+
+@pytest.fixture(scope="module")
+def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
+    """Two adapters, loaded as candidate and deployed would be."""
+    loaded = [strange_adapter(number, tmp_path_factory.mktemp("adapters") / f"a{number}") for number in (21, 22)]
+    ray_cluster.wait([engine.load.remote(adapter) for adapter in loaded])
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: Any) -> list[Prompt]:
+    some = [task(f"t-{place}", question.text) for place, question in enumerate(questions()[::150])]
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote(some)])
+    assert (len(made), refused) == (len(some), {})
+    prompts: list[Prompt] = made
+    return prompts
+
+
+def requests(prompts: list[Prompt], adapter: LoadedAdapter | None, seed: int = 0) -> list[RolloutRequest]:
+    return [RolloutRequest(prompt, 0, seed + place, 1.0, 12, adapter) for place, prompt in enumerate(prompts)]
+
+
+def generate(engine: Any, wanted: list[RolloutRequest]) -> list[Completion]:
+    found: list[Completion] = ray_cluster.wait([engine.generate.remote(request) for request in wanted])
+    return found
+
+
+def asked(engine: Any, request: RolloutRequest) -> tuple[CallTokens, ...]:
+    """The calls of an agent that asks the question of a request once."""
+    [url] = ray_cluster.wait([engine.open_session.remote(request)])
+    body = {"model": "policy", "messages": request.prompt.task.prompt}
+    response = httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    [calls] = ray_cluster.wait([engine.close_session.remote(url)])
+    found: tuple[CallTokens, ...] = calls
+    return found
+
+
+def agreeing(left: list[Completion], right: list[Completion]) -> float:
+    """Share of completions with the same tokens. Another batch may turn a tie; other weights turn almost all."""
+    return sum(a.token_ids == b.token_ids for a, b in zip(left, right, strict=True)) / len(left)
+
+
+def test_a_seed_gives_the_same_tokens_again(engine: Any, prompts: list[Prompt]) -> None:
+    first = generate(engine, requests(prompts, None))
+    assert agreeing(first, generate(engine, requests(prompts, None))) >= 0.9
+    assert agreeing(first, generate(engine, requests(prompts, None, seed=1000))) < 0.5
+
+
+def test_a_completion_is_whole(engine: Any, prompts: list[Prompt]) -> None:
+    for completion in generate(engine, requests(prompts, None)):
+        assert len(completion.token_ids) == len(completion.logprobs) > 0
+        assert all(value is not None and value <= 0 for value in completion.logprobs)
+        assert "<|im_end|>" not in completion.text
+        assert completion.truncated == (len(completion.token_ids) == 12 and completion.token_ids[-1] != 2)
+
+
+def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_the_old(
+    engine: Any, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """As in a round: the weights change, and are synced under a new name. Replies and rollouts through the chat
+    endpoint are both sampled from the new weights."""
+    import torch
+
+    from flywheel.training.engine.policy import load_policy
+
+    def gap(generated: list[CallTokens]) -> float:
+        """The mean difference of the engine's logprobs to those of the trainer's weights, in nats per token."""
+        differences: list[float] = []
+        for call in generated:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*call.prompt_ids, *call.token_ids]])).logits[0]
+            rows = logits.log_softmax(-1)[len(call.prompt_ids) - 1 : -1]
+            own = rows.gather(1, torch.tensor(call.token_ids)[:, None])[:, 0].tolist()
+            differences += [abs(float(told or 0) - at) for told, at in zip(call.logprobs, own, strict=True)]
+        return sum(differences) / len(differences)
+
+    def replies() -> list[CallTokens]:
+        done = generate(engine, requests(prompts, run.adapter))
+        return [
+            CallTokens(prompt.token_ids, each.token_ids, each.logprobs, (), identity=(), reply="")
+            for prompt, each in zip(prompts, done, strict=True)
+        ]
+
+    def through_the_endpoint() -> list[CallTokens]:
+        return [call for request in requests(prompts, run.adapter) for call in asked(engine, request)]
+
+    spec = round_spec("http://127.0.0.1:9/v1")
+    run = Run(spec, settings_of(spec), tmp_path, prompts, [engine], None, None)
+    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=5)
+    weights = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    for _ in range(3):
+        old = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight in weights:
+                weight.add_(torch.randn_like(weight) * 0.3)
+        run.sync(model)
+        both = replies(), through_the_endpoint()
+        assert len(both[1]) == len(prompts)
+        for drawn in both:
+            assert gap(drawn) < 1e-3
+        new = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight, before in zip(weights, old, strict=True):
+                weight.copy_(before)
+        for drawn in both:
+            assert gap(drawn) > 0.05
+        with torch.no_grad():
+            for weight, after in zip(weights, new, strict=True):
+                weight.copy_(after)
+    run.clean_up()
+
+
+def test_base_and_adapters_in_one_batch_answer_as_they_do_alone(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+) -> None:
+    """vLLM on a CPU gives base requests the last slot's adapter when any other is in the batch."""
+    sides = [None, *adapters]
+    alone = [generate(engine, requests(prompts, side)) for side in sides]
+    mixed = generate(engine, [request for side in sides for request in requests(prompts, side)])
+    for place, side in enumerate(alone):
+        assert agreeing(side, mixed[place * len(prompts) : (place + 1) * len(prompts)]) >= 0.9
+    assert agreeing(alone[0], alone[1]) < 0.5
+    assert agreeing(alone[1], alone[2]) < 0.5
+
+
+def test_an_adapter_makes_room_for_the_next(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+) -> None:
+    """As a round does step by step: load the new one, drop the old one, and the base stays the base."""
+    base = generate(engine, requests(prompts, None))
+    old = adapters[1]
+    for number in range(3, 9):
+        ray_cluster.wait([engine.unload.remote(old)])
+        new = LoadedAdapter(f"test-{number}", number, adapters[1].path)
+        ray_cluster.wait([engine.load.remote(new)])
+        both = generate(engine, [*requests(prompts, None), *requests(prompts, new)])
+        assert agreeing(base, both[: len(prompts)]) >= 0.9
+        assert agreeing(base, both[len(prompts) :]) < 0.5
+        old = new
+    ray_cluster.wait([engine.unload.remote(old)])
+    ray_cluster.wait([engine.load.remote(LoadedAdapter("test-9", 9, adapters[1].path))])
+
+
+def test_scores_are_those_of_the_tokens_it_generated(engine: Any, prompts: list[Prompt]) -> None:
+    [completion] = generate(engine, requests(prompts[:1], None))
+    [scores] = ray_cluster.wait([engine.score.remote(prompts[0].token_ids, completion.token_ids, None)])
+    assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
+    ids = [*prompts[0].token_ids, *completion.token_ids]
+    by_token = ray_cluster.wait(
+        [engine.score_next.remote(ids[:at], ids[at], None) for at in range(len(prompts[0].token_ids), len(ids))]
+    )
+    assert by_token == pytest.approx(scores, abs=1e-3)
+    first, again = ray_cluster.wait([engine.sample.remote(prompts[0].token_ids, None, tokens=16) for _ in range(2)])
+    assert len(first) == 16
+    assert first == again
+
+
+def test_rollouts_to_learn_from_are_drawn_from_the_policy_whatever_its_defaults_are(
+    engine: Any, prompts: list[Prompt]
+) -> None:
+    """With a top_k of 1 each logprob were 0, with a penalty none were that of the policy."""
+    drawn = generate(engine, requests(prompts, None))
+    assert max(len(completion.token_ids) for completion in drawn) > 5
+    assert agreeing(drawn, generate(engine, requests(prompts, None, seed=1000))) < 0.5
+    for prompt, completion in list(zip(prompts, drawn, strict=True))[:4]:
+        [scores] = ray_cluster.wait([engine.score.remote(prompt.token_ids, completion.token_ids, None)])
+        assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
+
+
+def test_logprobs_are_those_at_the_temperature_of_the_round(engine: Any, prompts: list[Prompt]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    [drawn] = generate(engine, [replace(requests(prompts[:1], None)[0], temperature=2.0)])
+    ids = [*prompts[0].token_ids, *drawn.token_ids]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(POLICY)(torch.tensor([ids])).logits[0]
+    rows = (logits / 2.0).log_softmax(-1)[len(prompts[0].token_ids) - 1 : -1]
+    expected = rows.gather(1, torch.tensor(drawn.token_ids)[:, None])[:, 0].tolist()
+    assert list(drawn.logprobs) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_gates_answers_are_drawn_as_the_server_draws_them(engine: Any, prompts: list[Prompt]) -> None:
+    def served(seed: int, temperature: float | None) -> list[Completion]:
+        return generate(
+            engine,
+            [
+                replace(request, as_served=True, max_tokens=None, temperature=temperature)
+                for request in requests(prompts, None, seed)
+            ],
+        )
+
+    first = served(0, None)
+    assert max(len(completion.token_ids) for completion in first) == 5
+    assert agreeing(first, served(1000, None)) >= 0.9, "the likeliest token alone is left"
+    assert agreeing(first, served(1000, 2.0)) >= 0.9, "the agent's temperature changes nothing else"
+
+
+def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: list[Prompt]) -> None:
+    asked = replace(requests(prompts[:1], None)[0], as_served=True, max_tokens=None, seconds=1e-6)
+    [cut] = generate(engine, [asked])
+    assert cut == Completion(error="no token within 1e-06 s")
+
+
+def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
+    broken = RoundTask(task_id="t-x", query="?", answer="", prompt=[{"content": "?"}])
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote([task(), broken])])
+    assert [prompt.task.task_id for prompt in made] == ["t-1"]
+    assert list(refused) == ["t-x"]
+
+
+def test_a_debug_round_rolls_out_and_trains_nothing(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole round, with the engine that is there. `tests.training.worker.test_round` starts one of its own."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with judge.running() as url:
+        spec = round_spec(url, round_id="debug", debug=True, held_out=[])
+        whole = Round(spec, tmp_path, settings_of(spec), build_grade)
+
+        def start() -> None:
+            whole.engines, whole.about = [engine], {"context": 2048, "versions": {}, "device": "cpu"}
+
+        monkeypatch.setattr(whole, "start", start)
+        result = whole.run()
+    assert (result.outcome, result.adapter, result.steps) == ("debug", None, 2)
+    assert "of 8 groups have rewards that differ" in result.reason
+    assert not (tmp_path / "adapter").exists()
+    rolled_out = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in rolled_out} == {1, 2}
+    # The same seeds on the same weights: what a round would see in its first step.
+    prompts = whole.asked(spec.train).prompts
+    [first, *_] = schedule(len(prompts), per_step=PROMPTS, steps=2, seed=spec.seed)
+    wanted = step_requests([prompts[place] for place in first], 0, spec, whole.settings, None)
+    same = [
+        [*request.prompt.token_ids, *completion.token_ids] == line["samples"][0]["token_ids"]
+        for request, completion, line in zip(wanted, generate(engine, wanted), rolled_out, strict=False)
+    ]
+    assert len(same) == PROMPTS * GROUP
+    # Another batch may turn a tie.
+    assert sum(same) >= 0.9 * len(same)
+
+
+def test_a_model_that_is_none_is_said_to_be_none(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    actor = ray_cluster.start(Engine, settings(str(tmp_path)), gpus=0)
+    with pytest.raises(TrainError, match=f"cannot load base model {tmp_path}"):
+        ray_cluster.wait([actor.start.remote()])
+    ray.kill(actor)

@@ -1,0 +1,185 @@
+"""The endpoint of agents: secrets, streams, retries, with OpenAI's own client. vLLM is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from flywheel.training.engine.endpoint import Endpoint
+from flywheel.training.engine.session import Session
+from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message
+from tests.training.engine.test_session import QUESTION, asking, session, started
+
+
+@asynccontextmanager
+async def listening(*sessions: Session) -> AsyncIterator[tuple[Endpoint, list[str]]]:
+    endpoint = Endpoint()
+    await endpoint.start()
+    try:
+        yield endpoint, [endpoint.open(each) for each in sessions]
+    finally:
+        await endpoint.stop()
+
+
+def client(url: str, **settings: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key="none", **settings)
+
+
+async def post(url: str, body: Any) -> httpx2.Response:
+    async with httpx2.AsyncClient() as http:
+        return await http.post(f"{url}/chat/completions", json=body)
+
+
+async def test_an_openai_client_is_answered() -> None:
+    rollout = session(ScriptedApplication())
+    async with listening(rollout) as (_, [url]), client(url) as agent:
+        [model] = (await agent.models.list()).data
+        found = await agent.chat.completions.create(model=model.id, messages=QUESTION)
+    assert (found.model, found.choices[0].message.content) == (model.id, "It is 7.")
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 2
+    assert len(rollout.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "tampered",
+    [
+        lambda url: url[:-4] + ("A" if url[-4] != "A" else "B") + "/v1",
+        lambda url: url[:-4] + "/v1",
+        lambda url: url[:-3] + "A/v1",
+        lambda url: url.rsplit("/", 2)[0] + "/v1",
+        lambda url: url.rsplit("/", 3)[0] + "/v1",
+        lambda url: url.upper().replace("HTTP", "http").replace("/S/", "/s/").replace("/V1", "/v1"),
+    ],
+)
+async def test_a_wrong_secret_finds_nothing(tampered: Callable[[str], str]) -> None:
+    app = ScriptedApplication()
+    async with listening(session(app), session(app)) as (_, [url, _]):
+        wrong = await post(tampered(url), asking("?"))
+        async with httpx2.AsyncClient() as http:
+            models = await http.get(f"{tampered(url)}/models")
+            unknown = await http.get(url.replace("/s/", "/health/"))
+            forbidden = await http.get(f"{url}/chat/completions")
+    # All the same: nobody learns what is there.
+    assert {wrong.status_code, models.status_code, unknown.status_code, forbidden.status_code} == {404}
+    assert wrong.content == models.content == unknown.content == forbidden.content
+    assert app.asked == []
+
+
+async def test_each_secret_is_that_of_one_rollout() -> None:
+    one, two = session(ScriptedApplication()), session(ScriptedApplication())
+    async with listening(one, two) as (endpoint, [url_one, url_two]):
+        assert url_one != url_two
+        await post(url_one, asking("?"))
+        assert (len(one.calls), len(two.calls)) == (1, 0)
+        assert endpoint.close(url_one) is one
+        ended = await post(url_one, asking("and now?"))
+        assert (ended.status_code, (await post(url_two, asking("?"))).status_code) == (404, 200)
+    assert ended.json()["error"]["message"] == "Not Found"
+
+
+async def test_a_client_that_asks_for_a_stream_gets_one() -> None:
+    said = message("I add.", calls=[("add", '{"a": 3, "b": 4}'), ("add", '{"a": 7, "b": 1}')], reasoning="3 + 4")
+    app = ScriptedApplication(answered(said, finish="tool_calls"))
+    rollout = session(app)
+    async with listening(rollout) as (_, [url]), client(url) as agent:
+        stream = await agent.chat.completions.create(
+            model="m", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert (app.asked[0]["stream"], len(rollout.calls)) == (False, 1)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "I add."
+    assert [reasoning for delta in deltas if (reasoning := getattr(delta, "reasoning", None))] == ["3 + 4"]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.id, call.type) for call in calls] == [
+        (0, "call-0", "function"),
+        (1, "call-1", "function"),
+    ]
+    assert [call.function.arguments for call in calls if call.function] == ['{"a": 3, "b": 4}', '{"a": 7, "b": 1}']
+    finishes = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert finishes == [None] * (len(finishes) - 1) + ["tool_calls"]
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [2]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].choices == []
+
+
+async def test_openais_own_stream_helper_accumulates_the_same_message() -> None:
+    said = message("I add.", calls=[("add", '{"a": 3, "b": 4}')])
+    rollout = session(ScriptedApplication(answered(said, finish="tool_calls")))
+    async with (
+        listening(rollout) as (_, [url]),
+        client(url) as agent,
+        agent.chat.completions.stream(model="m", messages=QUESTION) as stream,
+    ):
+        found = (await stream.get_final_completion()).choices[0]
+    assert (found.finish_reason, found.message.content) == ("tool_calls", "I add.")
+    [call] = found.message.tool_calls or []
+    assert (call.id, call.function.name, call.function.arguments) == ("call-0", "add", '{"a": 3, "b": 4}')
+
+
+async def test_a_stream_ends_with_done_and_has_usage_only_if_asked() -> None:
+    async with listening(session(ScriptedApplication())) as (_, [url]):
+        found = await post(url, asking("?", stream=True, return_token_ids=True, logprobs=True))
+    assert found.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line.removeprefix("data: ") for line in found.text.splitlines() if line]
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert [chunk for chunk in chunks if "usage" in chunk] == []
+    assert chunks[0]["prompt_token_ids"] == [5, 6, 7]
+    assert chunks[-1]["choices"][0]["token_ids"] == [8, 9]
+    assert len(chunks[-1]["choices"][0]["logprobs"]["content"]) == 2
+
+
+async def test_a_clients_retry_does_not_count_twice() -> None:
+    """OpenAI's client gives up after a time and asks again; the first answer came meanwhile."""
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    async with listening(rollout) as (_, [url]), client(url, timeout=0.3, max_retries=20) as agent:
+        asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=QUESTION))
+        await started(app)
+        await asyncio.sleep(1)
+        app.go.set()
+        found = await asking
+    assert found.choices[0].message.content == "It is 7."
+    assert (len(app.asked), len(rollout.calls), app.aborted) == (1, 1, 0)
+
+
+async def test_the_servers_errors_are_the_clients() -> None:
+    async with listening(session(ScriptedApplication((400, TOO_LONG)))) as (_, [url]), client(url) as agent:
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 8 tokens") as refused:
+            await agent.chat.completions.create(model="m", messages=QUESTION, stream=True)
+    assert refused.value.param == "input_tokens"
+
+
+async def test_an_engine_that_died_is_an_error_of_the_server() -> None:
+    app = ScriptedApplication(RuntimeError("EngineCore died"))
+    async with listening(session(app)) as (_, [url]), client(url, max_retries=0) as agent:
+        with pytest.raises(openai.InternalServerError, match="the engine failed: EngineCore died"):
+            await agent.chat.completions.create(model="m", messages=QUESTION)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff"])
+async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    async with listening(session(ScriptedApplication())) as (_, [url]), httpx2.AsyncClient() as http:
+        found = await http.post(f"{url}/chat/completions", content=body)
+    assert (found.status_code, found.json()["error"]["type"]) == (400, "BadRequestError")
+
+
+async def test_the_endpoint_is_reached_from_this_machine_alone_and_ends() -> None:
+    async with listening(session(ScriptedApplication(hold=True))) as (endpoint, [url]):
+        assert url.startswith("http://127.0.0.1:")
+        asked = asyncio.create_task(post(url, asking("?")))
+        await asyncio.sleep(0.1)
+    assert (await asked).status_code == 410
+    with pytest.raises(httpx2.ConnectError):
+        await post(url, asking("?"))
+    await endpoint.stop()

@@ -1,0 +1,60 @@
+"""Requests to a dead engine fail; `ray_session/test_endpoint.py` kills a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from flywheel.training.engine import engine_death
+from flywheel.training.engine.engine_death import unless_dead
+
+
+async def answer() -> int:
+    return 7
+
+
+async def test_a_living_engine_answers() -> None:
+    llm = SimpleNamespace(errored=False)
+    assert await unless_dead(llm, answer()) == 7
+    # A request that was answered is answered.
+    assert await unless_dead(SimpleNamespace(errored=True), answer()) == 7
+
+
+async def test_a_request_that_waits_for_a_dead_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_death, "LOOK_SECONDS", 0.01)
+    llm = SimpleNamespace(errored=False, dead_error=RuntimeError("dead"))
+    left = asyncio.Event()
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    waiting = asyncio.create_task(unless_dead(llm, for_ever()))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    llm.errored = True
+    with pytest.raises(RuntimeError, match="dead"):
+        await waiting
+    await left.wait()
+
+
+async def test_a_cancelled_request_is_aborted() -> None:
+    begun, aborted = asyncio.Event(), asyncio.Event()
+
+    async def for_ever() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            aborted.set()
+
+    waiting = asyncio.create_task(unless_dead(SimpleNamespace(errored=False), for_ever()))
+    await begun.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await aborted.wait()

@@ -1,0 +1,248 @@
+"""A session: what it forces, records, strips and repeats. vLLM is scripted; `ray_session/test_endpoint.py` has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+
+from flywheel.errors import TrainError
+from flywheel.training.data.prompts import seed_of
+from flywheel.training.data.rollout import LoadedAdapter
+from flywheel.training.data.timelines import identity_of, message_identity
+from flywheel.training.engine.served_application import BASE_MODEL, ServedApplication
+from flywheel.training.engine.session import Session
+from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message
+
+QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
+
+
+def session(app: ScriptedApplication, adapter: LoadedAdapter | None = None, **settings: Any) -> Session:
+    given = {"as_served": False, "temperature": 0.7, "seed": 11, "context": 100, **settings}
+    return Session(cast(ServedApplication, app), adapter, **given)
+
+
+def asking(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "agent", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def started(app: ScriptedApplication, calls: int = 1) -> None:
+    while len(app.asked) < calls:
+        await asyncio.sleep(0)
+
+
+async def test_sampling_is_that_of_the_round_whatever_the_client_asks_for() -> None:
+    app = ScriptedApplication()
+    rollout = session(app, LoadedAdapter("r1-3", 3, "/a"))
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    sampling = {
+        "temperature": 0.0, "top_p": 0.1, "top_k": 3, "min_p": 0.2, "presence_penalty": 2, "frequency_penalty": 2,
+        "repetition_penalty": 2, "seed": 1, "n": 4, "stream": True, "stream_options": {"include_usage": True},
+        "logit_bias": {"3": 100}, "bad_words": ["7"], "allowed_token_ids": [1], "ignore_eos": True,
+        "logprobs": False, "include_reasoning": False, "return_token_ids": False, "use_beam_search": True,
+        "truncate_prompt_tokens": 2, "prompt_logprobs": 1, "chat_template": "{{ 1 }}", "vllm_xargs": {"a": 1},
+        "min_tokens": 9,
+        "thinking_token_budget": 1,
+    }  # fmt: skip
+    await rollout.complete({**asking("?"), **sampling, "tools": tools, "max_tokens": 9, "stop": ["x"]})
+    assert app.asked == [
+        {
+            "messages": asking("?")["messages"],
+            "tools": tools,
+            "max_tokens": 9,
+            "stop": ["x"],
+            "model": "r1-3",
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "n": 1,
+            "stream": False,
+            "seed": seed_of(11, 0),
+            "logprobs": True,
+            "return_token_ids": True,
+            "include_reasoning": True,
+        }
+    ]
+
+
+async def test_the_gates_rollouts_have_the_servers_sampling_and_the_gates_temperature() -> None:
+    app = ScriptedApplication()
+    await session(app, as_served=True, temperature=None).complete(asking("?", temperature=1.5, top_p=0.2))
+    await session(app, as_served=True, temperature=0.3).complete(asking("?"))
+    forced = {"model", "n", "stream", "seed", "logprobs", "return_token_ids", "include_reasoning", "messages"}
+    assert set(app.asked[0]) == forced
+    assert set(app.asked[1]) == forced | {"temperature"}
+    assert (app.asked[0]["model"], app.asked[1]["temperature"]) == (BASE_MODEL, 0.3)
+    assert [limits.server_default for limits in app.limits] == [True, True]
+
+
+async def test_each_call_has_a_seed_of_its_own() -> None:
+    app = ScriptedApplication()
+    rollout = session(app)
+    for text in "abc":
+        await rollout.complete(asking(text))
+    assert [body["seed"] for body in app.asked] == [seed_of(11, number) for number in range(3)]
+
+
+async def test_the_client_receives_what_the_server_would_return() -> None:
+    rollout = session(ScriptedApplication(answered(message(reasoning="3 + 4"))))
+    reply = await rollout.complete(asking("?"))
+    assert (reply.status, reply.error) == (200, "")
+    assert (reply.body["model"], "prompt_token_ids" in reply.body) == ("agent", False)
+    [choice] = reply.body["choices"]
+    assert (choice["logprobs"], "token_ids" in choice) == (None, False)
+    assert choice["message"] == message(reasoning="3 + 4")
+    # Each is there if the client asked for it.
+    reply = await rollout.complete(asking("?", logprobs=True, return_token_ids=True, include_reasoning=False))
+    [choice] = reply.body["choices"]
+    assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-0.5, -0.25]
+    assert (reply.body["prompt_token_ids"], choice["token_ids"]) == ([5, 6, 7], [8, 9])
+    assert "reasoning" not in choice["message"]
+
+
+async def test_a_call_is_recorded_with_its_tokens() -> None:
+    said = message(calls=[("add", '{"a": 3}')])
+    rollout = session(
+        ScriptedApplication(answered(said, logprobs=(-0.5, -9999.0), finish="tool_calls")),
+        texts=lambda tokens: [f"({token})" for token in tokens],
+    )
+    body = asking("?", tools=[{"type": "function", "function": {"name": "add"}}])
+    await rollout.complete(body)
+    [call] = rollout.calls
+    assert (call.prompt_ids, call.token_ids) == ((5, 6, 7), (8, 9))
+    assert call.logprobs == (-0.5, None), "vLLM's -9999 is no logprob"
+    assert (call.prompt_texts, call.texts) == (("(5)", "(6)", "(7)"), ("<8>", "<9>"))
+    assert (call.identity, call.reply) == (identity_of(body), message_identity(said))
+    assert (call.finish_reason, rollout.generated) == ("tool_calls", 2)
+
+
+async def test_a_retry_of_a_call_in_flight_waits_for_its_answer() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    first = asyncio.create_task(rollout.complete(asking("?")))
+    await started(app)
+    second = asyncio.create_task(rollout.complete(asking("?"), attempt=1))
+    third = asyncio.create_task(rollout.complete(asking("?")))
+    await asyncio.sleep(0)
+    app.go.set()
+    assert await first == await second == await third
+    assert (len(app.asked), len(rollout.calls)) == (1, 1)
+
+
+async def test_a_client_that_left_and_asks_again_has_the_answer_of_its_first_attempt() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    first = asyncio.create_task(rollout.complete(asking("?"), attempt=0))
+    await started(app)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    app.go.set()
+    # Some clients count only their own retries, and not those of the program around them.
+    assert (await rollout.complete(asking("?"), attempt=0)).status == 200
+    assert (len(app.asked), len(rollout.calls), app.aborted) == (1, 1, 0)
+
+
+async def test_a_retry_of_an_answered_call_has_its_answer() -> None:
+    app = ScriptedApplication(answered(message("one")), answered(message("two")), answered(message("three")))
+    rollout = session(app)
+    one = await rollout.complete(asking("a"), attempt=0)
+    assert await rollout.complete(asking("a"), attempt=1) == one
+    assert await rollout.complete(asking("a")) == one, "equal to the last request"
+    two = await rollout.complete(asking("b"), attempt=0)
+    assert await rollout.complete(asking("a"), attempt=2) == one, "a late retry of a parallel call"
+    # These are new calls: the client says that it does not retry, or there was another turn in between.
+    assert await rollout.complete(asking("b"), attempt=0) != two
+    assert len(rollout.calls) == 3
+    assert await rollout.complete(asking("a")) != one
+    assert len(rollout.calls) == 4
+
+
+async def test_a_refused_request_is_the_servers_error_and_no_call() -> None:
+    app = ScriptedApplication(
+        (400, TOO_LONG), (500, {"error": {"message": "failed", "code": 500}}), answered(message())
+    )
+    rollout = session(app)
+    reply = await rollout.complete(asking("?"))
+    assert (reply.status, reply.body, reply.is_too_long) == (400, TOO_LONG, True)
+    reply = await rollout.complete(asking("?"))
+    assert (reply.status, reply.error, reply.is_too_long) == (500, "failed", False)
+    assert rollout.calls == ()
+    assert (await rollout.complete(asking("?"))).status == 200
+
+
+async def test_budgets_end_a_rollout() -> None:
+    app = ScriptedApplication()
+    rollout = session(app, tokens=3)
+    await rollout.complete(asking("a"), max_tokens=8)
+    await rollout.complete(asking("b"))
+    reply = await rollout.complete(asking("c"))
+    assert [limits.tokens for limits in app.limits] == [3, 1]
+    assert (reply.status, reply.error) == (400, "this rollout has reached its limit of 3 generated tokens")
+    assert rollout.is_truncated
+    rollout = session(app, turns=1)
+    first = await rollout.complete(asking("a"))
+    assert await rollout.complete(asking("a")) == first, "a retry is no turn"
+    assert (await rollout.complete(asking("b"))).error == "this rollout has reached its limit of 1 calls of the model"
+
+
+async def test_a_closed_session_aborts_its_call_and_refuses_others() -> None:
+    app = ScriptedApplication(hold=True)
+    rollout = session(app)
+    waiting = asyncio.create_task(rollout.complete(asking("?")))
+    await started(app)
+    rollout.close()
+    assert (await waiting).status == 410
+    assert (await rollout.complete(asking("?"))).status == 410
+    assert (app.aborted, rollout.calls) == (1, ())
+
+
+async def test_errors_of_the_engine_reach_the_loop() -> None:
+    class EngineDeadError(Exception):
+        pass
+
+    rollout = session(ScriptedApplication(EngineDeadError("core died")))
+    with pytest.raises(EngineDeadError, match="core died"):
+        await rollout.complete(asking("?"))
+
+
+@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids", "logprobs"])
+async def test_a_response_without_tokens_is_never_trained_on(missing: str) -> None:
+    content = answered(message())
+    holder: Mapping[str, Any] = content if missing in content else content["choices"][0]
+    cast(dict[str, Any], holder)[missing] = None
+    with pytest.raises(TrainError, match="vLLM's response has not all token ids and logprobs"):
+        await session(ScriptedApplication(content)).complete(asking("?"))
+
+
+async def test_frozen_models_answer_as_the_server_does_and_are_not_recorded() -> None:
+    app = ScriptedApplication()
+    writer = LoadedAdapter("r0002-9", 9, "/b")
+    rollout = session(
+        app, LoadedAdapter("r1-3", 3, "/a"), model="plan", frozen={"write": writer, "judge": None}, turns=1, tokens=9
+    )
+    assert rollout.models == ("plan", "write", "judge")
+    sampling = {"temperature": 0.1, "max_tokens": 5}
+    replies = [await rollout.complete(asking("?", **{"model": name, **sampling})) for name in rollout.models]
+    assert [reply.body["model"] for reply in replies] == ["plan", "write", "judge"]
+    assert all("prompt_token_ids" not in reply.body for reply in replies)
+    assert [body["model"] for body in app.asked] == ["r1-3", "r0002-9", BASE_MODEL]
+    assert [body.get("temperature") for body in app.asked] == [0.7, None, None]
+    assert [limits.tokens for limits in app.limits] == [9, None, None]
+    assert (len(rollout.calls), rollout.generated) == (1, 2)
+    # The limits are those of the trained model.
+    assert (await rollout.complete(asking("and?", model="plan"))).status == 400
+    assert (await rollout.complete(asking("and?", model="write"))).status == 200
+
+
+async def test_in_the_gate_frozen_models_have_its_temperature() -> None:
+    app = ScriptedApplication()
+    rollout = session(app, as_served=True, temperature=0.3, frozen={"write": None})
+    await rollout.complete(asking("?", model="write"))
+    assert app.asked[0]["temperature"] == 0.3

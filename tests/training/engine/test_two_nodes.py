@@ -1,0 +1,125 @@
+"""A round's processes on a Ray cluster of two nodes, as `ray.address` has it. Their GPUs are only numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.actor import RoundActor
+from flywheel.training.engine.gpu_placement import place_on_gpus
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+GPUS_PER_NODE = 4
+NODE = {"num_cpus": 6, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
+
+
+class Process(RoundActor):
+    """Says where it is and what it knows."""
+
+    def seat(self) -> tuple[str, tuple[str, ...]]:
+        return ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids()))
+
+    def knows(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def told_by_ray(self) -> str:
+        return str(ray.get_runtime_context().runtime_env)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of the cluster, which was started before this process had its secrets."""
+    # Ray reads its token once in a process: it stays what it is for whatever Ray is started here later.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        nodes.add_node(**NODE)
+        nodes.wait_for_nodes()
+        yield nodes.address
+    finally:
+        nodes.shutdown()
+
+
+@contextlib.contextmanager
+def connected(address: str, **settings: Any) -> Iterator[Config]:
+    config = Config.model_validate({"ray": {"address": address, "placement_seconds": 3}, **settings})
+    with ray_cluster.session(config):
+        yield config
+
+
+def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (
+        "MY_JUDGE_KEY",
+        "MY_BACKUP_KEY",
+        "MY_SIMULATOR_KEY",
+        "OPENAI_BASE_URL",
+        "HTTPS_PROXY",
+        "HF_HOME",
+        "VLLM_LOGGING_LEVEL",
+    )
+    for name in names:
+        monkeypatch.setenv(name, f"value of {name}")
+    monkeypatch.setenv("MY_DIARY", "private")
+    judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
+    tools = {"on_miss": "simulate", "simulator": {"model": "tools", "api_key_env": "MY_SIMULATOR_KEY"}}
+    with connected(address, judge=judge, rollout={"tools": tools}) as config:
+        placement = place_on_gpus(8, ray_cluster.gpus(), with_trainer=True)
+        places = ray_cluster.Places(placement, 60)
+        members = [
+            ray_cluster.start(Process, gpus=gpu_share.share, within=places.at(gpu_share))
+            for gpu_share in (placement.trainer, *placement.engines)
+        ]
+        ray_cluster.gather(members, config, [])
+        assert ray_cluster.wait([each.knows.remote(*names, "MY_DIARY") for each in members]) == [
+            [*(f"value of {name}" for name in names), None]
+        ] * len(members)
+        assert "value of" not in ray_cluster.wait([members[0].told_by_ray.remote()])[0], "a dashboard shows that"
+        # Whole GPUs first: all eight of both nodes are used, one of them by two.
+        taken = ray_cluster.wait([each.seat.remote() for each in members])
+        assert all(len(gpu) == 1 for _, gpu in taken)
+        assert len(set(taken)) == 2 * GPUS_PER_NODE
+        assert len({node for node, _ in taken}) == 2
+        assert taken[0] == taken[1], "the trainer and the engine that shares with it"
+
+
+def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: str) -> None:
+    with connected(address) as config:
+        held = ray_cluster.Places(place_on_gpus(4, GPUS_PER_NODE, with_trainer=False), 60)
+        assert held is not None
+        with pytest.raises(TrainError) as caught:
+            ray_cluster.Places(place_on_gpus(5, ray_cluster.gpus(), with_trainer=False), config.ray.placement_seconds)
+        assert caught.value.retryable
+        assert "no room within 3 s. Asked for, each on one node: 5 × (1 GPU, 1 CPU)." in caught.value.why
+        assert (
+            "Free in all of the cluster: 4 GPU, 8 CPU. What its nodes have, free or not: 4 GPU, 6 CPU, 4 GPU, 6 CPU"
+            in (caught.value.why)
+        )
+        # What could not be had is not held either.
+        assert ray_cluster.Places(place_on_gpus(4, ray_cluster.gpus(), with_trainer=False), 60)
+
+
+def test_a_path_that_a_node_does_not_have_is_named(address: str, tmp_path: Path) -> None:
+    missing = tmp_path / "state" / "rounds"
+    with connected(address) as config:
+        member = ray_cluster.start(Process, gpus=0)
+        ray_cluster.gather([member], config, [tmp_path])
+        with pytest.raises(TrainError, match=f"it has no {missing}") as caught:
+            ray_cluster.gather([member], config, [tmp_path, missing])
+    assert "a file system that they share" in caught.value.hint
+    assert not caught.value.retryable
+
+
+def test_an_address_where_no_cluster_is_is_told() -> None:
+    with pytest.raises(TrainError, match=r"reach the Ray cluster at 127\.0\.0\.1:1"), connected("127.0.0.1:1"):
+        pass

@@ -1,0 +1,150 @@
+"""The gate decides from a comparison's figures alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.config import GateSettings
+from flywheel.records.round import Comparison, CriterionComparison, Ground
+from flywheel.training.gate.gate import decide
+
+GATE = GateSettings(min_tasks=8, min_gain=0.0)
+
+
+def comparison(*, tasks: int = 50, gain: float = 0.2, lower: float = 0.1, undecided: int = 0) -> Comparison:
+    return Comparison(
+        tasks=tasks,
+        samples=2,
+        undecided=undecided,
+        candidate_mean=0.5 + gain,
+        deployed_mean=0.5,
+        gain=gain,
+        lower=lower,
+        upper=gain + (gain - lower),
+        confidence=0.95,
+        method="paired bootstrap, BCa",
+        scores=[],
+    )
+
+
+def test_a_gain_whose_interval_is_above_zero_is_promoted() -> None:
+    decision = decide(comparison(), GATE)
+    assert decision.promote
+    assert decision.reason == (
+        "better: gain +0.200, 95 % interval +0.100 to +0.300; candidate 0.700, deployed 0.500, on 50 held-out tasks"
+    )
+
+
+def test_misses_and_the_bound_with_the_deployed_adapters_at_one_are_reported_and_decide_nothing() -> None:
+    missed = {"candidate_missed": 1, "deployed_missed": 12, "lower_at_bound": -0.034}
+    decision = decide(comparison().model_copy(update=missed), GATE)
+    assert decision.promote
+    assert decision.reason.endswith(
+        "on 50 held-out tasks; calls without a recorded result ended 1 answer of the candidate (scored 0) and 12 of"
+        " the deployed (scored as its others' mean; the lower bound is -0.034 if they score 1)"
+    )
+    candidates = decide(comparison().model_copy(update={"candidate_missed": 2}), GATE).reason
+    assert candidates.endswith("ended 2 answers of the candidate (scored 0) and 0 of the deployed")
+
+
+def test_too_few_tasks_are_not_enough_evidence_however_large_the_gain() -> None:
+    assert decide(comparison(tasks=8, gain=0.9, lower=0.9), GATE).promote
+    decision = decide(comparison(tasks=7, gain=0.9, lower=0.9, undecided=5), GATE)
+    assert not decision.promote
+    assert decision.reason.startswith("not enough evidence: fewer than 8 held-out tasks decided")
+    assert "5 more undecided" in decision.reason
+
+
+def test_a_lower_bound_at_the_needed_gain_is_not_above_it() -> None:
+    assert not decide(comparison(gain=0.1, lower=0.0), GATE).promote
+    demanding = GateSettings(min_gain=0.1)
+    assert not decide(comparison(gain=0.2, lower=0.1), demanding).promote
+    assert decide(comparison(gain=0.2, lower=0.11), demanding).promote
+    assert "is not above 0.1 (gain +0.200" in decide(comparison(gain=0.2, lower=0.05), demanding).reason
+
+
+@given(tasks=st.integers(0, 30), lower=st.floats(-1, 1), min_tasks=st.integers(1, 30), min_gain=st.floats(0, 1))
+def test_only_what_is_shown_is_promoted(tasks: int, lower: float, min_tasks: int, min_gain: float) -> None:
+    gate = GateSettings(min_tasks=min_tasks, min_gain=min_gain)
+    decision = decide(comparison(tasks=tasks, gain=max(lower, 0.0), lower=lower), gate)
+    assert decision.promote == (tasks >= min_tasks and lower > min_gain)
+
+
+def test_the_gate_needs_no_science_library() -> None:
+    code = (
+        "import sys, flywheel.training.gate.gate\n"
+        "print(sorted({'scipy', 'numpy', 'torch', 'ray'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def criterion(name: str = "safe", *, gain: float = 0.0, lower: float = -0.04, tasks: int = 50) -> CriterionComparison:
+    return CriterionComparison(
+        criterion=name,
+        tasks=tasks,
+        candidate_mean=0.9 + gain,
+        deployed_mean=0.9,
+        gain=gain,
+        lower=lower,
+        upper=gain + (gain - lower),
+    )
+
+
+def with_criteria(*criteria: CriterionComparison, **values: float) -> Comparison:
+    return comparison(**values).model_copy(update={"criteria": list(criteria)})  # type: ignore[arg-type]
+
+
+GUARDED = GateSettings(non_inferiority_margins={"safe": 0.05})
+
+
+def test_a_criterion_that_gets_worse_stops_what_is_better_as_a_whole() -> None:
+    worse = with_criteria(criterion(gain=-0.1, lower=-0.16))
+    assert decide(worse, GATE).promote, "without a margin the rubric's weights decide"
+    decision = decide(worse, GUARDED)
+    assert not decision.promote
+    assert decision.reason.startswith(
+        "not shown to be no worse in safe (-0.100, -0.160 to -0.040): the lower bound is not above -0.05 (gain +0.200"
+    )
+
+
+def test_a_criterion_that_is_no_worse_by_its_margin_stops_nothing() -> None:
+    assert decide(with_criteria(criterion(lower=-0.049)), GUARDED).promote
+    assert not decide(with_criteria(criterion(lower=-0.05)), GUARDED).promote
+
+
+def test_a_criterion_of_which_too_little_was_seen_is_not_shown_to_be_no_worse() -> None:
+    for seen, times in ((with_criteria(criterion(tasks=7)), "7 held-out tasks"), (comparison(), "0 held-out tasks")):
+        decision = decide(seen, GUARDED)
+        assert not decision.promote
+        assert decision.reason.startswith(f"not enough evidence on safe: it was looked at on {times}, fewer than 8")
+
+
+def test_what_got_worse_is_told_whatever_is_decided() -> None:
+    seen = with_criteria(criterion("clear", gain=-0.2, lower=-0.3), criterion("safe"))
+    assert "; worse in clear (-0.200, -0.300 to -0.100)" in decide(seen, GATE).reason
+    assert "worse" not in decide(with_criteria(criterion()), GATE).reason
+
+
+def test_no_margin_makes_up_for_a_total_that_is_not_better() -> None:
+    seen = with_criteria(criterion(lower=-0.01), lower=-0.1)
+    assert decide(seen, GUARDED).reason.startswith("not shown to be better")
+
+
+def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
+    grounds = {
+        Ground.BETTER: (comparison(), GATE),
+        Ground.FEW_TASKS: (comparison(tasks=7), GATE),
+        Ground.NOT_BETTER: (comparison(lower=0.0), GATE),
+        Ground.FEW_ON_CRITERION: (comparison(), GUARDED),
+        Ground.WORSE_ON_CRITERION: (with_criteria(criterion(lower=-0.05)), GUARDED),
+    }
+    for ground, (seen, gate) in grounds.items():
+        decision = decide(seen, gate)
+        assert decision.ground is ground
+        assert decision.criterion == ("safe" if "criterion" in ground else "")
+        limits = (decision.min_tasks, decision.min_gain, decision.confidence, decision.margins)
+        assert limits == (gate.min_tasks, gate.min_gain, gate.confidence, gate.non_inferiority_margins)

@@ -1,0 +1,532 @@
+"""TRL's GRPO on rows made by hand: its gradient is that of an independent computation, and of TRL alone."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, LoraSettings
+from flywheel.errors import TrainError
+from flywheel.training.data.samples import Row, Sample
+from tests.training.data.rollouts import batch
+from tests.training.data.test_round_directory import POLICY
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+TRAINING = {
+    "steps": 1,
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1e9,
+    "lora": {"r": 8},
+    "micro_batch_tokens": 10_000,
+}
+TEMPERATURE = 0.8
+LONGEST = 16
+
+
+def made_settings(**training: Any) -> Config:
+    return Config.model_validate(
+        {
+            "training": {**TRAINING, **training},
+            "rollout": {"max_completion_tokens": LONGEST, "max_model_len": 64, "temperature": TEMPERATURE},
+        }
+    )
+
+
+def policy() -> Any:
+    """A policy with an adapter that has an effect."""
+    import torch
+
+    from flywheel.training.engine.policy import load_policy
+
+    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=1)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.05)
+    return model
+
+
+def logps_of(model: Any, sample: Sample) -> Any:
+    """Log-probabilities of the tokens of a sample but the first, one after the other in plain torch."""
+    import torch
+
+    ids = torch.tensor([sample.token_ids])
+    logits = model(ids).logits[0, :-1].float() / TEMPERATURE
+    return torch.stack([logits[at] - logits[at].logsumexp(-1) for at in range(len(ids[0]) - 1)]).gather(
+        1, ids[0, 1:, None]
+    )[:, 0]
+
+
+@cache
+def exact(sample: Sample) -> tuple[float, ...]:
+    import torch
+
+    with torch.no_grad():
+        return tuple(logps_of(policy(), sample).tolist())
+
+
+SHIFTS = (0.0, 0.4, -0.3, 1.5, -1.6)
+"""By how much the engine's logprobs differ from the trainer's, in nats."""
+
+
+def sample(*parts: Sequence[int], missing: Sequence[int] = (), shifted: bool = True) -> Sample:
+    """Context and generated tokens in turn; the engine gave no logprob for the `missing` places."""
+    ids = tuple(token for part in parts for token in part)
+    mask = tuple(bool(place % 2) for place, part in enumerate(parts) for _ in part)
+    bare = Sample(ids, mask, (None,) * len(ids))
+    given = (0.0, *exact(bare))
+    return Sample(
+        ids,
+        mask,
+        tuple(
+            given[at] + (SHIFTS[at % len(SHIFTS)] if shifted else 0) if own and at not in missing else None
+            for at, own in enumerate(mask)
+        ),
+    )
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Five rollouts: some of several samples, turns with observations between them, and tokens without a logprob."""
+    return (
+        Row(0, sample((1, 20, 21, 22, 23), (40, 41, 42, 2), (70, 71, 72), (44, 45, 2)), 1.2),
+        Row(0, sample((1, 20, 21, 22, 23, 24), (50, 51, 2)), 1.2),
+        Row(1, sample((1, 20, 21), (43, 2), missing=(3,)), -0.7),
+        Row(2, sample((1, 30, 31), (60, 61, 62, 63, 64, 65, 66, 2)), -1.1),
+        Row(3, sample((1, 30, 31), (67, 2)), 0.6),
+        Row(3, sample((1, 30, 31, 67, 2, 80), (68, 69, 2), (81, 82), (2,)), 0.6),
+        Row(3, sample((1, 33), (90, 91, 92, 93), missing=(3,)), 0.6),
+        Row(5, sample((1, 30, 31), (94, 2)), 0.0),
+    )
+
+
+class Trained:
+    """A run on rows: its gradients before each optimizer step, its log, and its forward passes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        given: Sequence[Row] | Callable[[int], Sequence[Row]] = (),
+        model: Any = None,
+        **training: Any,
+    ) -> None:
+        from transformers import AutoTokenizer, TrainerCallback
+
+        from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
+
+        self.settings = made_settings(**training)
+        self.synced = self.passes = 0
+        self.steps: list[int] = []
+        self.logs: list[tuple[int, dict[str, Any]]] = []
+        self.gradients: list[dict[str, Any]] = []
+        observed = self
+
+        class Gradients(TrainerCallback):  # type: ignore[misc]
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                observed.gradients.append(gradients(observed.model))
+
+        def sync() -> None:
+            self.synced += 1
+
+        def roll_out(step: int) -> Sequence[Row]:
+            self.steps.append(step)
+            return given(step) if callable(given) else given
+
+        def count(*_: Any) -> None:
+            self.passes += 1
+
+        self.model = model or policy()
+        self.before = self.weights()
+        self.model.base_model.model.model.register_forward_pre_hook(count)
+        self.trainer = RoundTrainer(
+            roll_out=roll_out,
+            sync_weights=sync,
+            settings=self.settings,
+            model=self.model,
+            args=grpo_config(self.settings, directory, seed=1, model_dtype=self.model.dtype, longest=LONGEST),
+            train_dataset=step_dataset(self.settings.training.steps * int(os.environ.get("WORLD_SIZE", "1"))),
+            processing_class=AutoTokenizer.from_pretrained(POLICY),
+            callbacks=[StepLog(lambda step, logs: self.logs.append((step, logs))), Gradients()],
+        )
+        self.trainer.train()
+
+    def weights(self) -> dict[str, Any]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def expected(given: Sequence[Row], *, loss_type: str, importance: str, cap: float = 3.0) -> dict[str, Any]:
+    """The gradient of the first update, from the definition: token by token, sample by sample."""
+    model = policy()
+    trained = {
+        at: [place for place in range(1, len(row.sample.token_ids)) if row.sample.logprobs[place] is not None]
+        for at, row in enumerate(given)
+    }
+    of_rollout: dict[int, int] = {}
+    for at, row in enumerate(given):
+        of_rollout[row.rollout] = of_rollout.get(row.rollout, 0) + len(trained[at])
+    for at, row in enumerate(given):
+        logps = logps_of(model, row.sample)
+        loss = 0.0
+        for place in trained[at]:
+            logp, engine = logps[place - 1], row.sample.logprobs[place]
+            if importance == "engine":
+                ratio = (logp - engine).exp()
+                term = -min(ratio * row.advantage, ratio.clamp(0.8, 1.28) * row.advantage)
+            else:
+                weight = min(math.exp(logp.item() - engine), cap)
+                term = -weight * (logp - logp.detach()).exp() * row.advantage
+            share = {
+                "dapo": 1 / sum(of_rollout.values()),
+                "grpo": 1 / of_rollout[row.rollout] / len(of_rollout),
+                "dr_grpo": 1 / LONGEST / len(of_rollout),
+            }[loss_type]
+            loss = loss + term * share
+        loss.backward()  # type: ignore[attr-defined]
+    return gradients(model)
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-4) -> None:
+    assert found.keys() == wanted.keys()
+    assert all("lora_" in name for name in found)
+    scale = max(grad.abs().max().item() for grad in wanted.values())
+    assert scale > 1e-3
+    for name, grad in wanted.items():
+        assert (found[name] - grad).abs().max().item() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("importance", ["truncated", "engine"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_a_steps_gradient_is_that_of_an_independent_computation(
+    tmp_path: Path, loss_type: str, importance: str
+) -> None:
+    """Several samples per rollout, masks and missing logprobs, whole and in micro-batches."""
+    wanted = expected(rows(), loss_type=loss_type, importance=importance)
+    for budget, batches in ((10_000, 1), (30, 3), (1, 8)):
+        done = Trained(tmp_path, rows(), loss_type=loss_type, importance=importance, micro_batch_tokens=budget)
+        [gradient] = done.gradients
+        assert_equal(gradient, wanted)
+        [(_, logs)] = done.logs
+        assert logs["rows/micro_batches"] == batches
+        assert done.passes == batches, "a forward pass besides the loss's own"
+
+
+def test_processes_divide_by_what_all_of_them_train(tmp_path: Path) -> None:
+    """Two processes with different rows and numbers of micro-batches have the gradient of one with all rows."""
+    import torch
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.training.optim.two_ranks", str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    wanted = expected(rows(), loss_type="grpo", importance="truncated")
+    for rank in range(2):
+        found, [(_, logs)] = torch.load(tmp_path / f"rank-{rank}.pt")
+        assert_equal({name.removeprefix("module."): grad for name, grad in found.items()}, wanted)
+        assert logs["rows/trained_tokens"] == sum(len(row.sample.trained) for row in rows())
+
+
+def test_the_gradient_depends_on_what_the_settings_say(tmp_path: Path) -> None:
+    """So that the comparison above can tell one setting from another."""
+    found = {
+        (loss_type, importance): expected(rows(), loss_type=loss_type, importance=importance)
+        for loss_type in ("dapo", "grpo")
+        for importance in ("truncated", "engine")
+    }
+    some = next(name for name in found["dapo", "engine"] if "lora_B" in name)
+    values = [gradient[some].norm().item() for gradient in found.values()]
+    assert min(abs(a - b) / a for place, a in enumerate(values) for b in values[:place]) > 1e-3
+
+
+def test_the_metrics_are_means_over_the_steps_trained_tokens(tmp_path: Path) -> None:
+    pairs = [
+        (
+            exact(Sample(row.sample.token_ids, row.sample.loss_mask, (None,) * len(row.sample.token_ids)))[at - 1],
+            given,
+        )
+        for row in rows()
+        for at, given in enumerate(row.sample.logprobs)
+        if given is not None
+    ]
+    ratios = [math.exp(own - engine) for own, engine in pairs]
+    for budget in (10_000, 30):
+        [(step, logs)] = Trained(tmp_path, rows(), micro_batch_tokens=budget).logs
+        assert step == 1
+        assert logs["rows/trained_tokens"] == len(pairs)
+        assert logs["rows/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+        assert logs["rows/ratio_capped_share"] == pytest.approx(sum(r > 3 for r in ratios) / len(ratios))
+        gap = sum(abs(own - engine) for own, engine in pairs) / len(pairs)
+        assert logs["rows/logprob_gap"] == pytest.approx(gap, rel=1e-4)
+        assert 0 < logs["rows/entropy"] < math.log(400)
+        assert math.isfinite(logs["loss"])
+        assert logs["grad_norm"] > 0
+
+
+def trl_alone(directory: Path, given: Sequence[Row], group: int, **arguments: Any) -> dict[str, Any]:
+    """The gradient of TRL's own GRPOTrainer on one sample per rollout, with its own forward pass for its correction
+    and its own padding, advantages and normaliser."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    model = policy()
+    found: list[dict[str, Any]] = []
+
+    class Gradients(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            found.append(gradients(model))
+
+    class NoSync:
+        def sync_weights(self) -> None:
+            pass
+
+    def roll_out(prompts: Sequence[str], _: Any) -> dict[str, list[Any]]:
+        assert len(prompts) == len(given)
+        starts = [row.sample.trained[0] for row in given]
+        pairs = list(zip(starts, given, strict=True))
+        return {
+            "prompt_ids": [list(row.sample.token_ids[:at]) for at, row in pairs],
+            "completion_ids": [list(row.sample.token_ids[at:]) for at, row in pairs],
+            "logprobs": [[value or 0.0 for value in row.sample.logprobs[at:]] for at, row in pairs],
+            "env_mask": [[int(own) for own in row.sample.loss_mask[at:]] for at, row in pairs],
+            "reward": [row.advantage for row in given],
+        }
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda reward, **_: reward,
+        rollout_func=roll_out,
+        args=GRPOConfig(
+            output_dir=str(directory),
+            max_steps=1,
+            per_device_train_batch_size=len(given),
+            num_generations=group,
+            max_completion_length=LONGEST,
+            temperature=TEMPERATURE,
+            beta=0.0,
+            epsilon_high=0.28,
+            scale_rewards="none",
+            max_grad_norm=1e9,
+            vllm_importance_sampling_mode="token_truncate",
+            vllm_importance_sampling_clip_max=3.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * (len(given) // group)}),
+        processing_class=AutoTokenizer.from_pretrained(POLICY),
+        callbacks=[Gradients()],
+    )
+    # This enables the correction without starting vLLM.
+    trainer.vllm_generation, trainer._last_loaded_step, trainer.use_vllm = NoSync(), -1, True
+    trainer.train()
+    return found[0]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_the_gradient_is_trls_where_trl_can_express_the_step(tmp_path: Path, loss_type: str) -> None:
+    """Prompts x group rollouts of one sample each; advantages that have a mean of 0 in their group."""
+    given = [
+        Row(0, sample((1, 20, 21, 22, 23), (40, 41, 42, 2), (70, 71, 72), (44, 45, 2)), 0.75),
+        Row(1, sample((1, 20, 21, 22, 23), (50, 51, 2)), -0.25),
+        Row(2, sample((1, 20, 21, 22, 23), (43, 2)), -0.25),
+        Row(3, sample((1, 20, 21, 22, 23), (60, 61, 62, 63, 64, 65, 66, 2)), -0.25),
+        Row(4, sample((1, 30, 31), (67, 2)), 0.5),
+        Row(5, sample((1, 30, 31), (68, 69, 2), (81, 82), (2,)), 0.5),
+        Row(6, sample((1, 30, 31), (90, 91, 92, 93)), -0.5),
+        Row(7, sample((1, 30, 31), (94, 2)), -0.5),
+    ]
+    wanted = trl_alone(tmp_path / "trl", given, 4, loss_type=loss_type)
+    done = Trained(tmp_path / "own", given, loss_type=loss_type, micro_batch_tokens=40)
+    assert_equal(done.gradients[0], wanted)
+
+
+def test_trl_has_what_the_trainer_overrides() -> None:
+    """A new version of TRL that renames or reorders these breaks the trainer: adapt it before raising the pin."""
+    from trl import GRPOTrainer
+
+    def parameters(name: str) -> list[str]:
+        return list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+
+    assert parameters("_prepare_inputs") == ["self", "generation_batch"]
+    assert parameters("training_step") == ["self", "model", "inputs", "num_items_in_batch"]
+    assert parameters("_compute_loss") == ["self", "model", "inputs"]
+    forward = parameters("_get_per_token_logps_and_entropies")
+    assert forward[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
+    source = inspect.getsource(inspect.unwrap(GRPOTrainer._compute_loss))
+    read = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"]
+    read += ["old_per_token_logps", "ref_per_token_logps", "num_items_in_batch"]
+    assert [name for name in read if f'"{name}"' not in source] == []
+    # What depends on the forward pass is read after it.
+    passed = source.index("_get_per_token_logps_and_entropies(")
+    assert all(source.index(name) > passed for name in ('inputs["advantages"]', 'inputs.get("old_per_token_logps")'))
+
+
+def test_weights_are_synced_before_rollouts_and_only_the_adapter_is_trained(tmp_path: Path) -> None:
+    done = Trained(tmp_path, rows())
+    assert done.synced == 1
+    after = done.weights()
+    assert all("lora_" in name for name in after)
+    assert any((done.before[name] != after[name]).any() for name in after)
+
+
+TWICE = {"updates_per_batch": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The weights that these settings lead to. What is asked for again is not trained again."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def train(training: dict[str, Any]) -> dict[str, Any]:
+        name = repr(training)
+        if name not in known:
+            made = Trained(tmp_path_factory.mktemp("trl"), rows(), **training)
+            known[name] = {name: weight for name, weight in made.weights().items() if ".ref." not in name}
+        return known[name]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("before", "changed"),
+    [
+        ({}, {"learning_rate": 5e-3}),
+        ({}, {"max_grad_norm": 1e-9}),
+        ({}, {"loss_type": "grpo"}),
+        ({}, {"importance": "engine"}),
+        ({}, {"importance_cap": 1.1}),
+        ({}, TWICE),
+        (TWICE, {**TWICE, "clip_epsilon": 0.999}),
+        (TWICE, {**TWICE, "clip_epsilon_high": 1e3}),
+        (TWICE, {**TWICE, "beta": 1.0}),
+        ({"steps": 2}, {"steps": 2, "warmup_steps": 1}),
+    ],
+)
+def test_a_setting_of_the_training_section_changes_what_is_trained(
+    trained: Callable[[dict[str, Any]], dict[str, Any]], before: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    kept = trained(before)
+    assert any((kept[name] != weight).any() for name, weight in trained(changed).items())
+
+
+def test_updates_on_a_batch_are_one_step_and_need_one_pass_each(tmp_path: Path) -> None:
+    done = Trained(tmp_path, rows(), steps=2, **TWICE)
+    assert done.steps == [0, 1]
+    assert done.synced == 2
+    assert [step for step, _ in done.logs] == [1, 2]
+    assert done.trainer.state.global_step == 4
+    assert done.passes == 4
+
+
+def test_the_second_update_has_the_first_ones_policy_as_the_old_one(tmp_path: Path) -> None:
+    """Its importance weights stay those of the first, and the ratio to the engine changes."""
+    done = Trained(tmp_path, rows(), **TWICE, learning_rate=1e-3, micro_batch_tokens=30)
+    first, second = done.gradients
+    assert any((first[name] != second[name]).any() for name in first)
+    [(_, logs)] = done.logs
+    once = Trained(tmp_path, rows(), learning_rate=1e-3).logs[0][1]
+    assert logs["rows/logprob_gap"] == pytest.approx(once["rows/logprob_gap"], rel=1e-4)
+    assert logs["rows/ratio_mean"] != pytest.approx(once["rows/ratio_mean"], rel=1e-6)
+
+
+def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
+    """All its groups were dropped. The optimizer's momentum must not move the weights either."""
+    moved: list[dict[str, Any]] = []
+
+    def given(step: int) -> Sequence[Row]:
+        moved.append(done_model_weights())
+        return rows() if step in (0, 2) else batch([1, 1, 1, 1], [1, 0, 0]).rows()
+
+    model = policy()
+
+    def done_model_weights() -> dict[str, Any]:
+        return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    done = Trained(tmp_path, given, model, steps=3)
+    start, after_first, after_second = moved
+    assert any((start[name] != after_first[name]).any() for name in start)
+    assert all((after_first[name] == after_second[name]).all() for name in start)
+    assert [(step, logs["loss"], logs["grad_norm"]) for step, logs in done.logs if step == 2] == [(2, 0, 0)]
+    assert "rows/trained_tokens" not in done.logs[1][1]
+
+
+def test_a_loss_that_is_not_a_number_ends_the_round(tmp_path: Path) -> None:
+    broken = Row(0, Sample((1, 2, 3), (False, True, True), (None, -0.5, float("nan"))), 1.0)
+    with pytest.raises(TrainError, match="cannot take step 1 of the round: loss is nan"):
+        Trained(tmp_path, [*rows(), broken])
+
+
+def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
+    from flywheel.training.data.metrics import UPDATE_FIGURES
+    from flywheel.training.engine.policy import save_adapter
+
+    done = Trained(tmp_path / "trl", rows(), beta=0.1, micro_batch_tokens=30)
+    assert done.logs[0][1]["kl"] == pytest.approx(0, abs=1e-5)
+    assert set(UPDATE_FIGURES) <= set(done.logs[0][1]), "they are in metrics.jsonl"
+    save_adapter(done.model, tmp_path / "adapter")
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_an_adapter_appears_whole_and_can_be_continued(tmp_path: Path) -> None:
+    from flywheel.records.round import AdapterRef
+    from flywheel.system.files import tree_sha256
+    from flywheel.training.engine.policy import check_parent, load_policy, other_form, rank, save_adapter
+
+    model = policy()
+    path = tmp_path / "adapter"
+    save_adapter(model, path)
+    assert sorted(p.name for p in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter"]
+    reference = AdapterRef(name="r0001", path=str(path), sha256=tree_sha256(path))
+    check_parent(reference)
+    assert rank([reference, None], LoraSettings(r=1)) == 8
+    assert other_form(reference, LoraSettings(r=8, alpha=16)) == ""
+    assert other_form(reference, LoraSettings(r=16, alpha=16)) == "r 8"
+    again = load_policy(str(POLICY), reference, LoraSettings(r=8), seed=2)
+    loaded = {name: p for name, p in again.named_parameters() if p.requires_grad}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            assert (loaded[name] == weight).all()

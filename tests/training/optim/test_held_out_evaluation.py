@@ -1,0 +1,140 @@
+"""Held-out tasks are asked as the agent's server answers them, and not as a round learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.records.round import Comparison, GateTest, RoundSpec
+from flywheel.records.verdict import CriterionResult
+from flywheel.training.data.prompts import seed_of
+from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
+from flywheel.training.optim.held_out_evaluation import Answers, answer
+from flywheel.training.worker.training_round import Round
+from tests.training.data.rollouts import missed, prompt, rollout, verdict
+
+CANDIDATE = LoadedAdapter("r0001", 1, "/r0001")
+SEEDS = [seed_of(7, "held-out", "t-1", sample) for sample in range(2)]
+
+
+class Missing:
+    """Takes the place of engines and judge. The candidate's first answer of t-1 ends by a miss, and so does the
+    deployed adapter's second one; the other answers score 1 and 0.5."""
+
+    def __init__(self, undecided: bool = False) -> None:
+        self.other = None if undecided else 1.0
+
+    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(tuple(map(self._answer, requests)))
+
+    def _answer(self, request: RolloutRequest) -> Rollout:
+        of_candidate = request.adapter == CANDIDATE
+        if request.seed == SEEDS[0 if of_candidate else 1]:
+            return Rollout(request, missed(0).completion, None)
+        done = rollout(0, self.other if of_candidate else 0.5)
+        assert done.verdict is not None
+        results = (CriterionResult("right", "yes", 1.0, True),)
+        return Rollout(request, done.completion, replace(done.verdict, results=results))
+
+
+class Noted:
+    """Takes the place of engines and judge: every answer is right."""
+
+    def __init__(self) -> None:
+        self.requests: list[RolloutRequest] = []
+
+    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+        self.requests += requests
+        done = rollout(0, 1.0)
+        return Batch(tuple(Rollout(request, done.completion, done.verdict) for request in requests))
+
+
+def spec_of(settings: Config) -> RoundSpec:
+    return RoundSpec(
+        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
+        rubric={}, settings=settings.model_dump(mode="json"),
+    )  # fmt: skip
+
+
+def asked(directory: Path, **sections: object) -> list[RolloutRequest]:
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2, **sections.pop("gate", {})}, **sections})  # type: ignore[dict-item]
+    noted = Noted()
+    answered(noted, settings, directory)
+    return noted.requests
+
+
+def answered(collector: Any, settings: Config, directory: Path) -> Answers:
+    prompts = [prompt("t-1", (1,)), prompt("t-2", (2,))]
+    return answer(prompts, (CANDIDATE, None), spec_of(settings), settings, collector, directory)
+
+
+def test_misses_score_against_the_candidate_and_are_not_undecided(tmp_path: Path) -> None:
+    settings = Config.model_validate(
+        {"gate": {"min_tasks": 2, "samples": 2}, "training": {"max_undecided_share": 0.0}}
+    )
+    found = answered(Missing(), settings, tmp_path)
+    assert found.rewards == [((0.0, 1.0), (0.5, 0.5)), ((1.0, 1.0), (0.5, 0.5))]
+    assert found.at_bound == [((0.0, 1.0), (0.5, 1.0)), ((1.0, 1.0), (0.5, 0.5))]
+    assert found.missed == (1, 1)
+    assert found.values == {"right": [((None, 1.0), (1.0, None)), ((1.0, 1.0), (1.0, 1.0))]}
+    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [None, 1.0, 0.5, None, 1.0, 1.0, 0.5, 0.5]
+    assert lines[0]["error"] == 'no recorded result for add({"a": 1})'
+
+
+def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_deployed_at_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def comparison(collector: object) -> Comparison:
+        settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
+        rubric = {"version": 1, "id": "right", "criteria": [{"id": "right", "type": "contains", "value": "seven"}]}
+        spec = spec_of(settings).model_copy(
+            update={"test": GateTest(epoch=1, number=1, alpha=0.25), "rubric": rubric}
+        )
+        found = Round(spec, tmp_path, settings, lambda *_: lambda work: verdict(1.0))
+        monkeypatch.setattr(found, "_collector", lambda: nullcontext(collector))
+        prompts = [prompt(f"t-{place}", (place,)) for place in range(1, 9)]
+        return found._compare(prompts, CANDIDATE, None)
+
+    missing = comparison(Missing())
+    assert (missing.tasks, missing.undecided, missing.candidate_missed, missing.deployed_missed) == (8, 0, 1, 1)
+    assert (missing.scores[0].candidate, missing.scores[0].deployed) == (0.5, 0.5)
+    assert missing.gain == pytest.approx(3.5 / 8)
+    assert missing.lower_at_bound is not None
+    assert missing.lower_at_bound < missing.lower
+    assert [(each.criterion, each.tasks) for each in missing.criteria] == [("right", 8)]
+    alone = comparison(Noted())
+    assert (alone.candidate_missed, alone.deployed_missed, alone.lower_at_bound) == (0, 0, None)
+
+
+def test_undecided_answers_beside_misses_stay_undecided(tmp_path: Path) -> None:
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
+    with pytest.raises(TrainError, match=r"of 2 held-out tasks only 0 have all their verdicts.*3 of 8 answers are"):
+        answered(Missing(undecided=True), settings, tmp_path)
+
+
+def test_the_gates_answers_have_the_servers_limits_and_not_the_rounds(tmp_path: Path) -> None:
+    requests = asked(tmp_path, rollout={"max_completion_tokens": 16, "temperature": 0.7, "timeout_seconds": 100})
+    assert len(requests) == 8
+    assert {(each.as_served, each.max_tokens, each.temperature, each.seconds) for each in requests} == {
+        (True, None, None, 90.0)
+    }
+
+
+def test_the_agents_temperature_is_used_where_it_is_told(tmp_path: Path) -> None:
+    assert {each.temperature for each in asked(tmp_path, gate={"temperature": 0.3})} == {0.3}
+
+
+def test_both_sides_are_asked_with_the_same_seeds(tmp_path: Path) -> None:
+    requests = asked(tmp_path)
+    seeds = [[each.seed for each in requests if (each.adapter is None) is deployed] for deployed in (False, True)]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4

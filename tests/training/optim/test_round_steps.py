@@ -1,0 +1,267 @@
+"""Which prompts a step asks, and what replaces groups that are dropped for their misses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.daemon.status import metrics_of
+from flywheel.errors import TrainError
+from flywheel.records.round import RoundSpec
+from flywheel.training.data.answered_calls import AnsweredCall, Outcome
+from flywheel.training.data.misses import WINDOW, growing_misses
+from flywheel.training.data.progress_meter import Meter
+from flywheel.training.data.refusal import RefusedError, refuse_without_spread
+from flywheel.training.data.rollout import Batch, Rollout, RolloutRequest
+from flywheel.training.data.rollout_file import read_rollouts
+from flywheel.training.optim import trainer
+from flywheel.training.optim.debug_round import DebugRun, roll_out_only
+from flywheel.training.optim.round_steps import RoundSteps
+from tests.training.data.rollouts import batch, missed, recorded, rollout, verdict
+
+PROMPTS, GROUP = 4, 4
+LOGS = {"loss": 0.1, "grad_norm": 0.1, "learning_rate": 1e-5}
+
+Act = Callable[[RolloutRequest, int], float | None]
+"""The reward of a rollout, given its request and its number in its group; None if it ends by a miss."""
+
+
+class Scripted:
+    """Takes the place of engines and judge. Rollouts call a tool, except those that are `silent`."""
+
+    def __init__(self, act: Act, silent: Callable[[RolloutRequest, int], bool] = lambda *_: False) -> None:
+        self.act, self.silent = act, silent
+        self.asked: list[list[str]] = []
+
+    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+        self.asked.append([request.prompt.task.task_id for request in requests[::GROUP]])
+        return Batch(
+            tuple(self._rollout(request, place % GROUP) for place, request in enumerate(requests)),
+            {"generate": 1.0, "grade": 0.5},
+        )
+
+    def _rollout(self, request: RolloutRequest, number: int) -> Rollout:
+        reward = self.act(request, number)
+        if reward is None:
+            return Rollout(request, missed(0).completion, None)
+        calls = () if self.silent(request, number) else (AnsweredCall("c-1", "add", Outcome.TRACE),)
+        return Rollout(request, replace(rollout(0, reward).completion, calls=calls), verdict(reward))
+
+
+def settings(*, steps: int = 3, oversample: float = 1.0) -> Config:
+    training = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP}
+    return Config.model_validate({"training": training, "rollout": {"oversample": oversample}})
+
+
+def spec() -> RoundSpec:
+    return RoundSpec(
+        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
+        rubric={}, settings={},
+    )  # fmt: skip
+
+
+def steps_of(collector: Any, count: int, **values: Any) -> RoundSteps:
+    return RoundSteps(spec(), settings(**values), [recorded(f"t-{n}") for n in range(count)], collector)
+
+
+def differing(request: RolloutRequest, number: int) -> float:
+    return float(number % 2)
+
+
+def missing(*tasks: str) -> Act:
+    """Rollouts of these tasks miss; the others' rewards differ."""
+    return lambda request, number: None if request.prompt.task.task_id in tasks else float(number % 2)
+
+
+def test_without_misses_a_step_asks_its_prompts_once() -> None:
+    collector = Scripted(differing)
+    steps = steps_of(collector, 12)
+    found = [steps.collect(step, None) for step in range(3)]
+    assert [len(asked) for asked in collector.asked] == [PROMPTS] * 3
+    assert len({task for asked in collector.asked for task in asked}) == 12
+    assert [(each.groups, each.dropped, each.replaced) for each in found] == [(PROMPTS, {}, 0)] * 3
+
+
+def test_a_group_dropped_for_its_misses_is_replaced_within_the_step() -> None:
+    first = steps_of(calm := Scripted(differing), 12).collect(0, None)
+    dropped = calm.asked[0][1]
+    collector = Scripted(missing(dropped))
+    steps = steps_of(collector, 12)
+    found = steps.collect(0, None)
+    planned, [replacement] = collector.asked
+    assert planned == calm.asked[0]
+    assert replacement not in planned
+    assert found.dropped == {1: "misses"}
+    assert (found.groups, found.groups_with_spread, found.replaced) == (PROMPTS + 1, PROMPTS, 1)
+    assert found.seconds == {"generate": 2.0, "grade": 1.0}
+    # Every rollout has a seed of its own, and those of the plan are what they were.
+    seeds = [each.request.seed for each in found.rollouts]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[: len(first.rollouts)] == [each.request.seed for each in first.rollouts]
+    tasks = {found.rollouts[row.rollout].request.prompt.task.task_id for row in found.rows()}
+    assert tasks == {*planned, replacement} - {dropped}
+    again = Scripted(missing(dropped))
+    steps_of(again, 12).collect(0, None)
+    assert again.asked == collector.asked
+
+
+def test_replacements_are_not_replaced_and_a_step_goes_on_with_fewer_groups() -> None:
+    collector = Scripted(lambda request, number: None)
+    steps = steps_of(collector, 12)
+    found = steps.collect(0, None)
+    assert [len(asked) for asked in collector.asked] == [PROMPTS, PROMPTS]
+    assert found.rows() == []
+    # The reserve knows what was dropped: the replacements of the next step are the prompts that never were.
+    steps.collect(1, None)
+    assert not set(collector.asked[3]) & set(collector.asked[1])
+
+
+def test_an_empty_reserve_replaces_nothing() -> None:
+    collector = Scripted(missing("t-0"))
+    found = steps_of(collector, PROMPTS).collect(0, None)
+    assert (len(collector.asked), found.replaced, found.groups_with_spread) == (1, 0, PROMPTS - 1)
+
+
+def test_groups_without_spread_are_not_replaced_but_oversampled() -> None:
+    collector = Scripted(lambda request, number: 1.0 if request.group < 2 else float(number % 2))
+    found = steps_of(collector, 12, oversample=1.6).collect(0, None)
+    assert [len(asked) for asked in collector.asked] == [7]
+    assert found.dropped == {0: "spread", 1: "spread", 6: "surplus"}
+    assert len({found.rollouts[row.rollout].request.group for row in found.rows()}) == PROMPTS
+
+
+def test_misses_are_not_replaced_where_enough_groups_are_left() -> None:
+    collector = Scripted(lambda request, number: None if request.group == 0 else float(number % 2))
+    found = steps_of(collector, 24, oversample=1.5).collect(0, None)
+    assert [len(asked) for asked in collector.asked] == [6]
+    assert found.dropped == {0: "misses", 5: "surplus"}
+
+
+def test_the_share_of_misses_is_that_of_planned_groups() -> None:
+    collector = Scripted(lambda request, number: None if number < request.group else 1.0)
+    steps = steps_of(collector, 12)
+    found = steps.collect(0, None)
+    assert found.groups > PROMPTS
+    assert steps.miss_shares(found) == [0.0, 0.25, 0.5, 0.75]
+    assert steps.miss_shares(batch([1] * 4)) == [], "a reply cannot miss"
+
+
+def test_the_share_among_rollouts_that_called_leaves_out_the_others() -> None:
+    def act(request: RolloutRequest, number: int) -> float | None:
+        return None if number < request.group else 1.0
+
+    collector = Scripted(act, silent=lambda _, number: number > 1)
+    steps = steps_of(collector, 12)
+    assert steps.miss_shares(steps.collect(0, None), of_calling=True) == [0.0, 0.5, 1.0, 1.0]
+    silent = steps_of(Scripted(differing, lambda *_: True), 12)
+    assert silent.miss_shares(silent.collect(0, None), of_calling=True) == []
+
+
+def run_of(directory: Path, act: Act, *, steps: int, prompts: int = 48, **silent: Any) -> trainer.Run:
+    collector: Any = Scripted(act, **silent)
+    meter = Meter(directory, steps=steps)
+    some = [recorded(f"t-{n}") for n in range(prompts)]
+    return trainer.Run(spec(), settings(steps=steps), directory, some, [], collector, meter)
+
+
+def train(run: trainer.Run, steps: int) -> None:
+    for step in range(steps):
+        run.roll_out(step)
+        run.report(step + 1, LOGS)
+
+
+def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_step(tmp_path: Path) -> None:
+    done = 0
+
+    def growing(request: RolloutRequest, number: int) -> float | None:
+        return None if done >= WINDOW and number >= 2 else float(number % 2)
+
+    run = run_of(tmp_path, growing, steps=24)
+    with pytest.raises(RefusedError, match=r"grew from 0% in the first 4 steps to 50% in the last 4"):
+        for step in range(24):
+            done = step
+            run.roll_out(step)
+            run.report(step + 1, LOGS)
+    assert run.steps_done == 2 * WINDOW - 1
+    last = metrics_of(tmp_path)[-1]
+    assert (last["step"], last["loss"], last["tools"]["miss_share"]) == (2 * WINDOW, None, 0.5)
+    assert last["groups_dropped"]["misses"] == last["groups"]
+    assert {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")} == set(range(1, 2 * WINDOW + 1))
+
+
+def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round(tmp_path: Path) -> None:
+    """One call in four is wrong throughout; at first one rollout in four calls, later all do."""
+    done = 0
+
+    def act(request: RolloutRequest, number: int) -> float | None:
+        calls = number == request.group % GROUP if done < WINDOW else True
+        wrong = number == 0 if done >= WINDOW else request.group == 0
+        return None if calls and wrong else float(number % 2)
+
+    def silent(request: RolloutRequest, number: int) -> bool:
+        return done < WINDOW and number != request.group % GROUP
+
+    run = run_of(tmp_path, act, steps=12, silent=silent)
+    for step in range(12):
+        done = step
+        run.roll_out(step)
+        run.report(step + 1, LOGS)
+    shares = [line["tools"]["miss_share"] for line in metrics_of(tmp_path)]
+    assert shares[0] < 0.1
+    assert shares[-1] == 0.25
+    assert growing_misses([[0.25, 0.0, 0.0, 0.0]] * 4 + [[0.25] * 4] * 4), (
+        "it is the share of all rollouts that grows"
+    )
+
+
+def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> None:
+    def act(request: RolloutRequest, number: int) -> float | None:
+        misses, equal = request.prompt.task.task_id in ("t-1", "t-2"), request.prompt.task.task_id == "t-3"
+        return None if misses else 1.0 if equal else float(number % 2)
+
+    run = run_of(tmp_path, act, steps=2, prompts=9)
+    train(run, 2)
+    written = {each["task_id"]: each["dropped"] for each in read_rollouts(tmp_path / "rollouts.jsonl")}
+    assert {task for task, why in written.items() if why} == {"t-1", "t-2", "t-3"} & set(written)
+    assert run.with_gradient == {task for task, why in written.items() if not why}
+
+
+def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: Path) -> None:
+    def debug(act: Act) -> tuple[DebugRun, Scripted]:
+        collector: Any = Scripted(act)
+        some = [recorded(f"t-{n}") for n in range(12)]
+        meter = Meter(tmp_path, steps=3)
+        return roll_out_only(spec(), settings(), tmp_path, some, collector, None, meter), collector
+
+    calm, planned = debug(differing)
+    assert calm.summary == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"
+    missed, replaced = debug(missing(planned.asked[0][1]))
+    assert missed.summary == (
+        "8 of 9 groups have rewards that differ; 0 rollouts are undecided;"
+        " 4 of 36 ended at a call without a recorded result, which drops 1 group"
+    )
+    trained = Scripted(missing(planned.asked[0][1]))
+    steps_of(trained, 12).collect(0, None)
+    assert replaced.asked[:2] == trained.asked
+
+
+def test_a_round_of_misses_is_refused_with_that_reason_and_not_as_if_the_judge_were_down(tmp_path: Path) -> None:
+    run = run_of(tmp_path, lambda request, number: None, steps=3)
+    with pytest.raises(
+        RefusedError, match=r"0 of 16 groups .*\(no rewards\); 16 were dropped because 64 of 64"
+    ) as why:
+        train(run, 3)
+    assert "without a recorded result" in str(why.value)
+    some = [Batch((*(missed(0) for _ in range(4)), *(rollout(1, 1.0) for _ in range(4))))]
+    with pytest.raises(RefusedError, match=r"\(rewards from 1 to 1\); 1 were dropped because 4 of 8"):
+        refuse_without_spread(some, 0.0)
+
+
+def test_a_judge_that_is_down_is_still_told_from_misses() -> None:
+    with pytest.raises(TrainError, match="no rollout has a reward"):
+        refuse_without_spread([Batch((missed(0), *(rollout(0, None) for _ in range(3))))], 0.0)

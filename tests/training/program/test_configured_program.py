@@ -1,0 +1,88 @@
+"""The program that the settings describe, and what an environment variable that is missing does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.errors import ConfigError
+from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.configured_program import program_of
+from tests.cases import for_each
+
+AGENT = {"workflow": "agents/helper.py:run", "python": "env/bin/python"}
+
+
+def config(tmp_path: Path, **rollout: Any) -> Config:
+    return parse({"rollout": {"agent": AGENT, **rollout}}, "flywheel.yaml", tmp_path)
+
+
+def test_settings_become_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER_MODEL_KEY", "sk-1")
+    monkeypatch.setenv("SEARCH_API_KEY", "sk-2")
+    program = program_of(
+        config(
+            tmp_path,
+            agent_timeout_seconds=30,
+            agent_memory_gb=2.5,
+            agent_environment=["SEARCH_API_KEY"],
+            setup="agents/helper.py:prepare",
+            reward_function="agents.rewards:judge",
+            reward={"rubric": 1, "workflow": 0.5},
+            auxiliary_models={"user": {"base_url": "http://h/v1", "model": "m", "api_key_env": "USER_MODEL_KEY"}},
+        )
+    )
+    assert program == AgentProgram(
+        workflow=f"{tmp_path}/agents/helper.py:run",
+        python=f"{tmp_path}/env/bin/python",
+        reward_function="agents.rewards:judge",
+        setup=f"{tmp_path}/agents/helper.py:prepare",
+        folder=str(tmp_path),
+        seconds=30.0,
+        memory_bytes=2_500_000_000,
+        auxiliary_models={"user": ModelEndpoint("http://h/v1", "m", "sk-1")},
+        environment={"SEARCH_API_KEY": "sk-2"},
+        needs_response=True,
+        needs_reward=True,
+    )
+    assert "sk-1" not in repr(program)
+    assert "sk-2" not in repr(program)
+
+
+def test_the_files_of_a_program_are_known_in_each_form_of_its_functions() -> None:
+    program = AgentProgram(
+        workflow="/agents/flow.py->Flow",
+        reward_function="agents.rewards:judge",
+        setup="/with:colon/setup.py:prepare",
+        folder="/agents",
+    )
+    assert program.files == ["/agents", "/agents/flow.py", "/with:colon/setup.py"]
+    assert AgentProgram(command=("node", "agent.mjs"), python="/env/python").files == ["/env/python"]
+
+
+def test_rollouts_without_the_users_agent_have_no_program(tmp_path: Path) -> None:
+    assert program_of(parse({"rollout": {"agent": "recorded"}}, "flywheel.yaml", tmp_path)) is None
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET_API_KEY", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"the environment variable NOT_SET_API_KEY is not set\. Set it, or take it"
+    ):
+        program_of(config(tmp_path, agent_environment=["NOT_SET_API_KEY"]))
+    model = {"base_url": "http://h/v1", "model": "m", "api_key_env": "NOT_SET_API_KEY"}
+    with pytest.raises(ConfigError, match=r"use rollout\.auxiliary_models\.user: the environment variable NOT_SET"):
+        program_of(config(tmp_path, auxiliary_models={"user": model}))
+
+
+@for_each(
+    "name, why",
+    [("not a name", "must be the name of an environment variable"), ("OPENAI_API_KEY", "each rollout sets it")],
+)
+def test_variables_that_are_refused(name: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        config(tmp_path, agent_environment=[name])
+    assert "rollout.agent_environment.0" in str(caught.value)

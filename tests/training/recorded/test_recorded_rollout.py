@@ -1,0 +1,234 @@
+"""Rollouts with recorded tools, from request to completion; the policy's messages are written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flywheel.errors import TrainError
+from flywheel.records.tool_results import Result, SharedRecordings
+from flywheel.records.trace import ChatMessage
+from flywheel.training.data.answered_calls import Outcome
+from flywheel.training.data.rollout import Completion, exchange
+from flywheel.training.recorded.call_key import call_key, tools_by_name
+from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+from flywheel.training.recorded.recorded_tools import Simulation
+from tests.training.engine.scripted_session import (
+    END,
+    ScriptedSession,
+    recorded_task,
+    render,
+    rollout_request,
+    written,
+)
+from tests.training.recorded.recordings import ADD, FINISH, call, said, steps
+
+ONE, TWO = call("add", {"a": 1}), call("add", {"a": 2})
+TRACE = steps((ONE, "1"), (TWO, "ValueError: no"), (ONE, "another 1"))
+SETUP = ToolSetup(finish_tools=("generate_response",), max_turns=5)
+TASK = recorded_task(TRACE, (ADD, FINISH))
+
+
+def answered(text: str = "It is 1.") -> ChatMessage:
+    return {"role": "assistant", "content": text}
+
+
+def run(
+    *messages: ChatMessage | int | None,
+    setup: ToolSetup = SETUP,
+    context: int = 2000,
+    task: Any = TASK,
+    max_tokens: int | None = 1000,
+    simulate: Any = None,
+    **request: Any,
+) -> tuple[Completion, ScriptedSession]:
+    session = ScriptedSession(messages, context)
+    asked = rollout_request(task, max_tokens, **request)
+    return asyncio.run(roll_out(asked, session, setup, simulate)), session
+
+
+def outcomes(completion: Completion) -> list[Outcome]:
+    return [each.outcome for each in completion.calls]
+
+
+def test_turns_of_model_and_tools_are_one_sample() -> None:
+    first, second = said(call("add", {"a": 1}), content="Let me see. "), said(call("add", {"a": 2}))
+    completion, session = run(first, second, answered())
+    assert (completion.text, completion.error, completion.turns, completion.forks) == ("It is 1.", "", 3, 0)
+    assert not completion.missed and not completion.truncated
+    [sample] = completion.samples
+    own = [token for token, mine in zip(sample.token_ids, sample.loss_mask, strict=True) if mine]
+    assert own == [*written(first), END, *written(second), END, *written(answered()), END]
+    assert sample.token_ids == (*render(session.bodies[-1]["messages"]), *written(answered()), END)
+    # What the tools answered is context, and the judge sees it.
+    assert [step["role"] for step in completion.steps] == ["assistant", "tool", "assistant", "tool"]
+    assert (completion.steps[1]["content"], completion.steps[3]["content"]) == ("1", "ValueError: no")
+    assert (completion.steps[3]["status"], "status" in completion.steps[1]) == ("error", False)
+    shown = exchange(rollout_request(TASK).prompt, completion)
+    assert (shown.trajectory, shown.answer) == (completion.steps, "It is 1.")
+    assert outcomes(completion) == [Outcome.TRACE] * 2
+    assert all(body["tools"] == [ADD, FINISH] for body in session.bodies)
+
+
+def test_the_kth_identical_call_gets_the_kth_result_in_the_next_prompt() -> None:
+    again = said(call("add", {"a": 1}), call("add", {"a": 1}))
+    completion, session = run(again, answered())
+    results = [each for each in session.bodies[1]["messages"] if each["role"] == "tool"]
+    assert [each["content"] for each in results] == ["1", "another 1"]
+    assert [each["tool_call_id"] for each in results] == [each["id"] for each in again["tool_calls"]]
+    assert completion.error == ""
+
+
+def test_a_miss_has_a_reason_and_no_answer_but_its_tokens() -> None:
+    completion, session = run(said(call("add", {"a": 1}), call("add", {"a": 9}), content="Well,"))
+    assert (completion.missed, completion.text, completion.truncated) == (True, "", False)
+    assert completion.error == 'no recorded result for add({"a": 9})'
+    assert len(session.bodies) == 1
+    assert sum(completion.samples[0].loss_mask) == len(completion.token_ids) > 0
+    assert outcomes(completion) == [Outcome.TRACE, Outcome.MISS]
+
+
+def test_a_miss_can_be_an_error_of_the_tool() -> None:
+    setup = ToolSetup(on_miss="error", max_turns=5)
+    completion, session = run(said(call("add", {"a": 9})), answered("No."), setup=setup)
+    assert "ToolUnavailableError" in session.bodies[1]["messages"][-1]["content"]
+    assert (completion.text, completion.missed, outcomes(completion)) == ("No.", False, [Outcome.MISS])
+
+
+def test_a_miss_can_be_simulated_without_holding_up_other_rollouts() -> None:
+    def simulate(asked: Simulation) -> str:
+        assert [example.result.content for example in asked.examples][:1] == ["1"]
+        # The engine's loop runs on: this is another thread.
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return f"it is {asked.arguments['a']}"
+
+    setup = ToolSetup(on_miss="simulate", max_turns=5)
+    completion, session = run(said(call("add", {"a": 9})), answered("9"), setup=setup, simulate=simulate)
+    assert session.bodies[1]["messages"][-1]["content"] == "it is 9"
+    assert (completion.text, completion.missed, outcomes(completion)) == ("9", False, [Outcome.SIMULATED])
+
+
+def test_a_simulator_that_fails_costs_this_rollout() -> None:
+    def simulate(_: Simulation) -> str:
+        raise TrainError("simulate add", "the key is wrong")
+
+    setup = ToolSetup(on_miss="simulate")
+    completion, _ = run(said(call("add", {"a": 9})), setup=setup, simulate=simulate)
+    assert completion.error == "the simulator failed: cannot simulate add: the key is wrong."
+
+
+def test_results_of_other_traces_answer() -> None:
+    key = call_key(tools_by_name([ADD])["add"], {"a": 9})
+    setup = ToolSetup(shared=SharedRecordings({key: Result("nine")}))
+    completion, session = run(said(call("add", {"a": 9})), answered(), setup=setup)
+    assert session.bodies[1]["messages"][-1]["content"] == "nine"
+    assert outcomes(completion) == [Outcome.SHARED]
+
+
+def test_recorded_failures_are_those_that_the_task_names() -> None:
+    errors = ["tool add: out of order"]
+    task = recorded_task(steps((call("add", {"a": 1}), "out of order")), (ADD,), errors=errors)
+    completion, _ = run(said(call("add", {"a": 1})), answered(), task=task)
+    assert completion.steps[1]["status"] == "error"
+
+
+def test_a_finish_tool_is_the_answer() -> None:
+    completion, _ = run(said(call("add", {"a": 1})), said(call("generate_response", {"response": "It is 1."})))
+    assert (completion.text, completion.turns, completion.error) == ("It is 1.", 2, "")
+    assert [step["role"] for step in completion.steps] == ["assistant", "tool"]
+
+
+def test_errors_of_the_policy_are_told_to_it() -> None:
+    wrong = said(call("divide", {"a": 1}), call("add", "{'a'"))
+    completion, session = run(wrong, answered())
+    told = [each["content"] for each in session.bodies[1]["messages"][-2:]]
+    assert told[0].startswith("ToolNotFoundError") and told[1].startswith("InvalidArgumentsError")
+    assert completion.error == ""
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_reasoning_is_sent_again_only_where_the_agent_does(sends: bool) -> None:
+    thinking = {**said(call("add", {"a": 1})), "reasoning": "Hm. ", "refusal": None}
+    task = recorded_task(TRACE, (ADD,), sends_reasoning=sends)
+    completion, session = run(thinking, answered(), task=task)
+    assert session.bodies[1]["messages"][1].get("reasoning") == ("Hm. " if sends else None)
+    # Without it, the prompt of the second turn does not continue the first: a sample of its own.
+    assert (completion.forks, len(completion.samples)) == (0, 1) if sends else (1, 2)
+    assert len(completion.token_ids) == len(written(thinking)) + len(written(answered())) + 2
+
+
+def test_an_agent_that_sends_something_else_forks_and_each_token_is_trained_once() -> None:
+    """Two turns in three continue their prompts."""
+
+    class Trimming(ScriptedSession):
+        async def complete(self, body: Any, *, max_tokens: int | None = None) -> Any:
+            trimmed = [{**m, "content": (m.get("content") or "").strip()} for m in body["messages"]]
+            return await super().complete({**body, "messages": trimmed}, max_tokens=max_tokens)
+
+    session = Trimming([said(call("add", {"a": 1}), content="So "), said(call("add", {"a": 2})), answered()])
+    completion = asyncio.run(roll_out(rollout_request(TASK), session, SETUP))
+    assert (completion.turns, completion.forks, len(completion.samples)) == (3, 1, 2)
+    assert [sum(sample.loss_mask) for sample in completion.samples] == [
+        len(session.calls[0].token_ids),
+        len(session.calls[1].token_ids) + len(session.calls[2].token_ids),
+    ]
+
+
+def test_all_turns_together_have_the_tokens_of_a_training_rollout() -> None:
+    first = said(call("add", {"a": 1}))
+    used = len(written(first)) + 1
+    completion, session = run(first, answered("a" * 100), max_tokens=used + 20)
+    assert session.limits == [used + 20, 20]
+    assert (completion.truncated, completion.text, len(completion.token_ids)) == (True, "a" * 20, used + 20)
+
+
+def test_a_prompt_that_fills_the_context_ends_it() -> None:
+    first = said(call("add", {"a": 1}))
+    after = len(rollout_request(TASK).prompt.token_ids) + len(written(first)) + 1 + len("1") + 3
+    for room in (7, 0):
+        completion, session = run(first, answered("a" * 100), context=after + room, setup=ToolSetup(max_turns=5))
+        assert (completion.truncated, completion.error, completion.text) == (True, "", "a" * room)
+        assert (len(session.bodies), completion.turns) == (2, 2 if room else 1)
+    completion, _ = run(first, context=5)
+    assert (completion.truncated, completion.error) == (False, "its prompt fills the context")
+
+
+def test_turns_end() -> None:
+    calls = [said(call("add", {"a": 2})) for _ in range(3)]
+    completion, _ = run(*calls, setup=ToolSetup(max_turns=3))
+    assert (completion.truncated, completion.turns, completion.error) == (True, 3, "")
+
+
+def test_the_gate_has_the_limits_of_the_server() -> None:
+    _, session = run(said(call("add", {"a": 1})), answered(), max_tokens=None, as_served=True)
+    assert session.limits == [None, None]
+
+
+def test_a_rollout_of_the_gate_is_cut_with_the_steps_it_has() -> None:
+    completion, _ = run(said(call("add", {"a": 1})), None, as_served=True, seconds=0.2)
+    assert (completion.truncated, completion.error, completion.text, completion.turns) == (True, "", "", 1)
+    assert len(completion.steps) == 2
+    completion, _ = run(None, as_served=True, seconds=0.2)
+    assert (completion.truncated, completion.error) == (False, "no message within 0.2 s")
+
+
+def test_what_the_engine_refuses_costs_this_rollout() -> None:
+    completion, _ = run(said(call("add", {"a": 1})), 400)
+    assert completion.error == "the engine refused a message: it is wrong (HTTP status 400)"
+    assert (completion.truncated, completion.missed, completion.turns) == (False, False, 1)
+
+
+def test_a_rollout_that_is_given_up_ends_at_once() -> None:
+    async def give_up() -> None:
+        session = ScriptedSession([said(call("add", {"a": 1})), None])
+        rollout = asyncio.create_task(roll_out(rollout_request(TASK), session, SETUP))
+        while len(session.bodies) < 2:
+            await asyncio.sleep(0.01)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+
+    asyncio.run(give_up())

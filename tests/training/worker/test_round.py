@@ -1,0 +1,611 @@
+"""Whole rounds: `python -m flywheel.training.worker` with real Ray, vLLM and TRL, the demo's policy and a judge over
+HTTP.
+
+The rounds are run once for all tests of this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flywheel.cli.demo import judge
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
+from flywheel.config import Config
+from flywheel.judge.usage import Purpose, UsageFile
+from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask, Sampling, SystemPrompt
+from flywheel.serving.client.weight_verification import compare
+from flywheel.system.files import tree_sha256
+from flywheel.system.worker_setup import LOCK_FILE
+from flywheel.training.data.round_progress import progress_of
+from tests.training.data.test_round_directory import POLICY
+from tests.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    # It has the time of the rounds.
+    pytest.mark.usefixtures("beside_studio"),
+]
+
+STEPS, PROMPTS, GROUP = 3, 4, 8
+HELD_OUT, SAMPLES = 12, 2
+MADE: set[Path] = set()
+"""Directories to remove at the end."""
+RUBRIC = {
+    "version": 1,
+    "id": "math-boxed",
+    "criteria": [
+        {"id": "boxed", "type": "contains", "value": "\\boxed{", "required": True},
+        {"id": "correct", "value": "The boxed number is right.", "weight": 9},
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A worker that has ended, and what it left."""
+
+    directory: Path
+    spec: RoundSpec
+    code: int
+    stderr: str
+    left_running: list[str]
+    left_behind: list[Path]
+
+    @cached_property
+    def result(self) -> RoundResult:
+        return RoundResult.model_validate_json((self.directory / "result.json").read_bytes())
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return lines(self.directory / "metrics.jsonl")
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.metrics if line["event"] == "step"]
+
+    @cached_property
+    def rollouts(self) -> list[dict[str, Any]]:
+        return lines(self.directory / "rollouts.jsonl")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tasks(some: list[Question], prefix: str) -> list[RoundTask]:
+    return [
+        RoundTask(
+            task_id=f"t-{prefix}{place}",
+            query=question.text,
+            answer=f"\\boxed{{{question.answer}}}",
+            prompt=[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}],
+        )
+        for place, question in enumerate(some)
+    ]
+
+
+def spec(judge_url: str, **changes: Any) -> RoundSpec:
+    some = questions()
+    random.Random(1).shuffle(some)
+    too_long = RoundTask(task_id="t-long", query="?", answer="", prompt=[{"role": "user", "content": "word " * 500}])
+    hidden = tasks([Question("What is 1 plus 1?", 2)], "hidden-")[0].model_copy(update={"prompt_tokens": 120})
+    settings = Config.model_validate(
+        {
+            "judge": {"base_url": judge_url, "model": "demo-judge", "max_thread": 4, "max_attempts": 1},
+            "training": {
+                "steps": STEPS,
+                "prompts_per_step": PROMPTS,
+                "group_size": GROUP,
+                "micro_batch_size": 16,
+                "learning_rate": 5e-3,
+                "lora": {"r": 8, "alpha": 16},
+            },
+            "rollout": {"max_completion_tokens": 16, "max_model_len": 128},
+            "serving": {"max_model_len": 192},
+            "gate": {"max_tasks": HELD_OUT, "samples": SAMPLES},
+        }
+    )
+    fields: dict[str, Any] = {
+        "round_id": "r0001",
+        "attempt": 1,
+        "seed": 7,
+        "debug": False,
+        "base_model": str(POLICY),
+        "parent": None,
+        "train": [*tasks(some[:30], "train-"), too_long, hidden],
+        "held_out": [*tasks(some[30 : 30 + HELD_OUT + 5], "held-"), *tasks(some[46:47], "same-")],
+        "rubric": RUBRIC,
+        "settings": settings.model_dump(mode="json"),
+        "test": GateTest(epoch=1, number=1, alpha=0.0024),
+    }
+    return RoundSpec(**{**fields, **changes})
+
+
+def temporary(directory: Path) -> Path:
+    """The worker's TMPDIR. Its processes are found by it, whatever their parents are. vLLM needs a short path: those
+    of its sockets have at most 107 characters."""
+    return Path("/tmp") / f"fwt-{hashlib.sha256(str(directory.parent).encode()).hexdigest()[:12]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _temporary_directories() -> Iterator[None]:
+    yield
+    for path in MADE:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def environment(directory: Path) -> dict[str, str]:
+    own = temporary(directory)
+    own.mkdir(exist_ok=True)
+    MADE.add(own)
+    added = {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "TMPDIR": str(own)}
+    return {**os.environ, **added}
+
+
+def start(directory: Path, made: RoundSpec) -> subprocess.Popen[str]:
+    directory.mkdir(exist_ok=True)
+    (directory / "spec.json").write_text(made.model_dump_json())
+    command = [sys.executable, "-m", "flywheel.training.worker", str(directory)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(directory),
+        start_new_session=True,
+    )
+
+
+def family(directory: Path) -> list[psutil.Process]:
+    """Every process that has this worker's TMPDIR, whoever its parent is by now: orphans are found, too."""
+    own = str(temporary(directory))
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == own and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """The processes below a living one. A process that sets its title may overwrite its environment with it."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def left_behind(pid: int, directory: Path) -> list[Path]:
+    """What the worker left where temporary files go (Ray needs a short path, so that need not be TMPDIR)."""
+    return [path for parent in (Path("/tmp"), temporary(directory)) for path in parent.glob(f"fw-{pid}-*")]
+
+
+def run(directory: Path, made: RoundSpec, meanwhile: Callable[[], None] = lambda: None) -> Done:
+    process = start(directory, made)
+    try:
+        meanwhile()
+        _, stderr = process.communicate(timeout=600)
+        left = [" ".join(p.cmdline())[:80] for p in family(directory)]
+    finally:
+        for member in family(directory):
+            member.kill()
+        process.wait()
+    return Done(directory, made, process.returncode, stderr, left, left_behind(process.pid, directory))
+
+
+@pytest.fixture(scope="module")
+def judge_url() -> Iterator[str]:
+    with judge.running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    planned = spec(judge_url, left_out={"t-planned": "no result of its calls is recorded"})
+    return run(tmp_path_factory.mktemp("first") / "r0001", planned)
+
+
+@pytest.fixture(scope="module")
+def continued(trained: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A second round on the first one's adapter, in a directory where a worker died before. Its judge is away for a
+    while when the first step is done."""
+    directory = tmp_path_factory.mktemp("second") / "r0002"
+    (directory / "sync" / "step-1").mkdir(parents=True)
+    (directory / "adapter").mkdir()
+    (directory / "adapter" / "adapter_model.safetensors").write_bytes(b"half")
+    (directory / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "st')
+    (directory / "rollouts.jsonl").write_text('{"step": 1}\n')
+    assert trained.result.adapter is not None
+    with contextlib.ExitStack() as judging:
+        url = judging.enter_context(judge.running())
+
+        def outage() -> None:
+            wait_for(lambda: '"step":1' in read(directory / "metrics.jsonl"), "the first step", seconds=300)
+            judging.close()
+            wait_for(lambda: paused(directory), "the pause", seconds=300)
+            judging.enter_context(judge.running(int(url.split(":")[2].removesuffix("/v1"))))
+
+        return run(directory, spec(url, round_id="r0002", attempt=2, parent=trained.result.adapter), outage)
+
+
+def read(path: Path) -> str:
+    """What is in a file that may be replaced just now."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def paused(directory: Path) -> str:
+    progress = progress_of(directory)
+    return progress.paused if progress is not None else ""
+
+
+def test_an_outage_of_the_judge_pauses_the_round_and_costs_no_step(continued: Done) -> None:
+    log = (continued.directory / "worker.log").read_text()
+    assert "the judge is unreachable (cannot ask the judge demo-judge" in log
+    assert "the judge is back: the round goes on" in log
+    assert [(step["step"], step["undecided"]) for step in continued.steps] == [(1, 0), (2, 0), (3, 0)]
+    comparison = continued.result.comparison
+    assert comparison is not None
+    assert comparison.undecided == 0
+    assert paused(continued.directory) == ""
+
+
+def test_every_call_of_the_judge_is_written_down_for_what_it_was(trained: Done) -> None:
+    used, _ = UsageFile(trained.directory).read(0)
+    assert {each.purpose for each in used} == {Purpose.ROUNDS, Purpose.GATES}
+    usage = trained.result.usage
+    assert sum(each.calls for each in used) == usage["judge_calls"]
+    assert sum(each.tokens for each in used) == usage["judge_prompt_tokens"] + usage["judge_completion_tokens"]
+    boxed = sum("\\boxed{" in line["answer"] for line in trained.rollouts)
+    assert sum(each.calls for each in used if each.purpose is Purpose.ROUNDS) == boxed
+
+
+def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -> None:
+    log = (trained.directory / "worker.log").read_text()
+    assert (trained.code, trained.stderr) == (0, ""), log[-3000:]
+    assert trained.left_running == []
+    assert trained.result.outcome == "trained"
+    assert sorted(path.name for path in trained.directory.iterdir()) == sorted(
+        [
+            "adapter",
+            "evaluation.jsonl",
+            "metrics.jsonl",
+            "progress.json",
+            "result.json",
+            "rollouts.index.jsonl",
+            "rollouts.jsonl",
+            "spec.json",
+            "usage.jsonl",
+            "worker.log",
+            LOCK_FILE,
+        ]
+    )
+    assert trained.left_behind == []
+
+
+def test_the_adapter_is_whole_hashed_and_has_been_trained(trained: Done) -> None:
+    from safetensors.numpy import load_file
+
+    adapter = trained.result.adapter
+    assert adapter is not None
+    assert (adapter.name, Path(adapter.path)) == ("r0001", trained.directory / "adapter")
+    assert tree_sha256(Path(adapter.path)) == adapter.sha256
+    assert json.loads((Path(adapter.path) / "adapter_config.json").read_text())["r"] == 8
+    weights = load_file(Path(adapter.path) / "adapter_model.safetensors")
+    # A fresh LoRA's B is zero everywhere.
+    assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
+
+
+def test_rollouts_are_written_token_by_token(trained: Done) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    asked = {task.task_id: task for task in trained.spec.train}
+    assert len(trained.rollouts) == STEPS * PROMPTS * GROUP
+    assert len({line["seed"] for line in trained.rollouts}) == len(trained.rollouts)
+    for line in trained.rollouts:
+        [sample] = line["samples"]
+        ids, mask, logprobs = sample["token_ids"], sample["loss_mask"], sample["logprobs"]
+        assert len(ids) == len(mask) == len(logprobs) == len(sample["text"])
+        before = mask.index(1)
+        assert mask == [0] * before + [1] * (len(ids) - before)
+        assert all(value is None for value in logprobs[:before])
+        assert all(-50 < value <= 0 for value in logprobs[before:])
+        task = asked[line["task_id"]]
+        assert ids[:before] == tokenizer.apply_chat_template(
+            task.prompt, add_generation_prompt=True, return_dict=False
+        )
+        assert tokenizer.decode(ids[before:], skip_special_tokens=True) == line["answer"]
+        assert "".join(sample["text"]) == tokenizer.decode(ids)
+        assert line["truncated"] == (ids[-1] != tokenizer.eos_token_id)
+
+
+def test_rewards_are_the_rubrics(trained: Done) -> None:
+    asked = {task.task_id: task.query for task in trained.spec.train}
+    for line in trained.rollouts:
+        found = judge.examine(asked[line["task_id"]], line["answer"])
+        if "\\boxed{" not in line["answer"]:
+            assert line["reward"] == 0
+        elif found.right:
+            assert line["reward"] == 1
+        else:
+            assert line["reward"] == pytest.approx(0.1)
+    assert {line["reward"] for line in trained.rollouts} >= {0, 1}
+
+
+def test_failed_criteria_and_advantages_are_written_with_the_rewards(trained: Done) -> None:
+    for line in trained.rollouts:
+        criteria = {each["criterion"]: each for each in line["criteria"]}
+        assert criteria["boxed"]["passed"] == ("\\boxed{" in line["answer"])
+        # After a failed required check the judge is not asked.
+        assert ("correct" in criteria) == criteria["boxed"]["passed"]
+        assert criteria.get("correct", {"reason": "none"})["reason"]
+    for start in range(0, len(trained.rollouts), GROUP):
+        group = trained.rollouts[start : start + GROUP]
+        rewards = [line["reward"] for line in group]
+        if max(rewards) - min(rewards) < 0.02:
+            assert {line["advantage"] for line in group} == {None}, "a group that is dropped"
+            continue
+        assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-3)
+        assert sorted(group, key=lambda line: line["advantage"]) == sorted(group, key=lambda line: line["reward"])
+
+
+def test_every_answer_of_the_gate_is_written_with_its_side(trained: Done) -> None:
+    answers = lines(trained.directory / "evaluation.jsonl")
+    assert len(answers) == 2 * SAMPLES * HELD_OUT
+    comparison = trained.result.comparison
+    assert comparison is not None
+    for score in comparison.scores:
+        of_task = [line for line in answers if line["task_id"] == score.task_id]
+        rewards = {
+            side: [line["reward"] for line in of_task if line["side"] == side] for side in ("candidate", "deployed")
+        }
+        assert sum(rewards["candidate"]) / SAMPLES == pytest.approx(score.candidate)
+        assert sum(rewards["deployed"]) / SAMPLES == pytest.approx(score.deployed)
+        seeds = [[line["seed"] for line in of_task if line["side"] == side] for side in rewards]
+        assert seeds[0] == seeds[1]
+        assert len(set(seeds[0])) == SAMPLES
+
+
+def test_each_step_takes_other_prompts_in_whole_groups(trained: Done) -> None:
+    taken: list[str] = []
+    for step in range(1, STEPS + 1):
+        of_step = [line for line in trained.rollouts if line["step"] == step]
+        groups = [[line["task_id"] for line in of_step if line["group"] == group] for group in range(PROMPTS)]
+        assert all(len(group) == GROUP and len(set(group)) == 1 for group in groups)
+        taken += [group[0] for group in groups]
+    assert len(set(taken)) == STEPS * PROMPTS
+    assert "t-long" not in taken
+
+
+def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
+    phases = [line["phase"] for line in trained.metrics if line["event"] == "phase"]
+    assert phases == ["starting", "training", "evaluating"]
+    training = next(line for line in trained.metrics if line.get("phase") == "training")
+    assert (training["prompts"], training["left_out"]) == (30, 3)
+    assert sorted(trained.result.left_out) == ["t-hidden-0", "t-long", "t-planned"]
+    assert trained.result.left_out["t-planned"] == "no result of its calls is recorded"
+    assert list(trained.result.inexact) == ["t-hidden-0"]
+    assert "and the model was sent 120" in trained.result.inexact["t-hidden-0"]
+    assert "leaves room for 112" in trained.result.left_out["t-long"]
+    assert [(step["step"], step["steps"]) for step in trained.steps] == [(1, 3), (2, 3), (3, 3)]
+    for step in trained.steps:
+        rewards = [line["reward"] for line in trained.rollouts if line["step"] == step["step"]]
+        assert step["reward_mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+        assert (step["undecided"], step["groups"], step["temperature"]) == (0, PROMPTS, 1.0)
+        assert set(step["seconds"]) == {"generate", "grade", "train", "sync"}
+        assert all(math.isfinite(step[name]) for name in ("loss", "grad_norm", "entropy", "learning_rate"))
+    assert trained.steps[0]["learning_rate"] > trained.steps[-1]["learning_rate"]
+    assert trained.result.sampling == Sampling(
+        temperature=1.0,
+        steps=STEPS,
+        prompts=PROMPTS,
+        group_size=GROUP,
+        system_prompts=[SystemPrompt(text=SYSTEM_PROMPT, rollouts=STEPS * PROMPTS * GROUP)],
+    )
+    assert trained.result.reward_first == pytest.approx(trained.steps[0]["reward_mean"], abs=1e-6)
+    assert trained.result.reward_last == pytest.approx(trained.steps[-1]["reward_mean"], abs=1e-6)
+
+
+def test_progress_is_told_to_the_end(trained: Done) -> None:
+    progress = progress_of(trained.directory)
+    assert progress is not None
+    assert (progress.phase, progress.step, progress.steps) == ("evaluating", STEPS, STEPS)
+    assert progress.rollouts_planned == 2 * SAMPLES * HELD_OUT
+    assert progress.rollouts == progress.rollouts_planned
+    assert (progress.reward_first, progress.reward) == (trained.result.reward_first, trained.result.reward_last)
+    assert progress.tokens_per_second is not None
+    assert progress.tokens_per_second > 0
+    assert all(step["tokens_per_second"] > 0 for step in trained.steps)
+
+
+def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continued: Done) -> None:
+    """A stale or mixed-up adapter in the engine would show here: its logprobs would be those of other weights."""
+    for step in (*trained.steps, *continued.steps):
+        assert step["logprob_gap"] < 1e-3
+        assert step["ratio_mean"] == pytest.approx(1, abs=1e-3)
+        assert (step["ratio_capped_share"], step["clipped_share"]) == (0, 0)
+
+
+def test_only_groups_with_different_rewards_are_trained_on(trained: Done) -> None:
+    """And what was trained on is told to the daemon, which releases the rest."""
+    tasks: set[str] = set()
+    for step in trained.steps:
+        here = [line for line in trained.rollouts if line["step"] == step["step"]]
+        rows = [line for line in here if line["advantage"] is not None]
+        own = sum(sum(line["samples"][0]["loss_mask"]) for line in rows)
+        assert step["trained_tokens"] == own
+        every = sum(sum(line["samples"][0]["loss_mask"]) for line in here)
+        assert step["masked_share"] == pytest.approx(1 - own / every, abs=1e-4)
+        tasks |= {line["task_id"] for line in rows}
+    assert tasks
+    asked = {task.task_id for task in trained.spec.train}
+    assert set(trained.result.without_gradient) == asked - tasks | {"t-planned"}
+
+
+def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> None:
+    comparison = trained.result.comparison
+    assert comparison is not None
+    assert (comparison.tasks, comparison.samples, comparison.undecided) == (HELD_OUT, SAMPLES, 0)
+    # The last task is the one before it again, which is not asked twice.
+    different = [task.task_id for task in trained.spec.held_out if task.task_id != f"t-held-{HELD_OUT + 4}"]
+    assert [score.task_id for score in comparison.scores] == different[-HELD_OUT:]
+    assert comparison.gain == pytest.approx(comparison.candidate_mean - comparison.deployed_mean)
+    assert comparison.lower <= comparison.gain <= comparison.upper
+    boxed, correct = comparison.criteria
+    assert (boxed.criterion, boxed.tasks, correct.criterion) == ("boxed", HELD_OUT, "correct")
+    assert boxed.gain == pytest.approx(boxed.candidate_mean - boxed.deployed_mean)
+    assert 0 < correct.tasks <= HELD_OUT, "the judge is asked only about what is boxed"
+    usage = trained.result.usage
+    assert usage["rollouts"] == STEPS * PROMPTS * GROUP + 2 * SAMPLES * HELD_OUT
+    assert 0 < usage["judge_calls"] < usage["rollouts"]
+
+
+def test_the_deployed_side_is_really_the_deployed_adapter(trained: Done, continued: Done) -> None:
+    """Both rounds ask the same tasks with the same seeds: what was the candidate is the deployed adapter now."""
+    first, second = trained.result.comparison, continued.result.comparison
+    assert first is not None
+    assert second is not None
+    before = [score.candidate for score in first.scores]
+    now = [score.deployed for score in second.scores]
+    # Batches differ, so a rare token may fall on the other side of a tie.
+    assert sum(a != b for a, b in zip(before, now, strict=True)) <= 2
+    assert first.scores != second.scores
+
+
+def test_the_probe_tells_the_adapter_from_parent_and_base(trained: Done, continued: Done) -> None:
+    """Two recordings of the tokens that tell most agree with each other and with a third measurement."""
+    for done, parent in ((trained, None), (continued, trained.result.adapter)):
+        probe, adapter = done.result.probe, done.result.adapter
+        assert probe is not None
+        assert adapter is not None
+        assert len(probe.texts) == 8
+        assert len(set(probe.places)) == 512
+        assert (probe.second.parent is None) is (parent is None)
+        for first, second in zip(probe.first.versions, probe.second.versions, strict=True):
+            assert first == pytest.approx(second, abs=1e-3), "both are computed in float32"
+        text = probe.texts[0]
+        chosen = [number for number, (of_text, _) in enumerate(probe.places) if of_text == 0]
+        measured = logprobs_of([adapter, *([parent] if parent else [])], text[:1], text[1:])
+        recorded = probe.second
+        told = [recorded.base, recorded.adapter, *([recorded.parent] if recorded.parent else [])]
+        for here, there in zip(measured, told, strict=True):
+            at = [probe.places[number][1] - 1 for number in chosen]
+            assert [here[place] for place in at] == pytest.approx([there[number] for number in chosen], abs=1e-3)
+        assert compare(recorded.adapter[:64], recorded.base[:64], probe).passed
+        assert not compare(recorded.base[:64], recorded.base[:64], probe).passed
+
+
+def logprobs_of(adapters: list[AdapterRef], prompt: list[int], tokens: list[int]) -> list[list[float]]:
+    """Under the base model and under each adapter, by transformers and PEFT: nothing that the round used."""
+    code = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapters, prompt, tokens = json.load(sys.stdin)
+def measure(model):
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+load = AutoModelForCausalLM.from_pretrained
+made = [measure(PeftModel.from_pretrained(load(base), adapter)) for adapter in adapters]
+print(json.dumps([measure(load(base)), *made]))
+"""
+    given = json.dumps([str(POLICY), [adapter.path for adapter in adapters], prompt, tokens])
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
+    found: list[list[float]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_round_starts_over_where_a_worker_died_and_goes_on_from_the_parent(trained: Done, continued: Done) -> None:
+    assert continued.code == 0, (continued.directory / "worker.log").read_text()[-3000:]
+    assert continued.left_running == []
+    assert [line["step"] for line in continued.steps] == [1, 2, 3]
+    assert {line["step"] for line in continued.rollouts} == {1, 2, 3}
+    adapter, parent = continued.result.adapter, trained.result.adapter
+    assert adapter is not None
+    assert parent is not None
+    assert adapter.sha256 != parent.sha256
+    assert tree_sha256(Path(parent.path)) == parent.sha256
+
+
+def test_versions_and_device_are_written_down(trained: Done) -> None:
+    assert trained.result.device
+    assert {"torch", "trl", "peft", "ray", "transformers"} <= set(trained.result.versions)
+    assert set(trained.result.seconds) == {"start", "train", "evaluate", "total"}
+
+
+@pytest.mark.long
+def test_a_debug_round_rolls_out_and_trains_nothing(trained: Done, judge_url: str, tmp_path: Path) -> None:
+    done = run(tmp_path / "debug", spec(judge_url, round_id="debug", debug=True, held_out=[]))
+    assert done.code == 0, (done.directory / "worker.log").read_text()[-3000:]
+    assert done.left_running == []
+    assert done.result.outcome == "debug"
+    assert done.result.adapter is None
+    assert not (done.directory / "adapter").exists()
+    assert done.result.steps == 2
+    assert "of 8 groups have rewards that differ" in done.result.reason
+    # The same seeds on the same weights: what a round would have seen in its first step.
+    first = [(line["task_id"], line["samples"][0]["token_ids"]) for line in trained.rollouts if line["step"] == 1]
+    again = [(line["task_id"], line["samples"][0]["token_ids"]) for line in done.rollouts if line["step"] == 1]
+    assert again == first
+
+
+def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None:
+    directory = tmp_path / "r0001"
+    # A debug round, which is the shortest.
+    process = start(directory, spec(judge_url, debug=True, held_out=[]))
+    try:
+        deadline = time.monotonic() + 300
+        metrics = directory / "metrics.jsonl"
+        # From then on vLLM's own process is there, which no actor's end would end.
+        while not (metrics.exists() and '"training"' in metrics.read_text()):
+            assert process.poll() is None, read(directory / "worker.log")[-3000:] + read(directory / "error.json")
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        members = below(process.pid)
+        assert len(members) > 3
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=240)
+        left = [" ".join(p.cmdline())[:80] for p in {*family(directory), *filter(is_alive, members)}]
+    finally:
+        for member in family(directory):
+            member.kill()
+        process.wait()
+    assert process.returncode == 143
+    assert stderr == "flywheel.training.worker: stopped by SIGTERM\n"
+    assert left == []
+    assert not (directory / "result.json").exists()
+    # Being stopped is no failure of the round.
+    assert not (directory / "error.json").exists()
+    assert left_behind(process.pid, directory) == []
