@@ -16,6 +16,7 @@ import yaml
 import flywheel
 from flywheel import tuner
 from flywheel.config import AgentProgramSettings, Config
+from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
 from tests.training.data.test_round_directory import POLICY
 
@@ -113,7 +114,7 @@ def test_functions_that_no_other_process_can_load() -> None:
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "PACKAGES", ("torch", "no_such_package"))
+    monkeypatch.setattr(file_round, "PACKAGES", ("torch", "no_such_package"))
     with pytest.raises(
         TrainError, match=r"no_such_package is not installed.*pip install 'agentscope-flywheel\[gpu\]'"
     ):
@@ -131,7 +132,7 @@ def test_a_data_set_is_split_by_conversation(tmp_path: Path) -> None:
         for n in range(40)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, held_out = tuner._tasks(settings({"gate": {"min_tasks": 8}}), tmp_path / "rows.jsonl", None)
+    train, held_out = file_round.tasks_of(settings({"gate": {"min_tasks": 8}}), tmp_path / "rows.jsonl", None)
     assert (len(train) + len(held_out), len(held_out) >= 8) == (40, True)
     assert not {task.conversation for task in train} & {task.conversation for task in held_out}
     assert train[0].line["colour"] in range(40)
@@ -142,7 +143,7 @@ def test_a_data_set_is_split_by_conversation(tmp_path: Path) -> None:
         ({}, None, "there is no train_dataset"),
     ):
         with pytest.raises(ConfigError, match=why):
-            tuner._tasks(settings(config), dataset, None)
+            file_round.tasks_of(settings(config), dataset, None)
 
 
 SCRIPT = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal, or_, select, update
@@ -20,7 +20,7 @@ from flywheel.records.exclusion import (
 )
 from flywheel.records.states import RoundState, Split, TaskState
 from flywheel.store.claims import DECIDED
-from flywheel.store.kernel.bulk import chunks, count_rows
+from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import replies, round_samples, rounds, sources, tasks, verdicts
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
@@ -143,16 +143,6 @@ def count_prompts(conn: Connection) -> PromptCounts:
         total += number
         exact += 0 if reasons else number
     return PromptCounts(total, exact, {each: found[each] for each in Exclusion if found[each]})
-
-
-def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
-    """Exclude held-out tasks with these beginnings from the gate: conversations in training begin so too."""
-    for some in chunks(sorted(beginnings)):
-        conn.execute(
-            update(tasks)
-            .where(tasks.c.beginning.in_(some), ~tasks.c.excluded.endswith(Exclusion.REPEATED.value))
-            .values(excluded=func.ltrim(tasks.c.excluded + f" {Exclusion.REPEATED.value}"))
-        )
 
 
 _PAGE: Final = 1000

@@ -25,7 +25,7 @@ from flywheel.records.states import Split, TaskState
 from flywheel.records.task import split_of
 from flywheel.store.kernel.bulk import Lookup, insert_many, sql_text
 from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
-from flywheel.store.samples import leave_gate
+from flywheel.store.kernel.transitions import leave_gate
 from flywheel.system.terminal import quantity
 
 TEMPLATE: Final = 50

@@ -15,9 +15,9 @@ from flywheel.records.exclusion import Exclusion
 from flywheel.records.similarity import beginning_of
 from flywheel.records.states import TaskState
 from flywheel.records.task import conversation_key
-from flywheel.store import samples
 from flywheel.store.kernel.bulk import chunks
 from flywheel.store.kernel.schema import metadata, sources, tasks
+from flywheel.store.kernel.transitions import leave_gate
 
 _PAGE: Final = 500
 """Tasks that are read at a time."""
@@ -171,7 +171,7 @@ def _store_beginnings(conn: Connection) -> None:
     ):
         conn.execute(text(statement))
     both = text("SELECT beginning FROM begun GROUP BY beginning HAVING count(DISTINCT split) > 1")
-    samples.leave_gate(conn, set(conn.execute(both).scalars()))
+    leave_gate(conn, set(conn.execute(both).scalars()))
     conn.execute(text("DROP TABLE begun"))
 
 
