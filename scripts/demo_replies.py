@@ -16,7 +16,7 @@ from demo import studio
 from demo.studio import StudioDatabase, Turn, agent_row, call_row
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, sample
 
-TARGET = Path(__file__).parent.parent / "flywheel" / "demo" / "replies.sqlite.xz"
+TARGET = Path(__file__).parent.parent / "flywheel" / "cli" / "demo" / "replies.sqlite.xz"
 REPLIES = 100
 FIRST_NS = 1_763_715_600_000_000_000
 """2025-11-21 09:00 UTC; a question every nine minutes."""

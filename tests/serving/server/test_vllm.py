@@ -319,7 +319,7 @@ async def test_what_vllm_answers_is_recorded_byte_for_byte(
 async def test_a_client_that_leaves_a_stream_is_recorded_as_one(vllm_server: VllmServer, replica: Replica) -> None:
     request = {**QUESTION, "model": vllm_server.alias, "max_tokens": 400, "ignore_eos": True, "stream": True}
     # On a busy machine the answer can be whole before the client has left.
-    for mark in (f"of one that leaves, attempt {number}" for number in range(10)):
+    for mark in (f"of one that leaves, attempt {number}" for number in range(100)):
         async with (
             httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client,
             client.stream("POST", "/v1/chat/completions", json={**request, "user": mark}) as stream,
