@@ -80,6 +80,16 @@ def test_a_name_that_does_not_exist_is_noticed() -> None:
     assert not resolves("flywheel.records.trace.NoSuchName")
 
 
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w.-]+/[\w./-]*\.py|flywheel/[\w./-]+)`", text))
+    places = (ROOT, PACKAGE, PACKAGE / "training")
+    assert len(named) > 80
+    assert {name for name in named if not any((place / name).exists() for place in places)} == set()
+    _, _, questions = text.partition("## Where is …?")
+    assert len(re.findall(r"^\| … .+ \| `flywheel/", questions, re.MULTILINE)) >= 30
+
+
 def test_no_public_name_is_that_of_a_module() -> None:
     """The import of a module would replace the function of its name."""
     assert "tune" not in ROOMS
