@@ -25,8 +25,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
-from flywheel.system import process_cleanup
 from flywheel.system.worker_setup import POLL_SECONDS, check_stopped
+from flywheel.training.engine import process_cleanup
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
 
 T = TypeVar("T")

@@ -25,11 +25,10 @@ from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
 from flywheel.judge.usage import UsageFile
 from flywheel.records.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
 from flywheel.system import log as logs
-from flywheel.system import process_cleanup
 from flywheel.system.files import write_atomic
 from flywheel.system.worker_setup import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.data.round_directory import clear, finished, read_spec, settings_of, start_over, write_error
-from flywheel.training.engine import ray_cluster
+from flywheel.training.engine import process_cleanup, ray_cluster
 from flywheel.training.engine.policy import check_base, check_frozen, check_parent, other_form
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import MakeGrade, Round

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import parse
-from flywheel.training.data.metrics import Metrics
-from flywheel.training.data.tensorboard_events import TensorBoardEvents
+from flywheel.training.data.metrics import Metrics, TensorBoardEvents
 
 FIGURES = {"reward_mean": 0.5, "loss": None, "why": "a text", "program": {"failures": {"timeout": 2}}}
 

@@ -14,7 +14,7 @@ from flywheel.records.task import task_line
 from flywheel.records.tool_results import SharedRecordings
 from flywheel.training.data.answered_calls import Outcome
 from flywheel.training.recorded.expected_hits import HitRate, expected_hits
-from flywheel.training.recorded.recorded_loop import Budgets, RecordedLoop
+from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop
 from flywheel.training.recorded.recorded_tools import RecordedTools
 from flywheel.training.recorded.recordings import Recording, recording_of, results_of
 from tests.sources.studio.reading import read_all
