@@ -27,7 +27,7 @@ def web(
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything by the pages.")] = False,
 ) -> None:
-    """Show the state in a browser, beside the daemon or without it."""
+    """Open the web UI. The daemon need not be running."""
     from flywheel.system.server_limits import is_loopback
 
     token = _token(must=not is_loopback(host), host=host)

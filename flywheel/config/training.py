@@ -409,7 +409,7 @@ class GateSettings(Section):
     min_gain: float = Field(default=0.0, ge=0)
     """A candidate is promoted if the lower bound of its gain, at the level of its test, is above this value."""
     min_power: float = Field(default=0.3, ge=0, lt=1)
-    """Minimum power: no round starts whose test would show a gain of ten points (0.1) with a smaller probability. 0:
+    """Minimum power: no round starts whose gate would detect a gain of 10 points (0.1) with a smaller probability. 0:
     every round starts."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Confidence of the intervals of single criteria (`non_inferiority_margins`); they use nothing of `alpha`."""

@@ -79,11 +79,11 @@ def of_live(outcome: GateOutcome) -> str:
 def of_next(test: Mapping[str, Any]) -> str:
     """Whether a round could be tested now, from the `gate` of `flywheel status --json`."""
     if test["shortfall"]:
-        return f"No round starts now, because its test would show too little: {test['shortfall']}."
+        return f"No round starts now, because its test would detect too little: {test['shortfall']}."
     return (
         f"The next round takes test {test['test']} of epoch {test['epoch']}, whose one-sided level is"
-        f" {level(test['alpha'])}. On {test['conversations']:,} held-out conversations it would show a gain of ten"
-        f" points with probability {test['power']:.2f}."
+        f" {level(test['alpha'])}. With {test['conversations']:,} held-out conversations, it would detect a"
+        f" gain of 10 points {test['power']:.0%} of the time."
     )
 
 

@@ -31,7 +31,7 @@ SHOWN: Final = 20
 PARTS: Final = {
     "disputed": "Disputed",
     "threshold": "Near the threshold",
-    "random": "Random tenth",
+    "random": "Random 10 %",
 }
 EVERYTHING: Final = "all"
 

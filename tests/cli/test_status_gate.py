@@ -18,4 +18,4 @@ def test_status_says_how_many_conversations_are_missing(flywheel: Run, tmp_path:
     assert missing > 30
     told = flywheel("status").out
     assert f"0 held out ({missing} more needed)" in told
-    assert f"{missing} held-out conversations missing: on 0 held-out conversations, test 1 of epoch 1" in told
+    assert f"0 of {missing} held-out conversations: with 0, the gate would detect a gain of 10 points" in told

@@ -62,7 +62,7 @@ def test_the_list_says_of_each_round_what_was_decided(filled: tuple[Config, list
     assert page.index("although the gate had rejected it") < page.index("r0001 was promoted")
     assert "level 0.0006, spent on 8 conversations" in page
     assert "level 0.00027, not spent" in page
-    assert "No round starts now, because its test would show too little" in page
+    assert "No round starts now, because its test would detect too little" in page
 
 
 def test_a_part_of_the_list(filled: tuple[Config, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +147,11 @@ async def test_a_decision_of_an_early_version_is_known_if_todays_settings_lead_t
 async def test_the_next_test(tmp_path: Path) -> None:
     coming = {"epoch": 2, "test": 3, "alpha": 0.00027, "conversations": 1200, "power": 0.831, "shortfall": ""}
     assert of_next(coming) == (
-        "The next round takes test 3 of epoch 2, whose one-sided level is 0.00027. On 1,200 held-out conversations it"
-        " would show a gain of ten points with probability 0.83."
+        "The next round takes test 3 of epoch 2, whose one-sided level is 0.00027. With 1,200 held-out conversations,"
+        " it would detect a gain of 10 points 83% of the time."
     )
-    assert of_next({**coming, "shortfall": "12 held-out conversations missing: so"}) == (
-        "No round starts now, because its test would show too little: 12 held-out conversations missing: so."
+    assert of_next({**coming, "shortfall": "3 of 15 held-out conversations: so"}) == (
+        "No round starts now, because its test would detect too little: 3 of 15 held-out conversations: so."
     )
     store = await Store.open(tmp_path / "state")
     try:

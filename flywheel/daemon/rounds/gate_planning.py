@@ -37,14 +37,15 @@ class NextTest:
         """Why no round may start yet; empty when one may."""
         if self.missing == 0:
             return ""
-        why = (
-            f"on {quantity(self.conversations, 'held-out conversation')}, test {self.test.number} of epoch"
-            f" {self.test.epoch} (one-sided level {self.test.alpha:.2g}) would show a gain of ten points with"
-            f" probability {self.power:.2f}, and gate.min_power is {gate.min_power:g}"
+        held_out = quantity(self.conversations, "held-out conversation")
+        detects = (
+            f"the gate would detect a gain of 10 points {self.power:.0%} of the time; {gate.min_power:.0%}"
+            " (gate.min_power) is required"
         )
         if self.missing is None:
-            return f"gate.max_tasks {gate.max_tasks} is too low: {why}"
-        return f"{quantity(self.missing, 'held-out conversation')} missing: {why}"
+            return f"gate.max_tasks {gate.max_tasks} is too low: with {held_out}, {detects}"
+        needed = quantity(self.conversations + self.missing, "held-out conversation")
+        return f"{self.conversations:,} of {needed}: with {self.conversations:,}, {detects}"
 
     def as_json(self, gate: GateSettings) -> dict[str, Any]:
         """The part of `flywheel status --json`."""

@@ -241,8 +241,10 @@ async def test_no_round_starts_that_could_hardly_show_ten_points_and_status_tell
     assert missing > 0
     wanted = await store.read(planner.due, config)
     assert not wanted.start
-    assert wanted.reason.startswith(f"{missing} held-out conversations missing: on 20 held-out conversations, test 1")
-    with pytest.raises(TrainError, match=rf"{missing} held-out conversations missing.*gate\.min_power is 0\.3"):
+    assert wanted.reason.startswith(f"20 of {20 + missing} held-out conversations: with 20, the gate would detect")
+    with pytest.raises(
+        TrainError, match=rf"20 of {20 + missing} held-out conversations.*30% \(gate\.min_power\) is required"
+    ):
         await planned(store, config)
     await filled(store, 20 + missing - 1)
     assert (await coming(store, config)).missing == 1
@@ -273,7 +275,9 @@ async def test_a_gate_that_can_never_ask_enough_says_so(tmp_path: Path, store: S
     await filled(store, 30)
     found = await coming(store, config)
     assert found.missing is None
-    assert found.shortfall(config.gate).startswith("gate.max_tasks 10 is too low: on 10 held-out conversations")
+    assert found.shortfall(config.gate).startswith(
+        "gate.max_tasks 10 is too low: with 10 held-out conversations, the gate"
+    )
 
 
 async def test_past_comparisons_tell_how_many_conversations_are_needed(tmp_path: Path, store: Store) -> None:
