@@ -17,6 +17,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "ray"}
 NAME = re.compile(r"(?<![\w./@-])flywheel((?:\.[A-Za-z_]\w*)+)(?![\w/@-]|\.\w)")
 ROOMS = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 FOLDERS = ("flywheel", "tests", "benchmarks", "demo", "scripts", "examples", "filters")
+FROM = re.compile(r"\bfrom (flywheel(?:\.\w+)*) import (\w+)")
 MOVED = {"worker", "filtering", "formats", "evaluation", "diagnostics", "rubric", "trace", "states", "files"}
 """Rooms and modules that were directly in `flywheel/` once."""
 
@@ -72,6 +73,12 @@ def test_every_module_that_a_string_or_page_names_exists() -> None:
     assert len(of_modules) > 50
     wrong = {f"{path.relative_to(ROOT)}: {name}" for path, name in of_modules if not resolves(name)}
     assert wrong == set()
+
+
+def test_every_import_that_a_string_or_page_shows_finds_its_name() -> None:
+    shown = [(path, f"{match[1]}.{match[2]}") for path, text in texts() for match in FROM.finditer(text)]
+    assert len(shown) > 20
+    assert {f"{path.relative_to(ROOT)}: {name}" for path, name in shown if not resolves(name)} == set()
 
 
 def test_a_name_that_does_not_exist_is_noticed() -> None:

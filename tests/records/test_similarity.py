@@ -95,7 +95,7 @@ def test_likeness_is_the_share_of_common_words() -> None:
 
 def test_bands_are_the_same_in_another_process() -> None:
     here = similarity.bands(similarity.words(QUESTION), threshold=0.8)
-    code = f"from flywheel import similarity as l; print(l.bands(l.words({QUESTION!r}), threshold=0.8))"
+    code = f"from flywheel.records import similarity as l; print(l.bands(l.words({QUESTION!r}), threshold=0.8))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert there.strip() == str(here)
     assert len(here) <= 16
@@ -114,13 +114,13 @@ def test_what_is_stored_of_earlier_questions_still_finds_their_like(threshold: f
 
 
 def test_comparing_brings_no_scipy_into_the_daemon() -> None:
-    code = "import sys; from flywheel import similarity as l; l.bands(l.words('a b')); print('scipy' in sys.modules)"
+    code = "import sys; from flywheel.records import similarity as l; l.bands(l.words('a b')); print('scipy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_the_daemon_does_not_load_numpy_before_there_is_something_to_compare() -> None:
-    code = "import sys; from flywheel import similarity as l; l.words('a b'); print('numpy' in sys.modules)"
+    code = "import sys; from flywheel.records import similarity as l; l.words('a b'); print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

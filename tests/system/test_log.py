@@ -13,7 +13,7 @@ import pytest
 
 LOGS = """
 import logging
-from flywheel import log
+from flywheel.system import log
 log.setup()
 log = logging.getLogger("flywheel.test")
 log.info("all is well")
@@ -58,7 +58,7 @@ def test_without_a_stderr_nothing_breaks() -> None:
 
 AS_JSON = """
 import logging
-from flywheel import log
+from flywheel.system import log
 log.setup(as_json=True)
 log = logging.getLogger("flywheel.test")
 log.warning("one line\\nand %s \u202e", "\x1b[2J")
