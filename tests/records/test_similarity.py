@@ -114,7 +114,10 @@ def test_what_is_stored_of_earlier_questions_still_finds_their_like(threshold: f
 
 
 def test_comparing_brings_no_scipy_into_the_daemon() -> None:
-    code = "import sys; from flywheel.records import similarity as l; l.bands(l.words('a b')); print('scipy' in sys.modules)"
+    code = (
+        "import sys; from flywheel.records import similarity as l; "
+        "l.bands(l.words('a b')); print('scipy' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
