@@ -116,7 +116,7 @@ def _effective(config: Config) -> dict[str, tuple[Any, str]]:
         "trigger.min_held_out": (config.gate.min_tasks, DEFAULT),
     }
     if url:
-        found |= dict.fromkeys(("judge.base_url", "rollout.tools.simulator.base_url"), (url, "$OPENAI_BASE_URL"))
+        found["judge.base_url"] = (url, "$OPENAI_BASE_URL")
     return found
 
 

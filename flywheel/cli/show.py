@@ -65,8 +65,7 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if message.get("content"):
             # Some agents give each message a name, their users' and systems' that of the role.
             name = f" {message['name']}" if message.get("name") not in (None, "", message.get("role")) else ""
-            mark = ", simulated" if message.get("simulated") else ""
-            yield f"[{message.get('role')}{name}{mark}] {message['content']}"
+            yield f"[{message.get('role')}{name}] {message['content']}"
 
 
 def _verdict(verdict: dict[str, Any] | None) -> Iterator[str]:

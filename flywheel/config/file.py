@@ -83,7 +83,6 @@ class Config(Section):
         training, rollout, gate, rank = self.training, self.rollout, self.gate, self.serving.max_lora_rank
         longest = rollout.max_completion_tokens
         waited_for = gate.min_tasks if self.trigger.min_held_out is None else self.trigger.min_held_out
-        plays, has_simulator = rollout.tools.on_miss == "simulate", rollout.tools.simulator is not None
         finds_calls = any(isinstance(source, CallsSource) for source in self.sources)
         for is_wrong, why in (
             (
@@ -99,16 +98,6 @@ class Config(Section):
                 longest is not None and longest >= rollout.max_model_len,
                 f"`rollout`: max_completion_tokens {longest} leaves no room for a prompt in max_model_len"
                 f" {rollout.max_model_len}",
-            ),
-            (
-                plays and not has_simulator,
-                "`rollout.tools`: on_miss simulate needs the model that plays the tools. Set"
-                " rollout.tools.simulator.model",
-            ),
-            (
-                has_simulator and not plays,
-                f"`rollout.tools`: a simulator plays tools only with on_miss simulate, and it is"
-                f" {rollout.tools.on_miss}",
             ),
             (
                 bool(gate.non_inferiority_margins) and not rollout.reward.rubric,

@@ -179,27 +179,6 @@ class TrainingSettings(Section):
     lora: LoraSettings = LoraSettings()
 
 
-class SimulatorSettings(Section):
-    """The model that plays tools without a recorded result (`rollout.tools.on_miss: simulate`).
-
-    Any model can. It invents results, and the policy learns to trust them: with the judge's own model, the judge may
-    also believe what it invented itself.
-    """
-
-    model: str
-    """Name of the model."""
-    base_url: WebUrl | None = None
-    """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`, else OpenAI."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with its key."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """Sampling temperature."""
-    max_tokens: int = Field(default=1024, gt=0)
-    """Maximum tokens of a result."""
-    timeout_seconds: float = Field(default=60.0, gt=0)
-    """Timeout in seconds of one attempt."""
-
-
 class ToolSettings(Section):
     """How tools answer in rollouts of `agent: recorded`."""
 
@@ -207,15 +186,13 @@ class ToolSettings(Section):
     """Results of other traces: `agreeing` uses a result that at least two conversations have for the same call and
     none differs from, up to 8 MiB of results in a round; `off` uses those of the task's own trace alone. Training
     never uses held-out traces."""
-    on_miss: Literal["end", "error", "simulate"] = "end"
+    on_miss: Literal["end", "error"] = "end"
     """What happens on a call without a recorded result: `end` ends the rollout without a reward, `error` lets the
-    tool answer with an error, `simulate` lets a model play the tool (`simulator`). The gate always ends them."""
+    tool answer with an error. The gate always ends them."""
     uncalled: Literal["leave-out", "use"] = "leave-out"
     """Training tasks that were offered tools and made no call: no recording could answer one, so that rollouts
     without a call are the only ones that get a reward. `use` trains on them. The gate asks them if their answers were
     accepted."""
-    simulator: SimulatorSettings | None = None
-    """The model for `on_miss: simulate`, which needs one; it may be the judge's or any other."""
 
 
 def _function(text: str, info: ValidationInfo) -> str:

@@ -25,21 +25,10 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """A recorded call with its parsed arguments."""
-
-    key: str
-    tool: Tool
-    arguments: dict[str, Any]
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
 class SharedRecordings:
-    """What rollouts may use of other traces: results by key, and examples by the digest of their tool."""
+    """What rollouts may use of other traces: results by key of the call."""
 
     results: Mapping[str, Result] = field(default_factory=dict)
-    examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
 
 
 def functions_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -347,14 +347,6 @@ def test_a_backup_is_looked_at_too(bench: Bench) -> None:
     assert_failed(found["judge.backup"], "other is not among", "judge.backup.model")
 
 
-def test_a_model_that_plays_tools_is_looked_at_too(bench: Bench) -> None:
-    tools = {"on_miss": "simulate", "simulator": {"model": "judge", "base_url": bench.judge.base_url}}
-    assert bench(rollout={"tools": tools})["rollout.tools.simulator"]["result"] == "ok"
-    tools = {"on_miss": "simulate", "simulator": {"model": "other", "base_url": bench.judge.base_url}}
-    found = bench(rollout={"tools": tools})["rollout.tools.simulator"]
-    assert_failed(found, "other is not among", "rollout.tools.simulator.model")
-
-
 def test_servers(bench: Bench) -> None:
     bench.vllm.loaded = {f"agent@r000{number}": "/x" for number in range(1, 5)}
     assert bench()["server"]["result"] == "ok"

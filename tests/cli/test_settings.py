@@ -142,7 +142,6 @@ RIGHT: list[dict[str, Any]] = [
     {"serving": {"call_log": {"keep_days": 1}, "tool_call_parser": None}},
     {"retention": {"keep_days": None}},
     {"training": {"lora": {"target_modules": ["q_proj"]}}},
-    {"rollout": {"tools": {"on_miss": "simulate", "simulator": {"model": "m"}}}},
     {"gate": {"non_inferiority_margins": {"a": 0.1}}},
 ]
 

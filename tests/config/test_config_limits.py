@@ -37,12 +37,6 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
     ("sections", "error"),
     [
         ({"training": {"lora": {"r": 128}}}, r"training\.lora\.r 128 is above serving\.max_lora_rank 64"),
-        ({"rollout": {"tools": {"on_miss": "simulate"}}}, r"on_miss simulate needs the model that plays the tools"),
-        ({"rollout": {"tools": {"simulator": {"model": "m"}}}}, r"only with on_miss simulate, and it is end"),
-        (
-            {"rollout": {"tools": {"on_miss": "error", "simulator": {"model": "m"}}}},
-            r"only with on_miss simulate, and it is error",
-        ),
         ({"rollout": {"max_completion_tokens": 4096}}, r"leaves no room for a prompt in max_model_len 4096"),
         (
             {"trigger": {"min_held_out": 4}},

@@ -1,5 +1,4 @@
-"""Checks of filter chain, rubric and judge: files load, the judge is independent, its endpoints answer. So must the
-endpoint of the model that plays tools.
+"""Checks of filter chain, rubric and judge: files load, the judge is independent, its endpoints answer.
 
 Listing an endpoint's models costs nothing. A question to the model costs tokens and is asked on request only.
 """
@@ -79,10 +78,6 @@ class JudgeChecks:
         for endpoint in endpoints_of(settings):
             listed = self._listed(endpoint, settings)
             yield _asked(endpoint, settings, listed) if self.ask else listed
-        if (simulator := self.config.rollout.tools.simulator) is not None:
-            alone = simulator.model_dump(include={"model", "base_url", "api_key_env"})
-            [endpoint] = endpoints_of(JudgeSettings.model_validate(alone))
-            yield self._listed(replace(endpoint, section="rollout.tools.simulator"), settings)
 
     def _rubrics_of_targets(self, shared: Rubric) -> Iterator[Finding]:
         """Those that targets have of their own."""

@@ -38,11 +38,10 @@ _COUNTED: Final = {
 _NO_PARSER: Final = "Set serving.tool_call_parser to the format of the model's calls."
 _UNSURE: Final = (
     "`flywheel round --debug` shows how many rollouts miss. If many do, let them go on:"
-    " `rollout.tools.on_miss: error` or `simulate`."
+    " `rollout.tools.on_miss: error`."
 )
 _LOW: Final = (
-    "Collect more traces of the same questions, or let rollouts go on after a miss: `rollout.tools.on_miss: error` or"
-    " `simulate`."
+    "Collect more traces of the same questions, or let rollouts go on after a miss: `rollout.tools.on_miss: error`."
 )
 
 
@@ -138,5 +137,5 @@ def _without_results(sample: list[Recording], config: Config) -> list[str]:
     """Offered tools of which the sample has no result."""
     finish = config.rollout.finish_tools
     offered = {name for each in sample for name in functions_by_name(each.tools)} - {*FINISH_FUNCTIONS, *finish}
-    answered = {example.tool.name for each in sample for example in results_of(each, finish).examples}
+    answered = {recorded.tool.name for each in sample for recorded in results_of(each, finish).results}
     return sorted(offered - answered)

@@ -141,15 +141,12 @@ def _unanswerable(task: RoundTask, split: Split, config: Config, *, is_accepted:
 
 def _share(conn: Connection, found: RoundTasks, config: Config, redact: Redactor | None) -> None:
     """Read the recordings of all decided tasks once, for training and the gate."""
-    tools = config.rollout.tools
-    agreeing, simulated = tools.share == "agreeing", tools.on_miss == "simulate"
     for_train, for_gate = _offered(found.train), _offered(found.held_out)
-    if not (for_train | for_gate) or not (agreeing or simulated):
+    if not (for_train | for_gate) or config.rollout.tools.share == "off":
         return
     with (
-        closing(RecordingPool(Split.TRAIN, for_train, agreeing=agreeing, examples=simulated)) as train,
-        # The gate never simulates.
-        closing(RecordingPool(Split.HELD_OUT, for_gate, agreeing=agreeing)) as gate,
+        closing(RecordingPool(Split.TRAIN, for_train)) as train,
+        closing(RecordingPool(Split.HELD_OUT, for_gate)) as gate,
     ):
         for split, line in recorded_lines(conn):
             recording = recording_of(redact(line) if redact is not None else line, split)

@@ -17,7 +17,6 @@ class Outcome(StrEnum):
     TRACE = "trace"
     SHARED = "shared"
     MISS = "miss"
-    SIMULATED = "simulated"
     UNKNOWN_TOOL = "unknown tool"
     UNPARSEABLE = "unparseable arguments"
     FINISH = "finish"
@@ -46,7 +45,7 @@ class AnsweredCall:
 
     @property
     def is_miss(self) -> bool:
-        return self.outcome in (Outcome.MISS, Outcome.SIMULATED)
+        return self.outcome is Outcome.MISS
 
 
 def tool_metrics(rollouts: Sequence[Sequence[AnsweredCall]]) -> dict[str, Any]:

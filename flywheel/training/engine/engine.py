@@ -40,7 +40,6 @@ from flywheel.training.program.configured_program import program_of
 from flywheel.training.program.program_pool import ProgramPool
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
-from flywheel.training.recorded.simulator import Simulator
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,6 @@ class Engine(RoundActor):
         self._endpoint = Endpoint()
         self._context = settings.max_model_len
         self._tools = self._gate_tools = ToolSetup()
-        self._simulator: Simulator | None = None
         self._pool: ProgramPool | None = None
         self._program = ProgramSetup({}, "", 0)
 
@@ -173,13 +171,8 @@ class Engine(RoundActor):
         }
 
     def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
-        """Set how tools answer in rollouts to learn from, and in those `as_served`, which are never simulated. Raises
-        TrainError for a simulator that cannot be used."""
-        if gate.on_miss == "simulate":
-            raise ValueError("the gate's results cannot be simulated")
+        """Set how tools answer in rollouts to learn from, and in those `as_served`."""
         self._tools, self._gate_tools = training, gate
-        if training.on_miss == "simulate" and training.simulator is not None:
-            self._simulator = Simulator(training.simulator)
 
     async def use_program(self, settings: Mapping[str, Any], setup: ProgramSetup) -> str:
         """Start the user's agent of these settings (`Config`) for rollouts of tasks that it does. Returns its
@@ -278,9 +271,7 @@ class Engine(RoundActor):
     async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
         session = self._session(request)
         try:
-            if request.as_served:
-                return await roll_out(request, session, self._gate_tools)
-            return await roll_out(request, session, self._tools, self._simulator)
+            return await roll_out(request, session, self._gate_tools if request.as_served else self._tools)
         finally:
             session.close()
 
@@ -346,8 +337,6 @@ class Engine(RoundActor):
         await self._endpoint.stop()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
-        if self._simulator is not None:
-            self._simulator.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 5.0)
 

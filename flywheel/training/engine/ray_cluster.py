@@ -182,7 +182,7 @@ def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> N
 def _carried(settings: Config) -> dict[str, str]:
     """The variables of this process's environment that its actors need on any node."""
     rollout = settings.rollout
-    models = (settings.judge, settings.judge.backup, rollout.tools.simulator, *rollout.auxiliary_models.values())
+    models = (settings.judge, settings.judge.backup, *rollout.auxiliary_models.values())
     keys = {*rollout.agent_environment, *(model.api_key_env for model in models if model is not None)}
     return {
         name: value

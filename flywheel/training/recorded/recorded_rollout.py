@@ -8,17 +8,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Any, Final, Protocol
 
-from flywheel.config.training import SimulatorSettings
-from flywheel.errors import FlywheelError
 from flywheel.records.tool_results import SharedRecordings
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.training.data.answered_calls import AnsweredCall
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.data.timelines import CallTokens, timelines
-from flywheel.training.recorded.recorded_tools import OnMiss, RecordedTools, Simulate, ToolTurn
+from flywheel.training.recorded.recorded_tools import OnMiss, RecordedTools, ToolTurn
 from flywheel.training.recorded.recordings import trace_results
 
 
@@ -121,14 +118,12 @@ class ToolSetup:
     Attributes:
         shared: Results of other traces.
         max_turns: Messages of the policy.
-        simulator: The model that plays tools if `on_miss` is `simulate`.
     """
 
     shared: SharedRecordings = field(default_factory=SharedRecordings)
     on_miss: OnMiss = "end"
     finish_tools: tuple[str, ...] = ()
     max_turns: int = 16
-    simulator: SimulatorSettings | None = None
 
 
 class ModelReply(Protocol):
@@ -160,11 +155,8 @@ class ChatSession(Protocol):
     async def complete(self, body: Mapping[str, Any], *, max_tokens: int | None = None) -> ModelReply: ...
 
 
-async def roll_out(
-    request: RolloutRequest, session: ChatSession, setup: ToolSetup, simulate: Simulate | None = None
-) -> Completion:
-    """The completion of a request whose task has recordings. `simulate` answers misses if the setup says so; where it
-    fails, the rollout has an error.
+async def roll_out(request: RolloutRequest, session: ChatSession, setup: ToolSetup) -> Completion:
+    """The completion of a request whose task has recordings.
 
     A rollout `as_served` has the server's limits of tokens. After its `seconds` it is cut: the message that is being
     generated is lost.
@@ -175,7 +167,6 @@ async def roll_out(
         trace_results(task.tools, task.steps, task.errors, setup.finish_tools),
         shared=setup.shared,
         on_miss=setup.on_miss,
-        simulate=simulate,
         finish_tools=setup.finish_tools,
     )
     budgets = Budgets(setup.max_turns, None if request.as_served else request.max_tokens)
@@ -183,7 +174,7 @@ async def roll_out(
     limit = asyncio.timeout(request.seconds)
     try:
         async with limit:
-            error = await _take_turns(loop, request, session, in_thread=simulate is not None)
+            error = await _take_turns(loop, request, session)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -207,7 +198,7 @@ async def roll_out(
     )
 
 
-async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: ChatSession, *, in_thread: bool) -> str:
+async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: ChatSession) -> str:
     """Take turns until the loop ends. Returns why the rollout has nothing to grade; empty if it has."""
     task = request.prompt.task
     # The endpoint renders the prompts, and keeps to the context.
@@ -224,17 +215,7 @@ async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: Chat
             return f"the engine refused a message: {' '.join(reply.error.split())[:300]} (HTTP status {reply.status})"
         [choice] = reply.body["choices"]
         message = _sent_again(choice["message"], with_reasoning=task.sends_reasoning)
-        advance = partial(
-            loop.advance, message, tokens=session.generated - before, truncated=choice["finish_reason"] == "length"
-        )
-        try:
-            if in_thread:
-                # A simulator may take long, and this thread serves all rollouts of the engine.
-                await asyncio.to_thread(advance)
-            else:
-                advance()
-        except FlywheelError as error:
-            return f"the simulator failed: {error}"
+        loop.advance(message, tokens=session.generated - before, truncated=choice["finish_reason"] == "length")
         if loop.end is End.MISS:
             calls = zip(message["tool_calls"], loop.calls[answered:], strict=False)
             return f"no recorded result for {next(_text(call) for call, each in calls if each.is_miss)}"

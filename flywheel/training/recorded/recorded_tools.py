@@ -1,39 +1,27 @@
 """Answers the tool calls of one rollout from recordings.
 
 The results of the task's own trace come first, then those shared by other traces. A well-formed call of an offered
-tool that has neither is a miss. No model and no tool runs here; a simulator is a function that the caller passes.
+tool that has neither is a miss. No model and no tool runs here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from flywheel.records.finish_functions import FINISH_FUNCTIONS, finish_answer
 from flywheel.records.tool_calls import Call
-from flywheel.records.tool_results import Example, Result, SharedRecordings, Tool
+from flywheel.records.tool_results import Result, SharedRecordings
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome
 from flywheel.training.recorded.call_key import call_key, tools_by_name
-from flywheel.training.recorded.recordings import MAX_EXAMPLES, TraceResults
+from flywheel.training.recorded.recordings import TraceResults
 
-OnMiss = Literal["end", "error", "simulate"]
+OnMiss = Literal["end", "error"]
 
 _NOTHING_SHARED: Final = SharedRecordings()
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """A call for a simulator to answer. `examples` are recorded calls of the tool, those of the own trace first."""
-
-    tool: Tool
-    arguments: dict[str, Any]
-    examples: tuple[Example, ...]
-
-
-Simulate = Callable[[Simulation], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +43,12 @@ class ToolTurn:
 
     @property
     def steps(self) -> list[ChatMessage]:
-        """The answers as steps of the trajectory, which say what failed and what was simulated."""
+        """The answers as steps of the trajectory, which say what failed."""
         answered = [call for call in self.calls if call.result is not None]
         return [
             {
                 **message,
                 **({"status": "error"} if call.result is not None and call.result.failed else {}),
-                **({"simulated": True} if call.outcome is Outcome.SIMULATED else {}),
             }
             for message, call in zip(self.messages, answered, strict=True)
         ]
@@ -77,19 +64,14 @@ class RecordedTools:
         *,
         shared: SharedRecordings = _NOTHING_SHARED,
         on_miss: OnMiss = "end",
-        simulate: Simulate | None = None,
         finish_tools: Collection[str] = (),
     ) -> None:
-        """`tools` are offered, `own` has the results of the task's trace. `finish_tools` are added to AgentScope's.
-        `simulate` answers misses if `on_miss` says so; what it raises reaches the caller of `answer`."""
-        if (on_miss == "simulate") != (simulate is not None):
-            raise ValueError("on_miss and simulate contradict each other")
+        """`tools` are offered, `own` has the results of the trace. `finish_tools` are added to AgentScope's."""
         self._tools = tools_by_name(tools)
         self._own, self._shared = own, shared
-        self._on_miss, self._simulate = on_miss, simulate
+        self._on_miss = on_miss
         self._finish_tools = FINISH_FUNCTIONS.union(finish_tools)
         self._times: Counter[str] = Counter()
-        self._simulated: dict[str, Result] = {}
 
     def answer(self, calls: Sequence[Mapping[str, Any]]) -> ToolTurn:
         """Answer the `tool_calls` of a message in order. Calls after a miss that ends the rollout are looked up, for
@@ -125,8 +107,7 @@ class RecordedTools:
             text = f"ToolNotFoundError: there is no tool {call.name!r}. Available tools: {available}"
             return answered(Outcome.UNKNOWN_TOOL, Result(text, failed=True))
         try:
-            arguments = call.parsed
-            key = call_key(tool, arguments)
+            key = call_key(tool, call.parsed)
         except ValueError as problem:
             text = f"InvalidArgumentsError: the arguments of {call.name} cannot be parsed: {problem}"
             return answered(Outcome.UNPARSEABLE, Result(text, failed=True))
@@ -137,18 +118,8 @@ class RecordedTools:
         # Where the own trace has different results, it contradicts any other trace.
         if not self._own.by_key.get(key) and (shared := self._shared.results.get(key)) is not None:
             return answered(Outcome.SHARED, shared, repeats)
-        if self._simulate is not None:
-            if key not in self._simulated:
-                simulation = Simulation(tool, arguments, self._examples(tool))
-                self._simulated[key] = Result(self._simulate(simulation))
-            return answered(Outcome.SIMULATED, self._simulated[key], repeats)
         error = Result(f"ToolUnavailableError: {call.name} returned no result", failed=True)
         return answered(Outcome.MISS, error if self._on_miss == "error" else None, repeats)
-
-    def _examples(self, tool: Tool) -> tuple[Example, ...]:
-        own = [example for example in self._own.examples if example.tool.digest == tool.digest]
-        others = [each for each in self._shared.examples.get(tool.digest, ()) if each not in own]
-        return (*own, *others)[:MAX_EXAMPLES]
 
 
 def _text(value: Any) -> str:

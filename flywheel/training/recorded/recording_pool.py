@@ -7,14 +7,12 @@ import sqlite3
 from collections.abc import Collection
 from typing import Final
 
-import orjson
-
 from flywheel.records.states import Split
-from flywheel.records.tool_results import Example, Result, SharedRecordings
-from flywheel.training.recorded.recordings import MAX_EXAMPLES, Recording, TraceResults
+from flywheel.records.tool_results import Result, SharedRecordings
+from flywheel.training.recorded.recordings import Recording, TraceResults
 
 MAX_BYTES: Final = 8 << 20
-"""Text of results and examples that a specification has room for, each. First those that were called most often."""
+"""Text of results that a specification has room for. First those that were called most often."""
 
 _ADD: Final = (
     "INSERT INTO results VALUES (?, ?, ?, ?, 1, 0, 0) ON CONFLICT (key) DO UPDATE SET calls = calls + 1,"
@@ -30,15 +28,9 @@ class RecordingPool:
     The results are in a temporary database on disk, however many traces are added.
     """
 
-    def __init__(
-        self, reader: Split, offered: Collection[str], *, agreeing: bool = True, examples: bool = False
-    ) -> None:
-        """`offered` are the digests of the tools that rollouts are offered. `agreeing` results are kept, and
-        `examples` for a simulator."""
+    def __init__(self, reader: Split, offered: Collection[str]) -> None:
+        """`offered` are the digests of the tools that rollouts are offered."""
         self._reader, self._offered = reader, frozenset(offered)
-        self._keeps_results, self._keeps_examples = agreeing, examples
-        self._examples: dict[str, list[Example]] = {}
-        self._room = MAX_BYTES
         self._database = sqlite3.connect("", isolation_level=None)
         self._database.execute("PRAGMA journal_mode = OFF")
         self._database.execute(
@@ -51,36 +43,23 @@ class RecordingPool:
         """Add a trace, with the results that `results_of` finds in it."""
         if self._reader is Split.TRAIN and recording.split is not Split.TRAIN:
             return
-        own = [each for each in results.examples if each.tool.digest in self._offered]
-        if self._keeps_results and own:
+        own = [each for each in results.results if each.tool.digest in self._offered]
+        if own:
             key = recording.conversation or recording.task_id
             conversation = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:16]
             rows = ((each.key, _bytes(each.result.content), each.result.failed, conversation) for each in own)
             self._database.executemany(_ADD, rows)
-        for example in own if self._keeps_examples else ():
-            self._add_example(example)
-
-    def _add_example(self, example: Example) -> None:
-        same = self._examples.setdefault(example.tool.digest, [])
-        try:
-            size = len(_bytes(example.result.content)) + len(orjson.dumps(example.arguments))
-        except orjson.JSONEncodeError:
-            # Numbers beyond 64 bits, lone surrogates, or nested too deeply for the specification.
-            return
-        if len(same) < MAX_EXAMPLES and size <= self._room:
-            same.append(example)
-            self._room -= size
 
     def shared(self) -> SharedRecordings:
         """What rollouts may use of the traces so far."""
-        found: dict[str, Result] = {}
+        shared: dict[str, Result] = {}
         room = MAX_BYTES
         for key, content, failed in self._database.execute(_AGREEING):
             # A result that has no room leaves room for smaller ones.
             if len(content) <= room:
                 room -= len(content)
-                found[key] = Result(content.decode("utf-8", "surrogatepass"), bool(failed))
-        return SharedRecordings(found, {digest: tuple(same) for digest, same in self._examples.items() if same})
+                shared[key] = Result(content.decode("utf-8", "surrogatepass"), bool(failed))
+        return SharedRecordings(shared)
 
     def close(self) -> None:
         self._database.close()

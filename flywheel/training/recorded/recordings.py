@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from flywheel.records.finish_functions import FINISH_FUNCTIONS
 from flywheel.records.states import Split
 from flywheel.records.task import conversation_key
 from flywheel.records.tool_calls import calls_in
-from flywheel.records.tool_results import Example, Result
+from flywheel.records.tool_results import Result, Tool
 from flywheel.records.trace import ChatMessage
 from flywheel.training.recorded.call_key import call_key, tools_by_name
 
 Share = Literal["agreeing", "off"]
-
-MAX_EXAMPLES: Final = 8
-"""Examples of each tool that are kept for a simulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +46,27 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedResult:
+    """The result of one recorded call."""
+
+    key: str
+    tool: Tool
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
 class TraceResults:
     """The calls of one trace.
 
     Attributes:
         calls: Number of calls, including those without a key.
         by_key: The results of each key, in order. A call without a result has a key with no results.
-        examples: The calls with results, in order.
+        results: Those of all calls that have a key, in order.
     """
 
     calls: int
     by_key: dict[str, tuple[Result, ...]]
-    examples: tuple[Example, ...]
+    results: tuple[RecordedResult, ...]
 
     def kth(self, key: str, k: int) -> Result | None:
         """The result of the k-th identical call; k counts from 1. After the last result it is that one, if all are
@@ -72,12 +78,12 @@ class TraceResults:
 
     def trains(self, *, use_uncalled: bool) -> bool:
         """Whether a round may ask the task: its trace has results, or it made no call and such tasks are used."""
-        return bool(self.examples) or (use_uncalled and not self.calls)
+        return bool(self.results) or (use_uncalled and not self.calls)
 
     def gates(self, *, accepted: bool) -> bool:
         """Whether the gate may ask the task: its trace has results, or it made no call and the traced answer was
         accepted."""
-        return bool(self.examples) or (accepted and not self.calls)
+        return bool(self.results) or (accepted and not self.calls)
 
 
 def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
@@ -112,18 +118,17 @@ def trace_results(
     not_called = FINISH_FUNCTIONS.union(finish_tools)
     calls = [call for call in calls_in(steps, failures) if call.name not in not_called]
     by_key: dict[str, tuple[Result, ...]] = {}
-    examples: list[Example] = []
+    recorded: list[RecordedResult] = []
     for call in calls:
         if (tool := tools.get(call.name)) is None:
             continue
         try:
-            arguments = call.parsed
-            key = call_key(tool, arguments)
+            key = call_key(tool, call.parsed)
         except ValueError:
             continue
         results = by_key.setdefault(key, ())
         if call.result is not None:
             result = Result(call.result, call.failed)
             by_key[key] = (*results, result)
-            examples.append(Example(key, tool, arguments, result))
-    return TraceResults(len(calls), by_key, tuple(examples))
+            recorded.append(RecordedResult(key, tool, result))
+    return TraceResults(len(calls), by_key, tuple(recorded))

@@ -137,9 +137,8 @@ class Round:
             on_miss=tools.on_miss,
             finish_tools=finish_tools,
             max_turns=rollout.max_turns,
-            simulator=tools.simulator,
         )
-        gate = replace(training, shared=spec.shared_gate, on_miss="end", simulator=None)
+        gate = replace(training, shared=spec.shared_gate, on_miss="end")
         ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
 
     def _use_program(self) -> None:

@@ -151,7 +151,6 @@ async def test_results_of_other_traces_are_those_on_which_two_conversations_agre
     assert len(spec.train) == 2 and len(spec.held_out) == 2
     assert spec.shared.results == {key(SUM): Result("3")}
     assert spec.shared_gate.results == {key(SUM): Result("3"), key({}, other): Result("x")}
-    assert spec.shared.examples == spec.shared_gate.examples == {}
 
 
 async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path: Path, store: Store) -> None:
@@ -176,23 +175,13 @@ async def test_a_held_out_trace_that_differs_is_seen_by_the_gate_alone(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("tools", "shares", "simulates"),
-    [
-        ({}, True, False),
-        ({"share": "off"}, False, False),
-        ({"on_miss": "simulate", "simulator": {"model": "m"}}, True, True),
-        ({"share": "off", "on_miss": "simulate", "simulator": {"model": "m"}}, False, True),
-    ],
+    ("tools", "shares"),
+    [({}, True), ({"share": "off"}, False)],
 )
-async def test_sharing_can_be_off_and_a_simulator_has_examples(
-    tmp_path: Path, store: Store, tools: dict[str, Any], *, shares: bool, simulates: bool
-) -> None:
-    """The gate is never simulated."""
+async def test_sharing_can_be_off(tmp_path: Path, store: Store, tools: dict[str, Any], *, shares: bool) -> None:
     await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "3"))
     spec = await planned(store, made(tmp_path, **tools_section(**tools)))
     assert bool(spec.shared.results) == bool(spec.shared_gate.results) == shares
-    assert [len(some) for some in spec.shared.examples.values()] == ([2] if simulates else [])
-    assert spec.shared_gate.examples == {}
     assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
@@ -390,22 +379,6 @@ async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_pa
     row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
     again = await store.read(planner.spec_of, row, config, rubric_of(config))
     assert again.held_out == first.held_out
-
-
-async def test_examples_that_no_specification_can_have_are_left_out(tmp_path: Path, store: Store) -> None:
-    """A model may write any arguments."""
-    deep = '{"a": ' + "[" * 300 + "]" * 300 + "}"
-    odd = (deep, '{"a": "\\ud800"}', f'{{"a": {10**30}}}', '{"a": 1}')
-    told = [
-        changed(each, trajectory=steps((call(arguments=arguments), "x")))
-        for each, arguments in zip(asked(Split.TRAIN, "", "", "", ""), odd, strict=True)
-    ]
-    await judged(store, *told, *asked(Split.HELD_OUT, "3"))
-    simulated = {"on_miss": "simulate", "simulator": {"model": "m"}}
-    spec = await planned(store, made(tmp_path, **tools_section(**simulated)))
-    assert len(spec.train) == 4
-    assert [each.arguments for some in spec.shared.examples.values() for each in some] == [{"a": 1}]
-    assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
 async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_traces_had(

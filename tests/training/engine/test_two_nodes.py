@@ -62,7 +62,6 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
     names = (
         "MY_JUDGE_KEY",
         "MY_BACKUP_KEY",
-        "MY_SIMULATOR_KEY",
         "OPENAI_BASE_URL",
         "HTTPS_PROXY",
         "HF_HOME",
@@ -72,8 +71,7 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("MY_DIARY", "private")
     judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
-    tools = {"on_miss": "simulate", "simulator": {"model": "tools", "api_key_env": "MY_SIMULATOR_KEY"}}
-    with connected(address, judge=judge, rollout={"tools": tools}) as config:
+    with connected(address, judge=judge) as config:
         placement = place_on_gpus(8, ray_cluster.gpus(), with_trainer=True)
         places = ray_cluster.Places(placement, 60)
         members = [

@@ -66,12 +66,12 @@ def recording(
 
 
 def shared_recordings(
-    recordings: Sequence[Recording], reader: Split, *, share: str = "agreeing", offered: Collection[str] | None = None
+    recordings: Sequence[Recording], reader: Split, *, offered: Collection[str] | None = None
 ) -> SharedRecordings:
     """What rollouts of tasks in a split may use of these traces; by default they are offered all tools of all."""
     tools = {tool.digest for each in recordings for tool in tools_by_name(each.tools).values()}
     wanted = tools if offered is None else offered
-    with closing(RecordingPool(reader, wanted, agreeing=share == "agreeing", examples=True)) as pool:
+    with closing(RecordingPool(reader, wanted)) as pool:
         for each in recordings:
             pool.add(each, results_of(each))
         return pool.shared()

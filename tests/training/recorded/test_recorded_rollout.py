@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from flywheel.errors import TrainError
 from flywheel.records.tool_results import Result, SharedRecordings
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.answered_calls import Outcome
 from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded.call_key import call_key, tools_by_name
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
-from flywheel.training.recorded.recorded_tools import Simulation
 from tests.training.engine.scripted_session import (
     END,
     ScriptedSession,
@@ -41,12 +39,11 @@ def run(
     context: int = 2000,
     task: Any = TASK,
     max_tokens: int | None = 1000,
-    simulate: Any = None,
     **request: Any,
 ) -> tuple[Completion, ScriptedSession]:
     session = ScriptedSession(messages, context)
     asked = rollout_request(task, max_tokens, **request)
-    return asyncio.run(roll_out(asked, session, setup, simulate)), session
+    return asyncio.run(roll_out(asked, session, setup)), session
 
 
 def outcomes(completion: Completion) -> list[Outcome]:
@@ -95,29 +92,6 @@ def test_a_miss_can_be_an_error_of_the_tool() -> None:
     completion, session = run(said(call("add", {"a": 9})), answered("No."), setup=setup)
     assert "ToolUnavailableError" in session.bodies[1]["messages"][-1]["content"]
     assert (completion.text, completion.missed, outcomes(completion)) == ("No.", False, [Outcome.MISS])
-
-
-def test_a_miss_can_be_simulated_without_holding_up_other_rollouts() -> None:
-    def simulate(asked: Simulation) -> str:
-        assert [example.result.content for example in asked.examples][:1] == ["1"]
-        # The engine's loop runs on: this is another thread.
-        with pytest.raises(RuntimeError, match="no running event loop"):
-            asyncio.get_running_loop()
-        return f"it is {asked.arguments['a']}"
-
-    setup = ToolSetup(on_miss="simulate", max_turns=5)
-    completion, session = run(said(call("add", {"a": 9})), answered("9"), setup=setup, simulate=simulate)
-    assert session.bodies[1]["messages"][-1]["content"] == "it is 9"
-    assert (completion.text, completion.missed, outcomes(completion)) == ("9", False, [Outcome.SIMULATED])
-
-
-def test_a_simulator_that_fails_costs_this_rollout() -> None:
-    def simulate(_: Simulation) -> str:
-        raise TrainError("simulate add", "the key is wrong")
-
-    setup = ToolSetup(on_miss="simulate")
-    completion, _ = run(said(call("add", {"a": 9})), setup=setup, simulate=simulate)
-    assert completion.error == "the simulator failed: cannot simulate add: the key is wrong."
 
 
 def test_results_of_other_traces_answer() -> None:

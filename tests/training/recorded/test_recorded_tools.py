@@ -13,8 +13,8 @@ from flywheel.records.states import Split
 from flywheel.records.tool_results import Result, SharedRecordings
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
 from flywheel.training.recorded.call_key import tools_by_name
-from flywheel.training.recorded.recorded_tools import RecordedTools, Simulation, ToolTurn
-from flywheel.training.recorded.recordings import MAX_EXAMPLES, Recording, results_of
+from flywheel.training.recorded.recorded_tools import RecordedTools, ToolTurn
+from flywheel.training.recorded.recordings import Recording, results_of
 from tests.cases import for_each
 from tests.training.recorded.recordings import ADD, FINISH, call, identity, recording, said, shared_recordings, tool
 
@@ -124,7 +124,7 @@ def test_a_recorded_error_is_a_result_that_stays_marked() -> None:
 def test_what_has_no_key_or_no_result_is_not_answered() -> None:
     trace = recording((call("add", {"a": 1}), None), (call("add", "{"), "odd"), (call("other", {}), "x"))
     own = results_of(trace)
-    assert (own.calls, list(own.by_key.values()), own.examples) == (3, [()], ())
+    assert (own.calls, list(own.by_key.values()), own.results) == (3, [()], ())
     (found,) = tools_for(trace).answer([call("add", {"a": 1})]).calls
     assert (found.outcome, found.repeats_trace) == (Outcome.MISS, True)
 
@@ -178,10 +178,8 @@ def test_a_changed_definition_is_another_tool() -> None:
     assert ask(tools_for(recording(), *others), {"a": 7}) == [MISS]
 
 
-def test_sharing_can_be_off_and_limited_to_offered_tools() -> None:
+def test_sharing_is_limited_to_offered_tools() -> None:
     agreeing = [heard("7", "x"), heard("7", "y")]
-    off = shared_recordings(agreeing, Split.TRAIN, share="off")
-    assert (off.results, len(off.examples)) == ({}, 1)
     assert shared_recordings(agreeing, Split.TRAIN, offered={"another"}) == SharedRecordings()
     offered = [each.digest for each in tools_by_name([ADD]).values()]
     assert len(shared_recordings(agreeing, Split.TRAIN, offered=offered).results) == 1
@@ -211,7 +209,7 @@ def test_what_is_shared_is_what_two_say_and_nobody_denies(some: list[Recording],
     shared = shared_recordings(some, Split.HELD_OUT).results
     said_by: dict[str, set[tuple[Result, str]]] = {}
     for each in some:
-        for example in results_of(each).examples:
+        for example in results_of(each).results:
             said_by.setdefault(example.key, set()).add((example.result, each.conversation or each.task_id))
     expected = {
         found: next(iter(said))[0]
@@ -254,7 +252,7 @@ def test_the_own_error_texts_count_as_failures_where_steps_are_checked() -> None
     tools = tools_for(recording(), on_miss="error")
     calls = [call("divide"), call("add", "{"), call("add", {"a": 1})]
     made = Recording("t", "", Split.TRAIN, (ADD, tool("divide")), (said(*calls), *tools.answer(calls).messages))
-    assert [example.result.failed for example in results_of(made).examples] == [True, True]
+    assert [example.result.failed for example in results_of(made).results] == [True, True]
 
 
 @for_each("arguments", ["", "{}", "null"])
@@ -279,43 +277,6 @@ def test_a_miss_can_be_an_error_of_the_tool() -> None:
     assert (turn.ended_by, turn.calls[0].is_miss) == ("", True)
     assert turn.steps[0]["content"] == "ToolUnavailableError: add returned no result"
     assert turn.steps[0]["status"] == "error"
-
-
-def test_a_miss_can_be_simulated_once_for_identical_calls() -> None:
-    asked: list[Simulation] = []
-
-    def simulate(simulation: Simulation) -> str:
-        asked.append(simulation)
-        return f"simulated {len(asked)}"
-
-    own = recording((call("add", {"a": 1}), "1"), (call("generate_response", {"response": "!"}), "done"))
-    others = [heard(str(place), f"c-{place}") for place in range(10)]
-    tools = tools_for(own, *others, heard("7", "h", Split.HELD_OUT), on_miss="simulate", simulate=simulate)
-    assert ask(tools, {"a": 1}, {"a": 9}, {"a": 9}, {"a": 8}) == [
-        (Outcome.TRACE, "1"),
-        (Outcome.SIMULATED, "simulated 1"),
-        (Outcome.SIMULATED, "simulated 1"),
-        (Outcome.SIMULATED, "simulated 2"),
-    ]
-    assert asked[0].tool.definition == ADD["function"]
-    assert asked[0].arguments == {"a": 9}
-    results = [example.result.content for example in asked[0].examples]
-    assert len(results) == MAX_EXAMPLES
-    assert results == ["1", *map(str, range(MAX_EXAMPLES - 1))]
-
-
-def test_a_simulator_that_fails_is_the_callers_matter() -> None:
-    def simulate(_simulation: Simulation) -> str:
-        raise TimeoutError
-
-    with pytest.raises(TimeoutError):
-        ask(tools_for(recording(), on_miss="simulate", simulate=simulate), {"a": 1})
-
-
-def test_a_simulator_and_its_mode_come_together() -> None:
-    for values in ({"on_miss": "simulate"}, {"simulate": lambda _: ""}):
-        with pytest.raises(ValueError, match="contradict"):
-            tools_for(recording(), **values)
 
 
 # --- finish tools
@@ -399,7 +360,6 @@ def test_metrics_of_a_step() -> None:
             "trace": 2,
             "shared": 1,
             "miss": 1,
-            "simulated": 0,
             "unknown tool": 1,
             "unparseable arguments": 1,
             "finish": 2,

@@ -47,7 +47,7 @@ def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[Recordin
 
 
 def test_errors_of_real_traces_are_marked(traces: list[Recording]) -> None:
-    failed = [each for trace in traces for each in results_of(trace).examples if each.result.failed]
+    failed = [each for trace in traces for each in results_of(trace).results if each.result.failed]
     assert {example.tool.name for example in failed} >= {"flaky_lookup"}
 
 
@@ -58,9 +58,10 @@ def test_the_split_is_that_of_the_ledger(traces: list[Recording]) -> None:
 
 
 def test_shared_recordings_are_written_and_read_as_json(traces: list[Recording]) -> None:
-    shared = shared_recordings(traces, Split.TRAIN)
+    again = [replace(trace, conversation=f"again {trace.conversation}") for trace in traces]
+    shared = shared_recordings([*traces, *again], Split.TRAIN)
+    assert shared.results
     adapter = TypeAdapter(SharedRecordings)
-    assert shared.examples
     assert adapter.validate_json(adapter.dump_json(shared)) == shared
 
 

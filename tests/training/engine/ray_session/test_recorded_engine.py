@@ -183,11 +183,6 @@ def test_rollouts_that_take_too_long_are_given_up_and_the_engine_goes_on(engine:
     assert sum(a.token_ids == b.token_ids for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)
 
 
-def test_the_gate_never_simulates(engine: Any) -> None:
-    with pytest.raises(Exception, match="the gate's results cannot be simulated"):
-        use(engine, on_miss="simulate")
-
-
 def graded(shown: Exchange) -> Verdict:
     """Some answers are right and some are wrong."""
     return verdict(float(len(shown.answer) % 2))
