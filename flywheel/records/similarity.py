@@ -313,10 +313,8 @@ def beginning_of(line: Mapping[str, Any]) -> int:
 
     It is the same for every turn of a conversation, as far as its line shows the turns before it.
     """
-    # Lines that earlier versions stored lack some of these.
-    metadata = line.get("metadata", {})
-    begun = [metadata.get("tools_json", "[]"), metadata.get("images_json", "[]")]
-    for message in line.get("prompt", ()):
+    begun = [line["metadata"]["tools_json"], line["metadata"]["images_json"]]
+    for message in line["prompt"]:
         role = message.get("role")
         begun += str(role), str(message.get("content"))
         if role == "user":

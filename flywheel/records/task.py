@@ -85,8 +85,7 @@ def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:
 def whole_line(line: dict[str, Any]) -> dict[str, Any]:
     """A task's line with what its source had besides: the user's own keys, and those of its metadata."""
     metadata = {name: value for name, value in line["metadata"].items() if name != "extra_json"}
-    # Lines that earlier versions stored lack it.
-    extra = orjson.loads(line["metadata"].get("extra_json", "{}"))
+    extra = orjson.loads(line["metadata"]["extra_json"])
     return {**extra, **line, "metadata": {**extra.get("metadata", {}), **metadata}}
 
 

@@ -1,6 +1,6 @@
-"""Existing task files: those of AgentJet and of earlier formats are renamed, torn lines cut, other files refused.
+"""Existing task files: those of AgentJet are renamed, torn lines cut, other files refused.
 
-A file of AgentJet or of an earlier format becomes `tasks-1.jsonl`, or the next free number. Nothing is renamed or cut
+A file of AgentJet becomes `tasks-1.jsonl`, or the next free number. Nothing is renamed or cut
 before the file is known to contain tasks, so that a wrong path in the configuration loses nothing. Replies that
 AgentJet has judged are not judged again.
 """
@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -33,37 +32,19 @@ _BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<res
 _REST: Final = b'","main_query":"'
 
 
-class Format(Enum):
-    """Who wrote a task file, and when."""
-
-    AGENTJET = auto()
-    EARLIER = auto()
-    """Flywheel, before lines had all the keys that they have now."""
-    OTHER = auto()
-    """Flywheel as it is now, or no task file at all."""
-
-
 def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
-    """Make a file ready to be appended to: set it aside if it has another format, and complete its last line.
+    """Make a file ready to be appended to: set it aside if AgentJet wrote it, and complete its last line.
 
-    Returns the ids of the tasks in it, and in files of an earlier format that were set aside; `lines_of` chooses the
-    lines to look at. Raises StoreError, and leaves the file as it is, if it is not a task file.
+    Returns the ids of the tasks in it; `lines_of` chooses the lines to look at. Raises StoreError, and leaves the
+    file as it is, if it is not a task file.
     """
-    found: set[str] = set()
     try:
-        if (now := format_of(path)) is Format.AGENTJET:
-            _set_aside(path, "was written by AgentJet")
+        if is_of_agentjet(path):
+            _set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            found = _mended(path, lines_of)
-        if now is Format.EARLIER:
-            _set_aside(path, "is of an earlier format")
-        for aside in earlier_files(path):
-            with aside.open("rb") as file:
-                found.update(_id(aside, line) for line in lines_of(file))
+        return _mended(path, lines_of) if path.exists() else set()
     except OSError as error:
         raise unwritable(path, error) from error
-    return found
 
 
 def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
@@ -87,16 +68,11 @@ def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[
     return found
 
 
-def _set_aside(path: Path, why: str) -> None:
+def _set_aside(path: Path) -> None:
     names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
     path.rename(free := next(name for name in names if not os.path.lexists(name)))
     sync_directory(path.parent)
-    log.info("%s %s: it is %s now, and a new one begins", path, why, free.name)
-
-
-def earlier_files(path: Path) -> list[Path]:
-    """The files of an earlier format that were set aside from this place, by their numbers."""
-    return [each for each in numbered(path) if format_of(each) is Format.EARLIER]
+    log.info("%s was written by AgentJet: it is %s now, and a new one begins", path, free.name)
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -109,16 +85,14 @@ def numbered(path: Path) -> Iterator[Path]:
     yield from (each for _, each in sorted(found))
 
 
-def format_of(path: Path) -> Format:
-    """The format of a file by its first line. Raises OSError."""
+def is_of_agentjet(path: Path) -> bool:
+    """Whether AgentJet wrote a file, by its first line. Raises OSError."""
     try:
         with path.open("rb") as file:
             metadata = metadata_of(file.readline())
     except (FileNotFoundError, IsADirectoryError):
-        return Format.OTHER
-    if "split" not in metadata:
-        return Format.AGENTJET if "qa_hash" in metadata else Format.OTHER
-    return Format.OTHER if "extra_json" in metadata else Format.EARLIER
+        return False
+    return "qa_hash" in metadata and "split" not in metadata
 
 
 def metadata_of(line: bytes) -> dict[str, Any]:
@@ -215,7 +189,7 @@ class AgentJetTasks:
         try:
             # The numbered files are listed after the first one was read: it may be set aside meanwhile.
             for path in itertools.chain([self._path], numbered(self._path)):
-                if format_of(path) is not Format.AGENTJET:
+                if not is_of_agentjet(path):
                     continue
                 with path.open("rb") as file:
                     found.update(_short(metadata_of(line).get("qa_hash")) for line in file)

@@ -5,27 +5,27 @@ held-out question is trained on. All that begin exactly alike (system prompt, to
 first, however many. Conversations that begin nearly alike follow the first as well, up to `TEMPLATE` of them: beyond,
 what they share is a template, and the hash decides.
 
-Conversations with the same id are in one split whatever they ask, those that fork from another are in its split, and
-states of earlier versions hold exact repetitions in both splits. The held-out ones among these leave the gate.
+Conversations with the same id are in one split whatever they ask, and those that fork from another are in its split:
+where exact repetitions are in both splits therefore, the held-out ones leave the gate.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from msgspec import Struct
-from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select
+from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
 
 from flywheel.records.batch import Entry
+from flywheel.records.exclusion import Exclusion
 from flywheel.records.similarity import NEAR, jaccard
 from flywheel.records.states import Split, TaskState
 from flywheel.records.task import split_of
-from flywheel.store.kernel.bulk import Lookup, insert_many, sql_text
+from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, sql_text
 from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
-from flywheel.store.kernel.transitions import leave_gate
 from flywheel.system.terminal import quantity
 
 TEMPLATE: Final = 50
@@ -109,7 +109,7 @@ class Splits:
             conn.execute(insert(signature_bands).from_select(("band", "key"), in_order))
             conn.execute(delete(recent_bands))
         if self._repeated:
-            leave_gate(conn, self._repeated)
+            _leave_gate(conn, self._repeated)
 
     def _decide(self, key: str, entry: Entry, given: Split | None) -> Split:
         same = self._by_beginning.get(entry.beginning)
@@ -159,6 +159,16 @@ class Splits:
         if key not in self._followers:
             self._followers[key] = 1 + int(self._conn.exec_driver_sql(_FOLLOWERS, (key,)).scalar_one())
         return self._followers[key]
+
+
+def _leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
+    """Exclude held-out tasks with these beginnings from the gate: conversations in training begin so too."""
+    for some in chunks(sorted(beginnings)):
+        conn.execute(
+            update(tasks)
+            .where(tasks.c.beginning.in_(some), ~tasks.c.excluded.endswith(Exclusion.REPEATED.value))
+            .values(excluded=func.ltrim(tasks.c.excluded + f" {Exclusion.REPEATED.value}"))
+        )
 
 
 def empty_split(conn: Connection, train_ratio: float) -> str:

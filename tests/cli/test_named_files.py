@@ -71,11 +71,17 @@ def test_a_configured_rubric_that_is_missing_is_a_setting(flywheel: Run, tmp_pat
     assert "Correct filter.rubric on line 2 of flywheel.yaml." in flywheel("filter", "--dry-run").err
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(1, "flywheel ingest"), (99, "A newer Flywheel made it")])
-def test_a_state_of_another_version_says_what_helps(flywheel: Run, tmp_path: Path, version: int, remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ("UPDATE meta SET value = 'another' WHERE key = 'schema_hash'", "move the state directory away"),
+        ("UPDATE meta SET value = 99 WHERE key = 'schema_version'", "Upgrade Flywheel"),
+    ],
+)
+def test_a_state_of_another_version_says_what_helps(flywheel: Run, tmp_path: Path, change: str, remedy: str) -> None:
     assert flywheel("ingest", "-c", sourceless(tmp_path)).code == 0
     with closing(sqlite3.connect(tmp_path / "state" / "state.db")) as conn, conn:
-        conn.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
+        conn.execute(change)
     ran = flywheel("status", "-c", sourceless(tmp_path))
     assert ran.code == 1
     assert remedy in ran.err

@@ -51,27 +51,14 @@ def rollout(**changes: Any) -> dict[str, Any]:
             {"criterion": "right", "choice": "no", "value": 0.0, "passed": False, "reason": REASON},
         ],
         "error": "",
+        "missed": False,
         "advantage": -0.866025,
+        "dropped": None,
         "samples": [sample()],
         **changes,
     }
 
 
-EARLY = {
-    "step": 1,
-    "task_id": "t-1",
-    "group": 0,
-    "seed": 3,
-    "prompt_tokens": 2,
-    "token_ids": [1, 2, 3],
-    "loss_mask": [0, 0, 1],
-    "logprobs": [None, None, -0.5],
-    "answer": "seven",
-    "truncated": True,
-    "reward": 1.0,
-    "failed": ["boxed"],
-    "error": "",
-}
 """A line of the first format."""
 
 
@@ -243,15 +230,6 @@ def test_the_keys_of_json_are_those_of_the_page(flywheel: Run, folder: Path) -> 
     compare(flywheel("rollouts", "r0007", "--tokens", "--json").json, shape, "rollouts")
     compare(flywheel("rollouts", "r0007", "--json").json, shape, "rollouts", frozenset({"samples"}))
     assert "samples" not in flywheel("rollouts", "r0007", "--json").out
-
-
-def test_rollouts_of_an_earlier_version_can_be_read(flywheel: Run, folder: Path) -> None:
-    write(folder / "state", EARLY)
-    compare(flywheel("rollouts", "r0007", "--tokens", "--json").json, documented("rollouts"), "rollouts")
-    shown = flywheel("rollouts", "r0007", "--tokens").out
-    assert "  1. reward 1.00, truncated, seed 3\n" in shown
-    assert "      <1><2>⟦<3>|-0.50⟧\n" in shown
-    assert "    ✗ boxed\n" in shown
 
 
 def test_the_line_that_a_worker_is_writing_is_left_out(flywheel: Run, folder: Path) -> None:

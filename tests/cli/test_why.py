@@ -17,7 +17,7 @@ def test_how_the_rollouts_of_a_round_were_made(tmp_path: Path, flywheel: Run) ->
     state = unpack(tmp_path)
     config = tmp_path / "flywheel.yaml"
     config.write_text(yaml.safe_dump({"state": {"dir": str(state.state_dir)}, "model": {"alias": state.model.alias}}))
-    assert "temperature" not in flywheel("why", "r0001", "-c", config).out  # a round of an earlier version
+    assert "temperature" not in flywheel("why", "r0001", "-c", config).out
     sampling = Sampling(
         temperature=0.8,
         steps=12,

@@ -500,12 +500,6 @@ async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(f
     assert await known() == [hashes["r0002"]] * 2
     await fleet.deployer.rollback()
     assert await known() == [hashes["r0001"]] * 2
-    # As an earlier version left it: the hash is not known there, until the daemon has looked.
-    async with Replica(fleet.config.serving.urls[0]) as each:
-        await each.flip("agent", R1, R1, str(fleet.path("r0001")))
-    assert await known() == ["", hashes["r0001"]]
-    assert not (await fleet.deployer.reconcile()).changed
-    assert await known() == [hashes["r0001"]] * 2
 
 
 async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:

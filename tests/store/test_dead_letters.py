@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from flywheel.records.states import DeadLetterState, ReplyState, TaskState
 from flywheel.store import dead_letters
 from flywheel.store.dead_letters import DeadLetter, Next, dead_letter
 from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.schema import events, replies, sources, tasks, traces
+from flywheel.store.kernel.schema import replies, sources, tasks, traces
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import balance
 
@@ -199,23 +198,3 @@ async def test_one_letter_that_cannot_be_changed_changes_none(store: Store) -> N
 async def test_the_same_number_twice_is_one_letter(store: Store) -> None:
     await store.write(dead_task)
     assert len(await store.write(dead_letters.retry, [1, 1])) == 1
-
-
-async def test_an_older_state_keeps_its_letters_open(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "state.db") as conn:
-        conn.executescript((DATA / "state_v1.sql").read_text())
-        conn.execute(
-            "INSERT INTO dead_letters (kind, subject, error, excerpt, created_at) "
-            "VALUES ('task', 't-0', 'e', '', '2026')"
-        )
-    conn.close()
-    store = await Store.open(tmp_path)
-    try:
-        found = [letter for letter in await store.read(every) if letter.subject == "t-0"]
-        assert [(letter.state, letter.attempts) for letter in found] == [(DeadLetterState.OPEN, 1)]
-        await store.write(dead_letters.drop, [found[0].id])
-        assert [event.new for event in await store.read(lambda conn: conn.execute(select(events)).all())][
-            -1
-        ] == "dropped"
-    finally:
-        await store.close()

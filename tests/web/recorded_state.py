@@ -7,7 +7,9 @@ their files, and a planned one. `put_what_lacks` adds hostile, undecided and hel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 import tarfile
 import threading
 from collections.abc import Coroutine
@@ -75,13 +77,29 @@ def unpack(folder: Path, *, complete: bool = True) -> Config:
 
 
 async def _adapt(config: Config, *, complete: bool) -> None:
+    recorded = (config.state_dir / "state.db").rename(config.state_dir / "recorded.db")
     store = await Store.open(config.state_dir)
     try:
+        await store.write(_copy_rows, recorded)
+        recorded.unlink()
         await store.write(_move_rounds, config.state_dir / "rounds")
         if complete:
             await store.write(put_what_lacks)
     finally:
         await store.close()
+
+
+def _copy_rows(conn: Connection, recorded: Path) -> None:
+    """Fill the tables, whose schema may have changed since, with the rows of the recorded database."""
+    with contextlib.closing(sqlite3.connect(recorded)) as source:
+        for table in schema.metadata.sorted_tables:
+            there = {name for _, name, *_ in source.execute(f"PRAGMA table_info({table.name})")}
+            names = [f'"{column.name}"' for column in table.columns if column.name in there]
+            if names:
+                rows = source.execute(f"SELECT {', '.join(names)} FROM {table.name}").fetchall()
+                insertion = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+                if rows:
+                    conn.exec_driver_sql(insertion, rows)
 
 
 def _move_rounds(conn: Connection, directory: Path) -> None:

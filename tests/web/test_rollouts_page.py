@@ -24,7 +24,7 @@ def groups(page: Page) -> int:
 
 
 def test_a_recorded_round(check: Check, address: str) -> None:
-    """Its files are of an earlier version and have no index."""
+    """Its rollouts have no index."""
     page = check(f"{address}/rollouts")
     assert page.url.endswith("/rollouts/r0002")
     assert groups(page) == 25

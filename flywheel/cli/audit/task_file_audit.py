@@ -1,8 +1,7 @@
 """Compares the task file with the state: every exported task once, every line complete.
 
-Files that were set aside when the format of lines changed are part of it. If another program moves the file away, the
-next export starts a new one. So tasks older than all in the file were moved away with an earlier file; only tasks
-between its first and its last one are missing.
+If another program moves the file away, the next export starts a new one. So tasks older than all in the file were
+moved away with an earlier file; only tasks between its first and its last one are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Final
 
 import orjson
 
-from flywheel.store.existing_task_files import earlier_files
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import ledger_snapshot
 from flywheel.system.terminal import quantity
@@ -32,8 +30,7 @@ class TaskFileAudit:
     """The result. `exported` tasks are in the file, were `moved_away` with an earlier one, or are `lost`.
 
     `waiting` tasks are still to be exported. `unknown` lines are tasks that the state does not have: an older state
-    was restored, or another program wrote them. `torn` names incomplete lines by file and number. `set_aside` are
-    earlier files of another format.
+    was restored, or another program wrote them. `torn` are the numbers of incomplete lines.
     """
 
     path: Path
@@ -44,8 +41,7 @@ class TaskFileAudit:
     unknown: int = 0
     twice: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    torn: list[tuple[Path, int]] = field(default_factory=list)
-    set_aside: list[Path] = field(default_factory=list)
+    torn: list[int] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -58,9 +54,9 @@ class TaskFileAudit:
         if self.lost:
             tasks = quantity(len(self.lost), "exported task")
             wrong.append(f"{tasks} missing between others in {self.path}: {first_names(self.lost)}")
-        for path in dict.fromkeys(path for path, _ in self.torn):
-            numbers = [str(number) for each, number in self.torn if each == path]
-            wrong.append(f"{quantity(len(numbers), 'line')} of {path} torn or no task: line {first_names(numbers)}")
+        if self.torn:
+            numbers = first_names([str(number) for number in self.torn])
+            wrong.append(f"{quantity(len(self.torn), 'line')} of {self.path} torn or no task: line {numbers}")
         remedy = "Restore the file from a backup, or move it away: the next task starts a new one."
         return [*([self.error] if self.error else []), *(f"{each}. {remedy}" for each in wrong)]
 
@@ -68,8 +64,7 @@ class TaskFileAudit:
     def line(self) -> str:
         """The result in one line."""
         return with_counts(
-            f"{', '.join(map(str, (self.path, *self.set_aside)))}: {quantity(self.lines, 'line')},"
-            f" {quantity(self.exported, 'task')} exported",
+            f"{self.path}: {quantity(self.lines, 'line')}, {quantity(self.exported, 'task')} exported",
             {
                 "more than once": len(self.twice),
                 "missing": len(self.lost),
@@ -86,7 +81,6 @@ class TaskFileAudit:
             "path": str(self.path),
             **{name: getattr(self, name) for name in counts},
             **{name: len(getattr(self, name)) for name in ("twice", "lost", "torn")},
-            "set_aside": [str(path) for path in self.set_aside],
             "error": self.error,
         }
 
@@ -108,37 +102,27 @@ async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
     waiting = await store.read(ledger_snapshot.count_unexported)
     found = TaskFileAudit(path, exported=len(exported), waiting=waiting)
     try:
-        files = await _read(found)
+        keys = await _read(found)
     except OSError as error:
         found.error = f"cannot read the task file {error.filename or path}: {error.strerror or error}."
         return found
-    keys = sum(files, Counter[str]())
     found.twice = [key for key, times in keys.items() if times > 1]
     found.unknown = len(await store.read(ledger_snapshot.unknown_keys, [key for key in keys if key not in exported]))
-    *aside, last = [[exported[key] for key in file if key in exported] for file in files]
-    ranges = [range(min(numbers), max(numbers)) for numbers in aside if numbers]
-    if last:
-        ranges.append(range(min(last), max(exported.values()) + 1))
     absent = [key for key in exported if key not in keys]
-    found.lost = [key for key in absent if any(exported[key] in numbers for numbers in ranges)]
+    first = min((exported[key] for key in keys if key in exported), default=None)
+    found.lost = [key for key in absent if first is not None and exported[key] > first]
     found.moved_away = len(absent) - len(found.lost)
     return found
 
 
-async def _read(found: TaskFileAudit) -> list[Counter[str]]:
-    """How often each file has each task: files that were set aside, and last the current one."""
-    files = []
-    found.set_aside = await asyncio.to_thread(earlier_files, found.path)
-    for path in (*found.set_aside, found.path):
-        for attempt in range(_ATTEMPTS):
-            keys, lines, torn, is_complete = await asyncio.to_thread(_keys_of, path)
-            if is_complete or attempt == _ATTEMPTS - 1:
-                break
-            await asyncio.sleep(_PAUSE_SECONDS)
-        files.append(keys)
-        found.lines += lines
-        found.torn += [(path, number) for number in torn]
-    return files
+async def _read(found: TaskFileAudit) -> Counter[str]:
+    """How often the file has each task."""
+    for attempt in range(_ATTEMPTS):
+        keys, found.lines, found.torn, is_complete = await asyncio.to_thread(_keys_of, found.path)
+        if is_complete or attempt == _ATTEMPTS - 1:
+            break
+        await asyncio.sleep(_PAUSE_SECONDS)
+    return keys
 
 
 def _keys_of(path: Path) -> tuple[Counter[str], int, list[int], bool]:

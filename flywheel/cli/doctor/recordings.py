@@ -16,7 +16,6 @@ from flywheel.records.finish_functions import FINISH_FUNCTIONS
 from flywheel.records.tool_results import functions_by_name
 from flywheel.serving.server.vllm_arguments import chat_arguments
 from flywheel.store.kernel.database import found_version, read_once
-from flywheel.store.kernel.schema import SCHEMA_VERSION
 from flywheel.store.recorded_tasks import count_with_tools, recorded_lines
 from flywheel.system.terminal import quantity
 from flywheel.training.data.misses import MIN_COMPLETE_SHARE
@@ -50,8 +49,8 @@ async def check_recordings(config: Config) -> Finding:
     if isinstance(config.rollout.agent, AgentProgramSettings):
         return Finding("recordings", Result.SKIPPED, "rollouts run the agent of `rollout.agent` with its own tools")
     try:
-        if found_version(config.state_dir) != SCHEMA_VERSION:
-            return Finding("recordings", Result.SKIPPED, "there is no state of this version yet")
+        if not found_version(config.state_dir):
+            return Finding("recordings", Result.SKIPPED, "there is no state yet")
         return await read_once(config.state_dir, _recordings, config)
     except FlywheelError as error:
         return Finding.of("recordings", error)

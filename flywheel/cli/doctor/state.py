@@ -129,14 +129,7 @@ def _schema(directory: Path) -> Finding:
         return Finding.of("schema", error)
     if not version:
         return Finding("schema", Result.OK, f"no state yet; it will be created in version {SCHEMA_VERSION}")
-    result, text, remedy = Result.OK, f"state.db has version {version}", ""
-    if version > SCHEMA_VERSION:
-        result, text = Result.FAILED, f"{text}: a newer Flywheel created it"
-        remedy = "Use that one, or another state.dir."
-    elif version < SCHEMA_VERSION:
-        result, text = Result.WARNING, f"{text}, not {SCHEMA_VERSION}"
-        remedy = "The daemon's next start, or one `flywheel ingest`, migrates it."
-    return Finding("schema", result, text, remedy, figures={"schema_version": version})
+    return Finding("schema", Result.OK, f"state.db has version {version}", figures={"schema_version": version})
 
 
 def check_clock(config: Config, server_time: float | None) -> Finding:
@@ -184,8 +177,8 @@ async def check_left_out(config: Config) -> Finding:
 async def check_samples(config: Config) -> Finding:
     """Whether a round of the settings' target could be filled now."""
     try:
-        if found_version(config.state_dir) != SCHEMA_VERSION:
-            return Finding("samples", Result.SKIPPED, "there is no state of this version yet")
+        if not found_version(config.state_dir):
+            return Finding("samples", Result.SKIPPED, "there is no state yet")
         return await read_once(config.state_dir, _samples, config)
     except FlywheelError as error:
         return Finding.of("samples", error)

@@ -201,18 +201,12 @@ async def _restore(
                 await _prove_soon(step, probe)
         if proven is not None:
             proven[replica.url] = state
-        if step.moves or step.before.waiting or _lacks_digest(step.before, adapter):
+        if step.moves or step.before.waiting:
             await step.flip(alias, adapter)
         return step.report()
     except ServeError as error:
         wanted = steps[0].target if steps else ""
         return ReplicaReport.failed(replica.url, error, serves=steps[0].before.serves if steps else "", wanted=wanted)
-
-
-def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
-    """Whether the server has no hash of the adapter's files, so that it could not notice changed files at its next
-    start: an earlier version of Flywheel set the alias."""
-    return adapter is not None and before.sha256 not in (None, adapter.sha256)
 
 
 async def _prove(step: _Step, probe: Probe) -> None:

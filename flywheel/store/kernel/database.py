@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 from urllib.parse import quote
@@ -22,8 +23,10 @@ from urllib.parse import quote
 from sqlalchemy import Connection, create_engine, inspect, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from flywheel.errors import StoreError
+from flywheel.store.kernel.bulk import sql_text
 from flywheel.store.kernel.schema import SCHEMA_VERSION, meta, metadata
 from flywheel.system.files import make_private, make_private_database
 
@@ -40,6 +43,10 @@ CHECKPOINT_PAGES: Final = 16_000
 """Storing a long history takes two thirds of the time if a transaction fits into the cache, and if the pages of
 indexes, which every transaction changes, are copied from the write-ahead log (64 MB) to the database less often."""
 VERSION_KEY: Final = "schema_version"
+HASH_KEY: Final = "schema_hash"
+"""Key of the note with the `schema_hash` of the state's creator: before the release, all schemas have one number."""
+MIGRATIONS: Final[Mapping[int, Callable[[Connection], None]]] = {}
+"""The step to each version from the one before; a new database is created in the present version."""
 JUDGE_NOTE: Final = "judge"
 """Key of the note that tells `status` why judging does not go on."""
 CONFIGURATION_NOTE: Final = "configuration"
@@ -331,20 +338,18 @@ async def read_once(
 
 def _is_ready(connection: Connection, path: Path) -> bool:
     """Whether the state has this version's schema; false while another process is creating it. Raises StoreError."""
-    version = version_of(connection)
-    if version in (0, SCHEMA_VERSION):
-        return version == SCHEMA_VERSION
-    raise StoreError(
-        f"look at the state database {path}",
-        f"its schema is version {version}, not {SCHEMA_VERSION}",
-        "The daemon's next start, or one `flywheel ingest`, brings it up to date."
-        if version < SCHEMA_VERSION
-        else "A newer Flywheel made it: use that one.",
-    )
+    if (version := known_version(connection)) and version < SCHEMA_VERSION:
+        raise StoreError(
+            f"look at the state database {path}",
+            f"its schema is version {version}, not {SCHEMA_VERSION}",
+            "The daemon's next start, or one `flywheel ingest`, brings it up to date.",
+        )
+    return bool(version)
 
 
 def found_version(state_dir: Path) -> int | None:
-    """The schema version of the state, 0 while it is made; None if there is none. Raises StoreError.
+    """The schema version of the state, 0 while it is made; None if there is none. Raises StoreError, also for the
+    state of another Flywheel.
 
     Nothing is written.
     """
@@ -354,7 +359,7 @@ def found_version(state_dir: Path) -> int | None:
     engine = create_engine("sqlite+pysqlite://", creator=partial(_read_only, path), poolclass=NullPool)
     try:
         with _AtRest(path), engine.connect() as connection:
-            return version_of(connection)
+            return known_version(connection)
     except DBAPIError as error:
         raise _explain(str(path), error) from error
     finally:
@@ -407,24 +412,46 @@ def version_of(conn: Connection) -> int:
     return int(noted(conn, VERSION_KEY) or 0) if inspect(conn).has_table(meta.name) else 0
 
 
-def migrate(conn: Connection) -> None:
-    """Migrate the database to the present schema, in one transaction. A newer schema is refused."""
-    found = version_of(conn)
-    if found > SCHEMA_VERSION:
+@cache
+def schema_hash() -> str:
+    """A hash of the DDL of all tables and indexes."""
+    statements = [sql_text(CreateTable(table)) for table in metadata.sorted_tables]
+    statements += sorted(sql_text(CreateIndex(each)) for table in metadata.sorted_tables for each in table.indexes)
+    return hashlib.sha256("\n".join(statements).encode()).hexdigest()
+
+
+def known_version(conn: Connection) -> int:
+    """The schema version; 0 of an empty database. Raises StoreError for a schema that this Flywheel does not know."""
+    version = version_of(conn)
+    made_by = noted(conn, HASH_KEY) if version else ""
+    if version > SCHEMA_VERSION and made_by:
         raise StoreError(
             "open the state database",
-            f"its schema is version {found}, this Flywheel knows versions up to {SCHEMA_VERSION}",
+            f"its schema is version {version}, this Flywheel knows versions up to {SCHEMA_VERSION}: a newer Flywheel"
+            " made it",
             "Upgrade Flywheel, or point state.dir at another directory.",
         )
-    if not found:
-        metadata.create_all(conn)
-        note(conn, VERSION_KEY, str(SCHEMA_VERSION))
-    elif found < SCHEMA_VERSION:
-        from flywheel.store.kernel.migrations import MIGRATIONS  # only an older database needs them
+    if version and (not made_by or (version == SCHEMA_VERSION and made_by != schema_hash())):
+        raise StoreError(
+            "open the state database",
+            "another pre-release of Flywheel made it, and its tables differ from this one's",
+            "Use that one, or move the state directory away (or point state.dir at another one):"
+            " `flywheel ingest` reads the sources again.",
+        )
+    return version
 
-        for version in range(found + 1, SCHEMA_VERSION + 1):
-            MIGRATIONS[version](conn)
-            note(conn, VERSION_KEY, str(version))
+
+def migrate(conn: Connection) -> None:
+    """Migrate the database to the present schema, in one transaction. Raises StoreError as `known_version`."""
+    version = known_version(conn)
+    if version == SCHEMA_VERSION:
+        return
+    if not version:
+        metadata.create_all(conn)
+    for step in range(version + 1, SCHEMA_VERSION + 1) if version else ():
+        MIGRATIONS[step](conn)
+    note(conn, VERSION_KEY, str(SCHEMA_VERSION))
+    note(conn, HASH_KEY, schema_hash())
 
 
 def note(conn: Connection, key: str, value: str) -> None:

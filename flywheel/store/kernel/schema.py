@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION: Final = 11
+SCHEMA_VERSION: Final = 1
 
 metadata = MetaData()
 

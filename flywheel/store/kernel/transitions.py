@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Table, func, insert, update
+from sqlalchemy import Connection, Table, insert, update
 
 from flywheel.errors import StoreError
 from flywheel.records.batch import storable
-from flywheel.records.exclusion import Exclusion
 from flywheel.records.states import (
     TRANSITIONS,
     AdapterState,
@@ -23,7 +22,7 @@ from flywheel.records.states import (
     TaskState,
 )
 from flywheel.store.kernel import schema
-from flywheel.store.kernel.bulk import chunks, insert_many
+from flywheel.store.kernel.bulk import insert_many
 
 _TABLES: dict[type[StrEnum], Table] = {
     ReplyState: schema.replies,
@@ -78,13 +77,3 @@ def record(conn: Connection, kind: str, subjects: Iterable[str], old: str | None
     kind, before, after, told = str(kind), None if old is None else str(old), str(new), storable(str(detail))
     rows = [(now, kind, subject, before, after, told) for subject in subjects]
     insert_many(conn, schema.events, ("at", "kind", "subject", "old", "new", "detail"), rows)
-
-
-def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
-    """Exclude held-out tasks with these beginnings from the gate: conversations in training begin so too."""
-    for some in chunks(sorted(beginnings)):
-        conn.execute(
-            update(schema.tasks)
-            .where(schema.tasks.c.beginning.in_(some), ~schema.tasks.c.excluded.endswith(Exclusion.REPEATED.value))
-            .values(excluded=func.ltrim(schema.tasks.c.excluded + f" {Exclusion.REPEATED.value}"))
-        )

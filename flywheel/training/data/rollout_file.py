@@ -1,4 +1,4 @@
-"""Reads the rollouts that a round has stored, in the format of this and of earlier versions."""
+"""Reads the rollouts that a round has stored."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import orjson
 from flywheel.errors import StoreError
 from flywheel.records.round import SPEC_FILE
 
+_KEYS: Final = {"step", "group", "task_id", "reward", "missed", "dropped", "criteria", "samples"}
+
 DROPPED: Final = {
     "misses": "too many of its rollouts ended at a call without a recorded result",
     "rewards": "fewer than 4 rollouts have a reward",
@@ -21,8 +23,6 @@ DROPPED: Final = {
 """Why a group is not trained on, by `flywheel.training.data.groups.Drop`."""
 PROBABILITIES: Final = (0.9, 0.5, 0.1, 0.0)
 """The classes in which trained tokens are shown: the least probability that they were sampled with."""
-_MISS: Final = "no recorded result for "
-"""How the error of a rollout that ended by a miss begins, in files that do not say otherwise."""
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
@@ -53,29 +53,11 @@ def probability_class(logprob: float) -> int:
 def parse_rollout(line: bytes, path: Path, place: str) -> dict[str, Any]:
     """The rollout of a line; `place` says where it is in the file. Raises StoreError."""
     try:
-        found = orjson.loads(line)
-        if "samples" not in found:
-            return _of_early_version(found)
-        return {"dropped": None, "missed": found["error"].startswith(_MISS), **found}
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        rollout = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        rollout = None
+    if not isinstance(rollout, dict) or not rollout.keys() >= _KEYS:
         raise StoreError(
             f"read {path}", f"{place} is no rollout", "Something else has written to it; delete the line."
-        ) from None
-
-
-def _of_early_version(found: dict[str, Any]) -> dict[str, Any]:
-    """A single completion without token text, whose failed criteria have only names."""
-    tokens = {name: found.pop(name) for name in ("token_ids", "loss_mask", "logprobs")}
-    failed = found.pop("failed")
-    del found["prompt_tokens"]
-    return {
-        **found,
-        "steps": [],
-        "missed": False,
-        "advantage": None,
-        "dropped": None,
-        "criteria": [
-            {"criterion": name, "choice": "", "value": None, "passed": False, "reason": ""} for name in failed
-        ],
-        "samples": [{**tokens, "text": [None] * len(tokens["token_ids"])}],
-    }
+        )
+    return rollout

@@ -1,7 +1,7 @@
 """The index of a round's rollouts: a line per group, with the places of its rollouts in `rollouts.jsonl`.
 
-With it, a list of the groups and a single group are read without the tokens of all others. What the index lacks (all
-of a file that an earlier version has written, or a step that is being written) is read from the rollouts themselves.
+With it, a list of the groups and a single group are read without the tokens of all others. What the index lacks (a
+step that is being written, or all if the index was deleted) is read from the rollouts themselves.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _group(line: bytes) -> IndexedGroup | None:
 def _grouped(rollouts: Iterator[tuple[Mapping[str, Any], int]], at: int) -> Iterator[IndexedGroup]:
     """The groups of rollouts, which come with the lengths of their lines, of which the first begins at `at`."""
     known = (
-        ((each["step"], each["group"], each["task_id"], each.get("dropped")), IndexedRollout.of(each, size))
+        ((each["step"], each["group"], each["task_id"], each["dropped"]), IndexedRollout.of(each, size))
         for each, size in rollouts
     )
     for (step, number, task_id, dropped), members in groupby(known, lambda pair: pair[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sqlite3
 import subprocess
@@ -65,6 +66,48 @@ async def test_a_newer_schema_is_refused_by_every_way_in(tmp_path: Path) -> None
             await enter(tmp_path)
     with pytest.raises(StoreError, match="999"):
         await read_once(tmp_path, count)
+
+
+async def test_the_state_of_another_pre_release_is_refused_by_every_way_in_and_stays_as_it_is(tmp_path: Path) -> None:
+    """One whose tables have a column more."""
+    make = (
+        "import asyncio, sys, pathlib; from sqlalchemy import Column, Text;"
+        "from flywheel.store.kernel import database, schema;"
+        "schema.tasks.append_column(Column('mood', Text));"
+        "store = asyncio.run(database.Store.open(pathlib.Path(sys.argv[1]))); asyncio.run(store.close())"
+    )
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], check=True, timeout=60)
+    before = files(tmp_path)
+    assert b"mood" in before["state.db"]
+    for enter in (Store.open, Store.copy, Store.view):
+        with pytest.raises(StoreError, match="another pre-release of Flywheel made it"):
+            await enter(tmp_path)
+    with pytest.raises(StoreError, match="move the state directory away"):
+        await read_once(tmp_path, count)
+    assert files(tmp_path) == before
+
+
+async def test_a_state_without_a_recorded_schema_is_one_of_another_pre_release(tmp_path: Path) -> None:
+    await (await Store.open(tmp_path)).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "state.db")) as conn, conn:
+        conn.execute("DELETE FROM meta WHERE key = 'schema_hash'")
+        conn.execute("UPDATE meta SET value = 11 WHERE key = 'schema_version'")
+    with pytest.raises(StoreError, match="another pre-release"):
+        await Store.open(tmp_path)
+
+
+async def test_an_older_schema_is_migrated_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await (await Store.open(tmp_path)).close()
+    steps: list[int] = []
+    monkeypatch.setattr(database, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(database, "MIGRATIONS", {2: lambda _: steps.append(2), 3: lambda _: steps.append(3)})
+    with pytest.raises(StoreError, match="version 1, not 3"):
+        await read_once(tmp_path, count)
+    store = await Store.open(tmp_path)
+    assert (steps, await store.read(database.version_of)) == ([2, 3], 3)
+    await store.close()
+    await (await Store.open(tmp_path)).close()
+    assert steps == [2, 3]
 
 
 async def test_a_copy_and_a_view_write_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from flywheel.errors import StoreError
 from flywheel.training.data import rollout_index
 from flywheel.training.data.rollout_index import IndexedGroup, append, groups, rollout_of
-from tests.cli.test_rollouts import EARLY, rollout
+from tests.cli.test_rollouts import rollout
 
 INDEX, ROLLOUTS = "rollouts.index.jsonl", "rollouts.jsonl"
 
@@ -71,9 +71,9 @@ def test_rollouts_without_an_index_have_the_same_groups(tmp_path: Path) -> None:
     assert whole(tmp_path) == with_index
 
 
-def test_what_an_earlier_version_has_written_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_an_index_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / ROLLOUTS
-    path.write_text("".join(json.dumps({**EARLY, "group": group}) + "\n" for group in (0, 0, 1, 1)))
+    path.write_text("".join(json.dumps(rollout(group=group)) + "\n" for group in (0, 0, 1, 1)))
     assert [len(group.rollouts) for group in groups(tmp_path)] == [2, 2]
     read: list[int] = []
     original = rollout_index._read
@@ -87,9 +87,9 @@ def test_what_an_earlier_version_has_written_is_read_once(tmp_path: Path, monkey
     assert read == [found[-1].at]
     # A file that grows, and one that is started over.
     with path.open("a") as file:
-        file.write(json.dumps({**EARLY, "group": 1}) + "\n" + json.dumps({**EARLY, "group": 2}) + "\n")
+        file.write(json.dumps(rollout(group=1)) + "\n" + json.dumps(rollout(group=2)) + "\n")
     assert [len(group.rollouts) for group in groups(tmp_path)] == [2, 3, 1]
-    path.write_text(json.dumps(EARLY) + "\n")
+    path.write_text(json.dumps(rollout()) + "\n")
     assert [len(group.rollouts) for group in groups(tmp_path)] == [1]
 
 
