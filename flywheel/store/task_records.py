@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import orjson
+import msgspec
 from sqlalchemy import Connection, Text, delete, select, type_coerce, update
 
 from flywheel.records import exclusion
@@ -25,9 +25,6 @@ _COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
     "target", "beginning", "payload", "created_at",
 )  # fmt: skip
-_TRAIN: Final = b'"split":"train"}}'
-_HELD_OUT: Final = b'"split":"held-out"}}'
-"""The ends of lines: the split is the last key of the metadata, which is the last key of the task."""
 
 
 @dataclass(eq=False, slots=True)
@@ -140,9 +137,8 @@ def _line(entry: Entry, split: Split, turns: Sequence[tuple[str, str]]) -> bytes
     """The task line of an entry in a split, with the earlier turns (question, answer) before it."""
     if not turns and split is Split.TRAIN:
         return entry.line
-    if not turns and entry.line.endswith(_TRAIN):
-        return entry.line.removesuffix(_TRAIN) + _HELD_OUT
-    task = orjson.loads(entry.line)
+    # Unlike orjson, it keeps integers beyond 64 bits exact.
+    task = msgspec.json.decode(entry.line)
     task["metadata"]["split"] = split.value
     if turns:
         for query, answer in turns:

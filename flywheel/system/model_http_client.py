@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import ssl
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpcore2
 import httpx2
+import openai
 import orjson
 from tenacity import (
     RetryCallState,
@@ -36,13 +36,6 @@ from tenacity import (
 
 from flywheel.secrets import redact_secrets, register_secret
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, Body, ssl_context
-
-# openai loads its aiohttp transport where aiohttp is installed: 8 MB in the daemon, for a transport that is not used.
-_hides_aiohttp = sys.modules.setdefault("aiohttp", None) is None  # type: ignore[arg-type]
-import openai  # noqa: E402
-
-if _hides_aiohttp:
-    del sys.modules["aiohttp"]
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
 NEVER: Final = threading.Event()

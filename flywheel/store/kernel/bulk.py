@@ -6,10 +6,11 @@ processes each value and each execution, which takes longer than storing a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
+import orjson
 from sqlalchemy import (
     JSON,
     ClauseElement,
@@ -31,7 +32,6 @@ T = TypeVar("T")
 CHUNK: Final = 500
 """Values in one statement: SQLite takes no more than 999 in its older builds."""
 _DIALECT: Final = SQLiteDialect_pysqlite()
-_HOLE: Final = "__[POSTCOMPILE_wanted]"
 
 
 def chunks(values: Sequence[T]) -> Iterator[list[T]]:
@@ -61,21 +61,16 @@ def sql_text(statement: ClauseElement) -> str:
 class Lookup:
     """A query, compiled once, for the rows that have one of these values in a column.
 
-    `given` are the query's own parameters in their order. Rows are not converted: JSON is text.
+    `parameters` of `rows` are the query's own, in their order. Rows are not converted: JSON is text.
     """
 
     def __init__(self, query: Select[Any], column: Column[Any]) -> None:
-        wanted = column.in_(bindparam("wanted", expanding=True))
-        self._text = sql_text(query.where(wanted))
-        assert self._text.count(_HOLE) == 1
+        listed = func.json_each(bindparam("values")).table_valued("value")
+        self._text = sql_text(query.where(column.in_(select(listed.c.value))))
 
-    def rows(self, conn: Connection, values: Sequence[object], *given: object) -> Iterator[Row[Any]]:
-        for some in chunks(values):
-            # Padded to one of a few lengths: the driver caches statements by their text.
-            lacking = (1 << (len(some) - 1).bit_length()) - len(some)
-            filled = (*given, *some, *some[-1:] * lacking)
-            places = ", ".join("?" * (len(some) + lacking))
-            yield from conn.exec_driver_sql(self._text.replace(_HOLE, places), filled)
+    def rows(self, conn: Connection, values: Collection[int | str], *parameters: object) -> Iterator[Row[Any]]:
+        if values:
+            yield from conn.exec_driver_sql(self._text, (*parameters, orjson.dumps(list(values)).decode()))
 
 
 def insert_many(
