@@ -18,8 +18,7 @@ from statistics import median
 from typing import Any, Final
 
 from flywheel.config import Config
-from flywheel.training.data.samples import Row, token_counts
-from flywheel.training.data.timelines import CallTokens, timelines
+from flywheel.training.data.samples import CallTokens, Row, timelines, token_counts
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 TURNS: Final = 5

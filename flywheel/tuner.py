@@ -14,7 +14,7 @@ from flywheel.config.tuner import merged, translated
 from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
 from flywheel.system.yaml_file import read_yaml
-from flywheel.training.program import function_name
+from flywheel.training.program import agent_program
 from flywheel.training.program.program_child import MARK
 
 __all__ = ["TuneResult", "tune"]
@@ -123,7 +123,7 @@ def _config(
 def _spec_of(function: Callable[..., Any] | str) -> str:
     """`FILE.py:function`. Raises ConfigError for a function that no other process can load."""
     if isinstance(function, str):
-        named = function_name.parsed(function)
+        named = agent_program.parsed(function)
         if named is None or not named.is_in_file:
             return function
         return str(named._replace(where=str(Path(named.where).expanduser().absolute())))

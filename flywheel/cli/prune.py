@@ -22,8 +22,7 @@ from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.call_log_retention import PrunedLog
-    from flywheel.daemon.rounds.retention import Removal
+    from flywheel.daemon.rounds.retention import PrunedLog, Removal
 
 WAIT_SECONDS = 120.0
 """Longest wait for a swap in progress."""
@@ -49,7 +48,7 @@ def prune(
             "retention.keep_days is null: they are kept forever",
             "Set --keep-days to the number of days to keep them.",
         )
-    from flywheel.daemon.call_log_retention import prune_call_logs
+    from flywheel.daemon.rounds.retention import prune_call_logs
 
     done = run_async(_prune(settings, days, dry_run=dry_run))
     logs = prune_call_logs(settings, dry_run=dry_run)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds.rounds import Rounds
-    from flywheel.serving.client.swap_report import SwapReport
+    from flywheel.serving.client.adapter_swap import SwapReport
     from flywheel.store.kernel.database import Store
 
     Swap: TypeAlias = Callable[[Deployer], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
@@ -148,8 +148,7 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     from flywheel.cli.rollouts import table_of
     from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
     from flywheel.daemon.rounds.planner import debug_spec, next_with_samples
-    from flywheel.daemon.rounds.round_usage import left
-    from flywheel.daemon.rounds.rounds import WorkerWatch
+    from flywheel.daemon.rounds.rounds import WorkerWatch, left
     from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
     from flywheel.daemon.status import metrics_of
     from flywheel.judge.budget import Budget

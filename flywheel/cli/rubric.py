@@ -30,8 +30,8 @@ def check(
     Warnings are about likely mistakes, such as a pattern with a backspace; they are not errors.
     """
     from flywheel.judge.rubric import lint
-    from flywheel.judge.rubric.examples import contradictions
     from flywheel.judge.rubric.file import read_rubric
+    from flywheel.judge.rubric.lint import contradictions
 
     wrong = False
     for file in files:
@@ -53,9 +53,9 @@ def check(
 @rubric.command()
 def schema() -> None:
     """Print the JSON Schema of rubric files, for editors that complete and validate."""
-    from flywheel.judge.rubric import json_schema
+    from flywheel.judge.file_schemas import rubric_schema
 
-    print_json(json_schema())
+    print_json(rubric_schema())
 
 
 @rubric.command()

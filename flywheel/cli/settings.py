@@ -76,11 +76,9 @@ def schema(
 
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON Schema of one kind of file, by a key of `SCHEMAS`."""
-    from flywheel.config.schema import json_schema as of_config
-    from flywheel.judge.filters.schema import json_schema as of_filters
-    from flywheel.judge.rubric import json_schema as of_rubric
+    from flywheel.judge.file_schemas import config_schema, filters_schema, rubric_schema
 
-    return {"config": of_config, "rubric": of_rubric, "filters": of_filters}[name]()
+    return {"config": config_schema, "rubric": rubric_schema, "filters": filters_schema}[name]()
 
 
 def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:

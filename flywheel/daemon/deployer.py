@@ -17,11 +17,19 @@ from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState
 from flywheel.serving.adapter_files import unsafe_weights
-from flywheel.serving.client.adapter_swap import Proven, reconcile, rollback, swap
+from flywheel.serving.client.adapter_swap import (
+    Proven,
+    ReplicaReport,
+    RollbackError,
+    SwapReport,
+    ask,
+    look,
+    reconcile,
+    rollback,
+    swap,
+)
 from flywheel.serving.client.adapter_unloading import make_room, retire
-from flywheel.serving.client.health_check import ask, look
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.client.swap_report import ReplicaReport, RollbackError, SwapReport
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import deployments, rounds
 from flywheel.store.kernel.database import Store

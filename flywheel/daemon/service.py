@@ -20,7 +20,6 @@ from apscheduler.triggers.cron import CronTrigger
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judging import TaskJudging, recover
-from flywheel.daemon.memory_release import MemoryRelease
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import Target
 from flywheel.daemon.requests import RequestWatch
@@ -38,7 +37,30 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import Kind
-from flywheel.system.systemd import beat, notify
+from flywheel.system.process_tuning import beat, notify, trim_malloc
+
+IDLE_CHECKS: Final = 2
+"""Checks without work before memory is released."""
+CHECKS_PER_RELEASE: Final = 240
+"""While the daemon stays idle, memory is released again after so many checks: full scans use memory too."""
+
+
+class MemoryRelease:
+    """`check` is called at regular intervals, `note_work` whenever there was something to ingest or judge."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._idle_checks = 0
+
+    def note_work(self) -> None:
+        self._idle_checks = 0
+
+    async def check(self) -> None:
+        self._idle_checks += 1
+        if self._idle_checks % CHECKS_PER_RELEASE == IDLE_CHECKS:
+            await self._store.release_memory()
+            await asyncio.to_thread(trim_malloc)
+
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import orjson
 import xxhash
@@ -16,9 +16,34 @@ from flywheel.records.model_call import ModelCall
 from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.records.states import SkipReason
 from flywheel.records.task import conversation_key, task_line
-from flywheel.records.tool_exclusion import exclusion_of_tools
-from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
+from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, Reply
 from flywheel.system.files import json_line
+
+
+def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatMessage]) -> Exclusion | None:
+    """The exclusion of a reply that was offered these tools and made these steps; None without tools.
+
+    Calls of finish functions are answers, not calls. Functions that only `rollout.finish_tools` names are not known
+    here: planning leaves out what has no other call.
+    """
+    if not tools and not any(step.get("tool_calls") or step.get("role") == "tool" for step in steps):
+        return None
+    offered = functions_by_name(tools).keys() - FINISH_FUNCTIONS
+    calls = calls_in(steps)
+    calls = [call for call in calls if call.name not in FINISH_FUNCTIONS]
+    if any(call.name in offered and call.result is not None and _is_well_formed(call) for call in calls):
+        return Exclusion.TOOLS
+    # A result without a call shows that one was made.
+    has_results = any(step.get("role") == "tool" and str(step.get("name")) not in FINISH_FUNCTIONS for step in steps)
+    return Exclusion.UNRECORDED if calls or has_results or not tools else Exclusion.UNCALLED
+
+
+def _is_well_formed(call: Call) -> bool:
+    try:
+        return isinstance(call.parsed, dict)
+    except ValueError:
+        return False
 
 
 class Entry(Struct, frozen=True, gc=False):

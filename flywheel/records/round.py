@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage
 
 SPEC_FILE = "spec.json"

@@ -1,14 +1,67 @@
-"""The tool calls among the steps of a reply, with their results. Plain data, no I/O."""
+"""Tools in the steps of a reply: offered, called, returned or failed; finish functions. Plain data, no I/O."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from flywheel.records.trace import TOOL_ERROR, ChatMessage, get_path
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """An offered function. `digest` is a hash of its definition, which includes its name and its description."""
+
+    name: str
+    definition: Mapping[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a tool returned. An error is a result, too."""
+
+    content: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRecordings:
+    """What rollouts may use of other traces: results by key of the call."""
+
+    results: Mapping[str, Result] = field(default_factory=dict)
+
+
+def functions_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The definitions of offered tools, in the OpenAI chat form or flat, as the GenAI convention writes them. If two
+    have the same name, the last counts. Definitions without a name are left out."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            function = {key: value for key, value in tool.items() if key != "type"}
+        if isinstance(name := function.get("name"), str) and name:
+            found[name] = function
+    return found
+
+
+FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
+"""Those of AgentScope, which always end a rollout. `rollout.finish_tools` names others."""
+
+
+def finish_answer(name: str, arguments: Mapping[str, Any]) -> str:
+    """The answer in the arguments of a finish function: its `response`, or its only argument if that is a text, else
+    all of them as JSON. Those of AgentScope's functions are a structured answer without a `response`: always JSON."""
+    if isinstance(response := arguments.get("response"), str):
+        return response
+    values = list(arguments.values())
+    if name not in FINISH_FUNCTIONS and len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(arguments, ensure_ascii=False)
+
 
 MAX_DIGITS: Final = 308
 """Of a whole number. More are beyond the range of a double, in which other programs keep numbers."""

@@ -33,11 +33,10 @@ from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.redaction import redacted
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import ledger
-from flywheel.store.existing_task_files import AgentJetTasks
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
-from flywheel.store.task_file import TaskFile
+from flywheel.store.task_file import AgentJetTasks, TaskFile
 from flywheel.system.files import PRIVATE
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.record import JsonlEntry
 from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.studio_connector import Progress
-from flywheel.store import ledger, reingestion
+from flywheel.store import ledger
 from flywheel.store.ledger import Recorded
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ def with_ids(conn: Connection, source: int, ids: TaskIds, entries: tuple[Entry, 
     """The entries with the ids that they have in the ledger or will get; None for one that adds nothing."""
     keys = {entry.key for entry in entries}
     keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
-    known = reingestion.known_replies(conn, source, sorted(keys))
-    return ids.assign(entries, known, partial(reingestion.line_of, conn))
+    known = ledger.known_replies(conn, source, sorted(keys))
+    return ids.assign(entries, known, partial(ledger.line_of, conn))
 
 
 class JsonlConnector:

@@ -23,7 +23,7 @@ from flywheel.records.states import LIVE_ROUND, RoundState
 from flywheel.store import task_list
 from flywheel.store.views import gate_outcomes
 from flywheel.store.views.gate_outcomes import GateOutcome
-from flywheel.training.data.evaluation_file import read_answers
+from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.gate.gate import decide, misses_of
 from flywheel.web import forest_plot
 from flywheel.web.gate_sentence import compared_with, later, level, sentence

@@ -27,9 +27,8 @@ from starlette.responses import RedirectResponse, Response
 from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store import task_list
 from flywheel.store.kernel.schema import rounds, tasks
-from flywheel.training.data import rollout_index
-from flywheel.training.data.rollout_file import DROPPED
-from flywheel.training.data.rollout_index import IndexedGroup, IndexedRollout
+from flywheel.training.data import rollout_file
+from flywheel.training.data.rollout_file import DROPPED, IndexedGroup, IndexedRollout
 from flywheel.web import tokens
 from flywheel.web.paging import is_number
 from flywheel.web.site import Site, site_of
@@ -201,7 +200,7 @@ def listed(directory: Path, wanted: Wanted) -> Listed:
     criteria: Counter[str] = Counter()
 
     def selected() -> Iterable[IndexedGroup]:
-        for group in rollout_index.groups(directory):
+        for group in rollout_file.groups(directory):
             first, last = found.steps or (group.step, group.step)
             found.steps = min(first, group.step), max(last, group.step)
             for rollout in group.rollouts:
@@ -391,7 +390,7 @@ def _start(sample: Mapping[str, Any], given: str) -> int:
 def _beside(directory: Path, key: str) -> tuple[IndexedGroup | None, IndexedGroup | None, IndexedGroup | None]:
     """A group by its key, and those before and after it."""
     before = found = None
-    for group in rollout_index.groups(directory):
+    for group in rollout_file.groups(directory):
         if found is not None:
             return found, before, group
         if key_of(group) == key:
@@ -403,7 +402,7 @@ def _beside(directory: Path, key: str) -> tuple[IndexedGroup | None, IndexedGrou
 
 def _rollout(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any] | None:
     """A rollout of a group by its place from 1."""
-    return rollout_index.rollout_of(directory, group, place - 1) if 0 < place <= len(group.rollouts) else None
+    return rollout_file.rollout_of(directory, group, place - 1) if 0 < place <= len(group.rollouts) else None
 
 
 def _prompt(key: str, conn: Connection) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.judge.rubric import json_schema
+from flywheel.judge.file_schemas import rubric_schema
 from tests.cli.conftest import Run
 
 
@@ -198,13 +198,13 @@ def test_several_files_and_files_that_cannot_be_read(flywheel: Run, tmp_path: Pa
 
 def test_the_schema_is_printed(flywheel: Run) -> None:
     ran = flywheel("rubric", "schema")
-    assert (ran.code, json.loads(ran.out)) == (0, json_schema())
+    assert (ran.code, json.loads(ran.out)) == (0, rubric_schema())
 
 
 def test_only_keys_that_may_be_written_are_named(flywheel: Run, tmp_path: Path) -> None:
     said = checked(flywheel, tmp_path, "id: x\nfyles: 1\nanother: 2\ncriteria: [{id: a, value: b}]\n")
     assert len(said) == 2
-    assert all(line.endswith(f"(known here: {', '.join(sorted(json_schema()['properties']))})") for line in said)
+    assert all(line.endswith(f"(known here: {', '.join(sorted(rubric_schema()['properties']))})") for line in said)
     assert checked(flywheel, tmp_path, "id: x\nfiles: {}\ncriteria: [{id: a, value: b}]\n") == [
         "2:1: unknown key `files`"
     ]

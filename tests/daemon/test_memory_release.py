@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.daemon import memory_release
-from flywheel.daemon.memory_release import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelease
+from flywheel.daemon import service
+from flywheel.daemon.service import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelease
 from flywheel.store.kernel.database import Store, version_of
 from flywheel.store.kernel.schema import SCHEMA_VERSION
 
@@ -16,7 +16,7 @@ async def test_memory_is_released_once_after_work_and_again_after_a_long_idle_ti
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[int] = []
-    monkeypatch.setattr(memory_release, "trim_malloc", lambda: released.append(1))
+    monkeypatch.setattr(service, "trim_malloc", lambda: released.append(1))
     store = await Store.open(tmp_path)
     release = MemoryRelease(store)
     for _ in range(3 * IDLE_CHECKS):

@@ -15,7 +15,7 @@ from flywheel.config import Config
 from flywheel.daemon import service
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError
-from flywheel.serving.client.swap_report import ReplicaReport, SwapReport
+from flywheel.serving.client.adapter_swap import ReplicaReport, SwapReport
 from flywheel.store.kernel.database import Store
 from tests.daemon.following import configuration, exported, until
 

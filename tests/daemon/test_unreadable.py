@@ -20,8 +20,7 @@ from flywheel.store import dead_letters, verdicts
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
-from flywheel.training.worker.judge_pause import Patience
-from flywheel.training.worker.rollout_grading import Grading
+from flywheel.training.worker.rollout_grading import Grading, Patience
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
 from tests.daemon.judging.test_judging import RUBRIC, config, states, store, tell

@@ -21,7 +21,7 @@ import regex
 
 import flywheel
 from flywheel.judge import prompt
-from flywheel.judge.filters import pii, query_template
+from flywheel.judge.filters import fingerprint, pii
 from flywheel.judge.rubric import Criterion, Rubric
 from flywheel.judge.rubric.checks import check, markdown, math_equal
 from flywheel.judge.rubric.pattern import visible
@@ -132,8 +132,8 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     "markdown.words_only": markdown.words_only,
     "math_equal.boxed": math_equal.boxed,
     "pii.find": lambda text: pii.find(text, regions=("US", "CN")),
-    "query_template.template": query_template.template,
-    "query_template.particulars": query_template.particulars,
+    "fingerprint.template": fingerprint.template,
+    "fingerprint.particulars": fingerprint.particulars,
     "similarity.words": words,
     "similarity.numbers": numbers,
     "similarity.normalised": normalised,

@@ -17,8 +17,7 @@ from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
-from flywheel.judge.grader import Grader
-from flywheel.judge.rate_limit import (
+from flywheel.judge.client import (
     MAX_REST_SECONDS,
     REJECTED_SECONDS,
     THROTTLED_SECONDS,
@@ -27,6 +26,7 @@ from flywheel.judge.rate_limit import (
     KeyPool,
     RateLimiter,
 )
+from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict

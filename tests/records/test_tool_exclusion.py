@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.records.batch import exclusion_of_tools
 from flywheel.records.exclusion import NONE_TAKEN, Exclusion, Scope, Taken, column
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
 from flywheel.records.states import Split
-from flywheel.records.tool_exclusion import exclusion_of_tools
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
 from flywheel.training.recorded.recordings import Recording, results_of
 from tests.training.recorded.recordings import ADD, FINISH, call, said, steps, tool

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.judge.filters.fingerprint import fingerprint
 from flywheel.records.states import TaskState
-from flywheel.store import deduplication, embeddings, ledger
+from flywheel.store import deduplication, ledger
 from flywheel.store.deduplication import Entry, Repeats
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
@@ -123,11 +123,11 @@ async def test_repetitions_of_a_task_that_is_rejected_are_due_again(store: Store
 
 async def test_a_vector_is_stored_once_per_model_and_text(store: Store) -> None:
     def look(conn: Connection) -> None:
-        embeddings.store(conn, "m", {"a": b"1234", "b": b""})
-        embeddings.store(conn, "m", {"a": b"other", "c": b"5678"})
-        embeddings.store(conn, "n", {"a": b"9999"})
-        assert embeddings.of_texts(conn, "m", ["a", "b", "c", "d"]) == {"a": b"1234", "b": b"", "c": b"5678"}
-        assert embeddings.of_texts(conn, "n", ["a"]) == {"a": b"9999"}
+        deduplication.store(conn, "m", {"a": b"1234", "b": b""})
+        deduplication.store(conn, "m", {"a": b"other", "c": b"5678"})
+        deduplication.store(conn, "n", {"a": b"9999"})
+        assert deduplication.of_texts(conn, "m", ["a", "b", "c", "d"]) == {"a": b"1234", "b": b"", "c": b"5678"}
+        assert deduplication.of_texts(conn, "n", ["a"]) == {"a": b"9999"}
 
     await store.write(look)
 
@@ -143,15 +143,15 @@ async def test_the_most_similar_vector_of_the_same_length_wins(store: Store) -> 
         entries = tell(conn, "alpha", "beta", "gamma", "delta", "epsilon")
         vectors = [vector(1, 0.1), vector(1, 0.4), vector(1, 0.35), vector(1, 0.3, 5), b""]
         texts = [entry.compared.text for entry in entries]
-        embeddings.store(conn, "m", dict(zip(texts, vectors, strict=True)))
+        deduplication.store(conn, "m", dict(zip(texts, vectors, strict=True)))
         deduplication.enter(conn, entries, 0.8)
         third = entries.pop(2)
         deduplication.keep(conn, entries)
-        found = embeddings.nearest(conn, third, 0.8, "m", vectors[2])
+        found = deduplication.nearest(conn, third, 0.8, "m", vectors[2])
         assert found is not None
         assert (found.task, found.method) == (2, "embedding")
         assert 0.99 < found.similarity <= 1
-        assert embeddings.nearest(conn, third, 0.8, "m", vector(-1, 0.35)) is None
-        assert embeddings.nearest(conn, third, 0.8, "another", vectors[2]) is None
+        assert deduplication.nearest(conn, third, 0.8, "m", vector(-1, 0.35)) is None
+        assert deduplication.nearest(conn, third, 0.8, "another", vectors[2]) is None
 
     await store.write(look)

@@ -15,7 +15,7 @@ from flywheel.records.exclusion import Exclusion, Scope
 from flywheel.records.round import GateTest
 from flywheel.records.states import SkipReason, Split, TaskState
 from flywheel.records.trace import DeadRow
-from flywheel.store import claims, ledger, recorded_tasks, rounds, samples
+from flywheel.store import claims, ledger, rounds, samples
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
@@ -222,8 +222,8 @@ async def test_tasks_that_rounds_take_are_counted_without_a_look_at_the_others(s
         image = frozenset({Exclusion.IMAGE})
         for scope in (Scope(image), Scope(image, "planner")):
             assert samples.count_free(conn, scope) == samples.count_held_out(conn, scope) == 0
-        assert samples.count_left_out(conn) == recorded_tasks.count_with_tools(conn) == {}
-        assert list(recorded_tasks.recorded_lines(conn)) == []
+        assert samples.count_left_out(conn) == samples.count_with_tools(conn) == {}
+        assert list(samples.recorded_lines(conn)) == []
         explained = [conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values) for text, values in list(asked)]
         return [str(row[3]) for rows in explained for row in rows if " tasks " in row[3]]
 

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from flywheel.config import Config
 from flywheel.records.states import DeploymentState, RoundState, Split
-from flywheel.serving.client.swap_report import ReplicaReport
+from flywheel.serving.client.adapter_swap import ReplicaReport
 from flywheel.serving.client.weight_verification import ProbeFigures
 from flywheel.store import ledger
 from flywheel.store.deployments import BY_HAND

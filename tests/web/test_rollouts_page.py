@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from flywheel.config import Config
-from flywheel.training.data.rollout_index import append
+from flywheel.training.data.rollout_file import append
 from flywheel.web.rollouts import Selection, Wanted, listed
 from flywheel.web.tokens import PER_PAGE, runs
 from tests.cli.test_rollouts import rollout, sample

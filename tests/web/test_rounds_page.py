@@ -22,7 +22,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import append_jsonl, write_atomic, write_json
 from flywheel.training.data.metrics import Metrics
-from flywheel.training.data.progress_meter import Meter
+from flywheel.training.data.round_progress import Meter
 from flywheel.web.rounds import LogEnd, log_end
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE, in_thread

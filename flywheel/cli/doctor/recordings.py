@@ -12,13 +12,12 @@ from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import FlywheelError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
-from flywheel.records.tool_results import functions_by_name
-from flywheel.serving.server.vllm_arguments import chat_arguments
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
+from flywheel.serving.server.inference_server import chat_arguments
 from flywheel.store.kernel.database import found_version, read_once
-from flywheel.store.recorded_tasks import count_with_tools, recorded_lines
+from flywheel.store.samples import count_with_tools, recorded_lines
 from flywheel.system.terminal import quantity
-from flywheel.training.data.misses import MIN_COMPLETE_SHARE
+from flywheel.training.data.groups import MIN_COMPLETE_SHARE
 from flywheel.training.recorded.expected_hits import ExpectedHits, HitRate, expected_hits
 from flywheel.training.recorded.recordings import Recording, recording_of, results_of
 

@@ -19,7 +19,7 @@ from flywheel.judge.filters.fingerprint import Deduplication, fingerprint
 from flywheel.judge.filters.influence import weigh
 from flywheel.records.similarity import NEAR
 from flywheel.records.states import TaskState
-from flywheel.store import bursts, deduplication, embeddings, ledger
+from flywheel.store import bursts, deduplication, ledger
 from flywheel.store.claims import Claimed
 from flywheel.store.deduplication import Entry, Near, Repeats
 
@@ -194,9 +194,9 @@ class PreFilter:
                 vector = vectors.get(entry.compared.text, b"")
                 if step.model and vector and (repeats is None or repeats.method != "exact"):
                     # Words decide only between questions of which one has no embedding.
-                    known = embeddings.of_texts(conn, step.model, [other.text for other in others])
+                    known = deduplication.of_texts(conn, step.model, [other.text for other in others])
                     by_words = _nearest([other for other in others if not known.get(other.text)])
-                    repeats = embeddings.nearest(conn, entry, self._threshold, step.model, vector) or by_words
+                    repeats = deduplication.nearest(conn, entry, self._threshold, step.model, vector) or by_words
                 if repeats is not None:
                     found[entry.task] = repeats
                     continue
@@ -237,7 +237,7 @@ class PreFilter:
 
     def _embed(self, model: str, step: Deduplication, texts: dict[str, str]) -> tuple[dict[str, bytes], int]:
         """The embeddings of texts, and how many stored ones of another length were removed."""
-        known = self._ask(embeddings.of_texts, model, list(texts))
+        known = self._ask(deduplication.of_texts, model, list(texts))
         missing = [text for text in texts if text not in known]
         removed = 0
         if missing:
@@ -250,7 +250,7 @@ class PreFilter:
                 for start in range(0, len(missing), step.batch_size):
                     batch = missing[start : start + step.batch_size]
                     made = dict(zip(batch, embedder.embed([texts[text] for text in batch]), strict=True))
-                    removed += self._ask(embeddings.store, model, made)
+                    removed += self._ask(deduplication.store, model, made)
                     known |= made
             finally:
                 embedder.close()
@@ -258,7 +258,7 @@ class PreFilter:
 
     def _embed_earlier(self, model: str, step: Deduplication) -> int:
         """Embed kept tasks without an embedding. Returns how many stored ones of another length were removed."""
-        while rows := self._ask(embeddings.lacking, model, BACKFILL_BATCH):
+        while rows := self._ask(deduplication.lacking, model, BACKFILL_BATCH):
             _, removed = self._embed(model, step, {row.text: row.payload["main_query"] for row in rows})
             if removed:
                 return removed
@@ -271,7 +271,7 @@ class PreFilter:
         while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
             entries = [Entry(row.id, row.key, fingerprint(row.payload, self._threshold, row.target)) for row in rows]
             self._ask(deduplication.take_in, entries, self._threshold)
-        while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, BACKFILL_BATCH)):
+        while step.model is not None and (rows := self._ask(deduplication.lacking, step.model, BACKFILL_BATCH)):
             self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
 
 

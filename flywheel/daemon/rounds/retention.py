@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,44 @@ from typing import Final
 from flywheel.config import Config
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
+from flywheel.serving.calls.call_log import CallLog
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
-from flywheel.store import removable_rounds
+from flywheel.sources.calls.mirror import mirror_path
+from flywheel.store import rounds
 from flywheel.store.kernel.database import Store
-from flywheel.store.removable_rounds import Old
+from flywheel.store.rounds import Old
 from flywheel.system.files import write_json
 from flywheel.system.lock import swap_lock
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedLog:
+    """`calls` were removed (or are too old, in a dry run), `size` bytes are in use, `above` of them too many."""
+
+    path: Path
+    calls: int
+    size: int
+    above: int
+
+
+def prune_call_logs(config: Config, *, dry_run: bool) -> list[PrunedLog]:
+    """Apply `serving.call_log` to the logs of the servers and to the daemon's mirror. Nothing is removed if it is
+    false. Raises CallLogError."""
+    settings = config.serving.call_log
+    if settings is None:
+        return []
+    before_ns, max_bytes = time.time_ns() - settings.keep_ns, settings.max_bytes
+    paths = [*sorted((config.state_dir / "serving").glob("calls-*.db")), mirror_path(config.state_dir)]
+    done = []
+    for path in paths:
+        if path.is_file():
+            with CallLog(path) as log:
+                calls = log.older(before_ns) if dry_run else log.prune(before_ns, max_bytes)
+                size = log.live_bytes()
+            done.append(PrunedLog(path, calls, size, max(0, size - max_bytes)))
+    return done
+
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +113,8 @@ class Retention:
         async with swap_lock(self._config.state_dir, wait_seconds):
             may_go, kept = await self._due(keep_days)
             names = [each.name for each in may_go]
-            await self._store.write(removable_rounds.begin, names, keep_days, keep_served, why)
-            going = await self._store.read(removable_rounds.begun)
+            await self._store.write(rounds.begin, names, keep_days, keep_served, why)
+            going = await self._store.read(rounds.begun)
             trouble = []
             for each in going:
                 try:
@@ -97,7 +129,7 @@ class Retention:
             except StoreError as error:
                 trouble.append(error)
                 continue
-            await self._store.write(removable_rounds.end, each.id, each.state, size)
+            await self._store.write(rounds.end, each.id, each.state, size)
             removed.append((each, size))
         if trouble:
             raise trouble[-1]
@@ -105,7 +137,7 @@ class Retention:
 
     async def _due(self, keep_days: float) -> tuple[list[Old], tuple[Old, ...]]:
         """The old rounds whose files may be removed, and those whose files stay. Rounds without files are skipped."""
-        found = await self._store.read(removable_rounds.old, keep_days, self._config.retention.keep_served)
+        found = await self._store.read(rounds.old, keep_days, self._config.retention.keep_served)
         found = [each for each in found if await asyncio.to_thread(_leftovers, Path(each.dir))]
         if any(each.requested and not each.needed for each in found):
             found = await self._without_listed(found)

@@ -17,13 +17,12 @@ from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import RoundTask
 from flywheel.records.states import Split
 from flywheel.records.task import conversation_key, whole_line
-from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import sends_reasoning
 from flywheel.store import rounds
-from flywheel.store.recorded_tasks import recorded_lines
+from flywheel.store.samples import recorded_lines
 from flywheel.training.recorded.call_key import tools_by_name
-from flywheel.training.recorded.recording_pool import RecordingPool
-from flywheel.training.recorded.recordings import recording_of, results_of, trace_results
+from flywheel.training.recorded.recordings import RecordingPool, recording_of, results_of, trace_results
 
 log = logging.getLogger(__name__)
 

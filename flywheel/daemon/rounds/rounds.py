@@ -18,23 +18,23 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row
 
-from flywheel.config import Config
+from flywheel.config import Config, JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.free_samples import Supplies
-from flywheel.daemon.rounds.round_usage import RoundUsage, left
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.judge.budget import Budget
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
+from flywheel.judge.usage import Allowance, UsageFile
 from flywheel.records.round import RoundResult
 from flywheel.records.states import RoundState
-from flywheel.serving.client.replica_condition import Condition
-from flywheel.store import calibrations, deployments, gate_tests, rounds
+from flywheel.serving.client.replica_errors import Condition
+from flywheel.store import calibrations, deployments, gate_tests, notices, rounds, verdicts
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
@@ -42,6 +42,74 @@ from flywheel.store.views import supplies
 from flywheel.system.files import tree_sha256
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
+
+
+def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | None:
+    """The tokens that may still be used, and the reason once there are none; None without a limit.
+
+    The usage of this run comes from `budget`, that of the day from the state.
+    """
+    rows: list[Allowance] = []
+    if limits.tokens_per_day is not None:
+        tokens = limits.tokens_per_day - verdicts.tokens_today(conn)
+        name = f"judge.budget.tokens_per_day ({limits.tokens_per_day:,})"
+        rows.append(Allowance(tokens, f"{name} is spent; it goes on at midnight UTC"))
+    if (tokens_of_run := budget.run_left()) is not None:
+        name = f"judge.budget.tokens_per_run ({limits.tokens_per_run:,})"
+        rows.append(Allowance(tokens_of_run, f"{name} is spent; it goes on with the next run"))
+    return min(rows, key=lambda row: row.tokens, default=None)
+
+
+class RoundUsage:
+    """Books the judge usage of one round. Call `settle` repeatedly while the worker runs, and once after it."""
+
+    def __init__(
+        self,
+        store: Store,
+        budget: Budget,
+        limits: JudgeBudget,
+        round_id: int,
+        round_dir: Path,
+        prices: JudgePrices | None = None,
+    ) -> None:
+        self._store, self._budget, self._limits = store, budget, limits
+        self._round_id, self._dir = round_id, round_dir
+        self._prices = prices
+        self._size = -1
+        self._booked: int | None = None
+        self._allowance: Allowance | None = None
+
+    async def settle(self) -> None:
+        """Book new usage and write the new allowance."""
+        if self._booked is None:
+            self._booked = await self._store.read(verdicts.booked_of_round, self._round_id, self._dir)
+        if (size := await asyncio.to_thread(UsageFile(self._dir).size)) != self._size:
+            found = await self._store.write(verdicts.book_round, self._round_id, self._dir, self._prices)
+            tokens = sum(used.tokens for used in found)
+            self._budget.book(tokens)
+            self._booked += tokens
+            self._size = size
+        remaining = await self._store.read(left, self._limits, self._budget) if self._budget.limits else None
+        if remaining is None:
+            return
+        allowance = Allowance(self._booked + max(0, remaining.tokens), remaining.why)
+        if allowance != self._allowance:
+            await asyncio.to_thread(allowance.write, self._dir)
+        self._allowance = allowance
+
+    async def note_pause(self, name: str, why: str) -> None:
+        """Note why the round of this name waits for its judge, empty while it does not."""
+        spent = self._allowance is not None and self._booked is not None and self._booked >= self._allowance.tokens
+        await self._store.write(notices.note_pause, name, why, spent=spent)
+
+    @property
+    def used_up(self) -> str:
+        """Why the budget of this run allows no further verdict; empty while it does."""
+        run_left = self._budget.run_left()
+        if run_left is None or run_left > 0:
+            return ""
+        return f"judge.budget.tokens_per_run ({self._limits.tokens_per_run:,}) is spent"
+
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,40 @@ Questions that name different things are not near each other, however many words
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from pydantic import Field, model_validator
 
 from flywheel.config.section import Section
-from flywheel.judge.filters.query_template import particulars
 from flywheel.records import similarity
 from flywheel.records.similarity import Fingerprint
+
+_QUOTED: Final = re.compile(
+    r"\"[^\"\n]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|「[^「」]*」|『[^『』]*』|《[^《》]*》|`[^`\n]*`"
+    r"|(?<!\w)'[^'\n]*'(?!\w)|‘[^‘’]*’(?!\w)"
+)
+_ADDRESS: Final = re.compile(r"\b\w{1,20}://\S+|(?<!\S)[^\s@]{1,256}@[^\s@]+\.\w+")
+_NUMBER: Final = re.compile(r"\d+(?:[.,:]\d+)*")
+_NAME: Final = re.compile(r"(?<=[\w,;)] )(?!I['’])(?:[A-Z][\w'’]*\w)(?: [A-Z][\w'’]*\w)*")
+"""Capitalised words inside a sentence."""
+
+
+def template(query: str) -> str:
+    """The question with placeholders for quotations, addresses, names and numbers."""
+    for pattern, mask in ((_QUOTED, " q "), (_ADDRESS, " a "), (_NAME, "n"), (_NUMBER, "0")):
+        query = pattern.sub(mask, query)
+    return similarity.normalised(query)
+
+
+def particulars(query: str) -> frozenset[int]:
+    """Hashes of the words of names and quotations. Names are found by their capitals, if there are small letters."""
+    found = _QUOTED.findall(query)
+    if any(char.islower() for char in query):
+        found += _NAME.findall(_QUOTED.sub(" q ", query))
+    return similarity.words(" ".join(found)) if found else frozenset()
 
 
 class Deduplication(Section):

@@ -15,4 +15,3 @@ from flywheel.judge.rubric.rubric import Example as Example
 from flywheel.judge.rubric.rubric import Rubric as Rubric
 from flywheel.judge.rubric.rubric import RubricJudge as RubricJudge
 from flywheel.judge.rubric.rubric import UsedFile as UsedFile
-from flywheel.judge.rubric.schema import json_schema as json_schema

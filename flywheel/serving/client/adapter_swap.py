@@ -7,19 +7,120 @@ is deployed; adapters' directories are never changed.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
-from flywheel.serving.client.health_check import if_healthy
 from flywheel.serving.client.replica_client import Alias, Replica, every
-from flywheel.serving.client.replica_condition import Condition
-from flywheel.serving.client.swap_report import ReplicaReport, RollbackError, SwapReport
+from flywheel.serving.client.replica_errors import Condition
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
+
+
+async def ask(replicas: Sequence[Replica], alias: str) -> None:
+    """Raise ServeError when a replica cannot report what it serves."""
+    await every([replica.alias(alias) for replica in replicas])
+
+
+async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
+    """Reports on replicas before anything was deployed: servers that wait are told that the base model answers, and
+    nothing else is changed. Raises nothing."""
+
+    async def look_at(replica: Replica) -> ReplicaReport:
+        try:
+            found = await replica.alias(alias)
+            if found.waiting and found.target == found.base_model:
+                await replica.flip(alias, found.target, found.target)
+        except ServeError as error:
+            return ReplicaReport.failed(replica.url, error)
+        if found.target != found.base_model:
+            unknown = ServeError(
+                f"account for {found.target} on {replica.url}",
+                f"{alias} stands for it there, and by this state nothing was ever deployed",
+                "If another state deployed it, set state.dir to that one; else let the base model answer: "
+                "`flywheel deploy base`.",
+            )
+            return ReplicaReport.failed(replica.url, unknown, serves=found.serves, wanted=found.base_model)
+        return await if_healthy(replica, ReplicaReport(replica.url, found.target, serves=found.target))
+
+    return SwapReport(alias, "", tuple(await asyncio.gather(*map(look_at, replicas))))
+
+
+async def if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
+    """The report; for a replica whose engine is dead, that condition."""
+    if report.error or not await replica.is_down():
+        return report
+    error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
+    return dataclasses.replace(report, error=str(error), condition=Condition.UNREACHABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """The result on one replica.
+
+    `previous` is the model that answered before, `serves` the one that answers now, both empty if unknown or none;
+    `error` is the reason why nothing was done.
+    """
+
+    url: str
+    previous: str = ""
+    loaded: bool = False
+    flipped: bool = False
+    probe: ProbeFigures | None = None
+    error: str = ""
+    serves: str = ""
+    condition: str = Condition.OK
+
+    @classmethod
+    def failed(cls, url: str, error: ServeError, *, serves: str = "", wanted: str = "") -> ReplicaReport:
+        """A replica without a change, which still `serves` another model than the `wanted` one."""
+        is_told = error.condition != Condition.FAILING
+        condition = Condition.WRONG_ADAPTER if serves != wanted and not is_told else error.condition
+        return cls(url, serves, error=str(error), serves=serves, condition=condition)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """The results on all replicas. `target` is the served name of the version, empty for the base model."""
+
+    alias: str
+    target: str
+    replicas: tuple[ReplicaReport, ...]
+
+    @property
+    def changed(self) -> tuple[ReplicaReport, ...]:
+        return tuple(replica for replica in self.replicas if replica.loaded or replica.flipped)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        return tuple(replica.error for replica in self.replicas if replica.error)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class RollbackError(ServeError):
+    """Some replicas did not go back; `report` names them."""
+
+    def __init__(self, report: SwapReport) -> None:
+        self.report = report
+        went = any(not replica.error for replica in report.replicas)
+        super().__init__(
+            f"roll {report.alias} back to {report.target or 'the base model'} on every replica",
+            " ".join(report.errors),
+            "The others have it. The daemon brings these there when they answer again; without it, roll back again."
+            if went
+            else "Nothing was changed. Mend this and roll back again.",
+            retryable=True,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.report,))
+
 
 log = logging.getLogger(__name__)
 

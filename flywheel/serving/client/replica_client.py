@@ -13,8 +13,7 @@ from flywheel.errors import ServeError
 from flywheel.serving import routes
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import Page, read_page
-from flywheel.serving.client.replica_condition import Condition
-from flywheel.serving.client.replica_errors import load_error, message_of, no_middleware, refused
+from flywheel.serving.client.replica_errors import Condition, load_error, message_of, no_middleware, refused
 from flywheel.serving.model_listing import OWNER
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
 

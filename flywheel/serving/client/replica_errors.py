@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 
 import httpx2
 
 from flywheel.errors import ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
-from flywheel.serving.client.replica_condition import Condition
+
+
+class Condition(StrEnum):
+    OK = "ok"
+    UNREACHABLE = "unreachable"
+    """it does not answer in time, or its engine is dead"""
+    MISCONFIGURED = "misconfigured"
+    """it answers but cannot serve adapters: another key, no middleware, no LoRA, another program"""
+    WRONG_ADAPTER = "wrong adapter"
+    """it answers with another adapter or with 503, and the deployed one cannot be restored"""
+    WRONG_WEIGHTS = "wrong weights"
+    """its adapter's log-probabilities differ from those of the round"""
+    FAILING = "failing"
+    """another error; see the message"""
 
 
 def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:

@@ -22,10 +22,10 @@ import msgspec
 from msgspec import Struct
 
 from flywheel.records.batch import storable
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
 from flywheel.records.model_call import ModelAnswer, ModelCall
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.calls.call_log import CallLog
 from flywheel.sources.calls.parsing import parse

@@ -22,8 +22,7 @@ from flywheel.records.batch import Batch, Entry
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.file import FINGERPRINTED, MAX_LINE, JsonlFile, Line, fingerprint
-from flywheel.sources.jsonl.messages import LineError
-from flywheel.sources.jsonl.record import entry_of_line
+from flywheel.sources.jsonl.record import LineError, entry_of_line
 
 log = logging.getLogger(__name__)
 

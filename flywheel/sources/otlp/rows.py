@@ -7,7 +7,7 @@ that read as a number, true or false stay texts: an answer "1e3" must not change
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,9 +17,63 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.records.trace import LATEST_NS, get_path
-from flywheel.sources.otlp import conventions
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
+
+_MODEL_CALLS: Final = {"generate_content", "text_completion"}
+_SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
+"""Operations by the `span.kind` of AgentScope before 1.0.9."""
+_IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
+"""Attributes below `gen_ai` that may stand in `gen_ai.client.inference.operation.details` events instead."""
+UNKNOWN: Final = "unknown"
+
+
+def complete(attributes: dict[str, Any], events: Sequence[dict[str, Any]]) -> None:
+    """Add the messages in a span's events and its system instructions to its nested attributes."""
+    for path in _IN_EVENTS:
+        for event in reversed(events):
+            value = get_path(event, "attributes", "gen_ai", *path)
+            if value is not None and get_path(attributes, "gen_ai", *path) is None:
+                _put(attributes, value, "gen_ai", *path)
+    if operation(attributes) == "chat":
+        _lead_with_instructions(attributes)
+
+
+def _lead_with_instructions(attributes: dict[str, Any]) -> None:
+    parts = get_path(attributes, "gen_ai", "system_instructions")
+    if isinstance(parts, str):
+        parts = [{"type": "text", "content": parts}]
+    given = get_path(attributes, "gen_ai", "input", "messages")
+    if not (isinstance(parts, list) and parts and isinstance(given, list)):
+        return
+    if not any(get_path(message, "role") == "system" for message in given):
+        _put(attributes, [{"role": "system", "parts": parts}, *given], "gen_ai", "input", "messages")
+
+
+def _put(attributes: dict[str, Any], value: Any, *path: str) -> None:
+    for key in path[:-1]:
+        if not isinstance(attributes.get(key), dict):
+            attributes[key] = {}
+        attributes = attributes[key]
+    attributes[path[-1]] = value
+
+
+def operation(attributes: dict[str, Any]) -> str | None:
+    """The operation under the name that the reader knows, if it has one for it."""
+    written = get_path(attributes, "gen_ai", "operation", "name")
+    if written is None:
+        kind = get_path(attributes, "span", "kind")
+        return _SPAN_KINDS.get(kind) if isinstance(kind, str) else None
+    return "chat" if written in _MODEL_CALLS else str(written)
+
+
+def conversation(attributes: dict[str, Any]) -> str:
+    """The id of the conversation of a span; `unknown` without one."""
+    for path in (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id")):
+        if (found := get_path(attributes, *path)) not in (None, "", {}, []):
+            return str(found)
+    return UNKNOWN
+
 
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
@@ -115,7 +169,7 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _N
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     attributes = nested(span.attributes)
     events = [_event(event, nested) for event in span.events]
-    conventions.complete(attributes, events)
+    complete(attributes, events)
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {
@@ -142,14 +196,14 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _N
         "scope": _json(scope, "scope"),
         "statusCode": span.status.code,
         "serviceName": _text(get_path(resource, "attributes", "service", "name")),
-        "operationName": conventions.operation(attributes),
+        "operationName": operation(attributes),
         "instrumentationName": _text(get_path(scope, "attributes", "server", "name")),
         "instrumentationVersion": _text(get_path(scope, "attributes", "server", "version")),
         "model": _text(get_path(gen_ai, "request", "model")),
         "inputTokens": tokens[0],
         "outputTokens": tokens[1],
         "totalTokens": None if tokens == [None, None] else min(sum(count or 0 for count in tokens), _LARGEST - 1),
-        "conversationId": conventions.conversation(attributes),
+        "conversationId": conversation(attributes),
         "latencyNs": float(end - start),
     }
     return [values[column] for column in COLUMNS]

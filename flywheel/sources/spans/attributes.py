@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.sources.spans.messages import (
     MEDIA_TYPES,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
 from flywheel.sources.spans.reprs import ReprError, is_block, is_message, is_result, parse_call
 

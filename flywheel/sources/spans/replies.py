@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from flywheel.records import exclusion
 from flywheel.records.batch import Batch, Entry, entries_of, storable
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
 from flywheel.records.model_call import ModelCall
 from flywheel.records.states import SkipReason
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, DeadRow, Reply, Selection, SpanStatus
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any, Final
 
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
 from flywheel.records.model_call import ModelCall
 from flywheel.records.request_id import BASE_VERSION, mark_of
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import TOOL_ERROR, ChatMessage, SpanStatus, get_path, reasoning_of
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from flywheel.records.tool_results import Result
+from flywheel.records.tool_calls import Result
 
 
 class Outcome(StrEnum):

@@ -1,13 +1,150 @@
-"""Which groups of a step are trained on, and why the others are dropped."""
+"""Groups of a step: the advantages of their rollouts, the groups that are trained on, what misses leave out."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Literal
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from typing import Final, Literal
 
-from flywheel.training.data.advantage import NoSignal, no_signal
-from flywheel.training.data.misses import is_complete
+from flywheel.training.data.prompts import seed_of
+
+Side = Literal["candidate", "deployed"]
+
+MIN_COMPLETE_SHARE: Final = 0.75
+"""Smallest share of a group's rollouts without a miss."""
+WINDOW: Final = 4
+"""Steps at either end of a round whose miss shares are compared."""
+MIN_GROWTH: Final = 0.1
+"""Growth of the miss share that ends a round, if it is also more than chance."""
+STANDARD_ERRORS: Final = 3.0
+"""Growth in standard errors that is more than chance."""
+
+
+def is_complete(missed: Sequence[bool | None]) -> bool:
+    """Whether a group is trained on: at least 75 % and at least 4 of its rollouts had no miss. None is a rollout that
+    failed for another reason, as if the group were one smaller."""
+    known = [each for each in missed if each is not None]
+    complete = known.count(False)
+    return complete >= MIN_REWARDS and complete >= MIN_COMPLETE_SHARE * len(known)
+
+
+class Reserve:
+    """The prompts that take the places of dropped groups. They depend only on plan, seed, and the order of drops."""
+
+    def __init__(self, plan: Sequence[Sequence[int]], count: int, seed: int) -> None:
+        """`plan` has the numbers of the prompts of each step (`schedule`), out of `count`."""
+        self._count, self._seed = count, seed
+        self._asked = Counter(index for step in plan for index in step)
+        self._dropped: Counter[int] = Counter()
+
+    def drop(self, index: int) -> None:
+        """Count a dropped group that is not replaced."""
+        self._dropped[index] += 1
+
+    def replace(self, step: int, dropped: int, taken: Collection[int]) -> int | None:
+        """The prompt that replaces `dropped` in a step: of those that the step has not `taken`, the one that was
+        dropped least often, then the one that was asked least often. None if there is none."""
+        self.drop(dropped)
+        free = [index for index in range(self._count) if index not in taken and index != dropped]
+        if not free:
+            return None
+        found = min(free, key=lambda i: (self._dropped[i], self._asked[i], seed_of("reserve", self._seed, step, i)))
+        self._asked[found] += 1
+        return found
+
+
+def growing_misses(steps: Sequence[Sequence[float]]) -> str:
+    """Why the round must end, given the miss share of each group of each step; empty if it may go on.
+
+    The last four steps are compared with the first four. The rollouts of a group are not independent, so the standard
+    error is that of group means.
+    """
+    if len(steps) < 2 * WINDOW:
+        return ""
+    first = [share for step in steps[:WINDOW] for share in step]
+    last = [share for step in steps[-WINDOW:] for share in step]
+    if min(len(first), len(last)) < 2:
+        return ""
+    before, now = statistics.fmean(first), statistics.fmean(last)
+    error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
+    if now - before <= max(MIN_GROWTH, STANDARD_ERRORS * error):
+        return ""
+    return (
+        f"the share of rollouts with a call that has no recorded result grew from {before:.0%} in the first"
+        f" {WINDOW} steps to {now:.0%} in the last {WINDOW}, and nothing corrects wrong arguments"
+    )
+
+
+def gate_rewards(
+    rewards: Sequence[float | None],
+    missed: Sequence[bool],
+    side: Side,
+    *,
+    at_bound: bool = False,
+    worst: float = 0.0,
+    best: float = 1.0,
+) -> list[float | None]:
+    """The rewards of a side's answers with those of misses filled in; other answers without a reward stay undecided.
+
+    A candidate's miss scores `worst`. A miss of the deployed adapter scores the mean of its side's other rewards;
+    with `at_bound`, or if there are none, it scores `best`, the most that it could be.
+    """
+    pairs = list(zip(rewards, missed, strict=True))
+    known = [reward for reward, is_miss in pairs if reward is not None and not is_miss]
+    for_deployed = best if at_bound or not known else statistics.fmean(known)
+    score = worst if side == "candidate" else for_deployed
+    return [score if is_miss else reward for reward, is_miss in pairs]
+
+
+MIN_REWARDS: Final = 4
+"""Rollouts with a reward that a group needs: the mean of fewer is no baseline."""
+MIN_RANGE: Final = 0.02
+"""Range of rewards under which a group is dropped: its differences are noise of the judge."""
+MIN_DEVIATION: Final = 0.1
+"""Smallest divisor of advantages. Without it, differences of 0.01 would have advantages around 1."""
+
+Scale = Literal["group", "batch", "none"]
+NoSignal = Literal["rewards", "spread"]
+
+
+def no_signal(rewards: Sequence[float]) -> NoSignal | None:
+    """What a group with these rewards lacks: enough of them, or a difference; None if it can be trained on."""
+    if len(rewards) < MIN_REWARDS:
+        return "rewards"
+    # Rounding: 0.52 - 0.5 is a little more than 0.02, and 0.62 - 0.6 a little less.
+    return None if max(rewards) - min(rewards) >= MIN_RANGE - 1e-9 else "spread"
+
+
+def group_advantages(
+    groups: Sequence[int], rewards: Sequence[float | None], scale: Scale = "group"
+) -> list[float | None]:
+    """The advantage of each rollout, given its group and its reward; None for rollouts that are not trained on.
+
+    A = (reward - mean) / max(deviation, 0.1) over the rollouts of the group that have a reward (DeepSeekMath, arXiv
+    2402.03300, with a floor). The deviation is the sample's, as in TRL; `batch` takes that of all rewards of the
+    step, `none` divides by nothing. A group with fewer than 4 rewards, or rewards within 0.02, is dropped.
+    """
+    of_group: defaultdict[int, list[float]] = defaultdict(list)
+    for group, reward in zip(groups, rewards, strict=True):
+        if reward is not None:
+            of_group[group].append(reward)
+    whole = _deviation([reward for values in of_group.values() for reward in values])
+    baselines = {
+        group: (statistics.fmean(values), {"group": _deviation(values), "batch": whole, "none": 1.0}[scale])
+        for group, values in of_group.items()
+        if no_signal(values) is None
+    }
+    return [
+        None if reward is None or group not in baselines else (reward - baselines[group][0]) / baselines[group][1]
+        for group, reward in zip(groups, rewards, strict=True)
+    ]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return max(MIN_DEVIATION, statistics.stdev(values) if len(values) > 1 else 0.0)
+
 
 Drop = Literal["misses", NoSignal, "surplus"]
 """Why a group is dropped: too many of its rollouts ended by a miss, it has fewer than 4 rewards, its rewards are

@@ -15,9 +15,8 @@ from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange, Verdict
-from flywheel.training.data.advantage import MIN_REWARDS, Scale, group_advantages
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
-from flywheel.training.data.groups import Drop, dropped_groups
+from flywheel.training.data.groups import MIN_REWARDS, Drop, Scale, dropped_groups, group_advantages
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.samples import Row, Sample
 

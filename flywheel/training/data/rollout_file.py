@@ -1,16 +1,257 @@
-"""Reads the rollouts that a round has stored."""
+"""Stored rollouts of a round: its files, read by an index where only some are wanted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
 from flywheel.errors import StoreError
-from flywheel.records.round import SPEC_FILE
+from flywheel.records.round import ROLLOUT_INDEX_FILE, ROLLOUTS_FILE, SPEC_FILE
+from flywheel.system.files import append_lines, json_line
+
+MOST_SCANNED: Final = 2
+"""How many files without a whole index are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedRollout:
+    """What is known of a rollout without reading its line, which has `size` bytes. `failed` are the criteria that
+    were not met."""
+
+    size: int
+    reward: float | None
+    advantage: float | None
+    truncated: bool
+    missed: bool
+    failed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rollout: Mapping[str, Any], size: int) -> IndexedRollout:
+        failed = tuple(each["criterion"] for each in rollout["criteria"] if not each["passed"])
+        known = {name: rollout[name] for name in ("reward", "advantage", "truncated", "missed")}
+        return cls(size, **known, failed=failed)
+
+
+@dataclass(frozen=True)
+class IndexedGroup:
+    """The rollouts of one prompt in one step, whose lines follow each other from the byte `at`."""
+
+    at: int
+    step: int
+    group: int
+    task_id: str
+    dropped: str | None
+    rollouts: tuple[IndexedRollout, ...]
+
+    @property
+    def end(self) -> int:
+        """The byte after the last line."""
+        return self.at + sum(each.size for each in self.rollouts)
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        return [each.reward for each in self.rollouts if each.reward is not None]
+
+    @cached_property
+    def mean(self) -> float | None:
+        """The mean reward; None if there is no reward."""
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def spread(self) -> float | None:
+        """The difference between the largest and the smallest reward."""
+        return max(self.rewards) - min(self.rewards) if self.rewards else None
+
+
+def append(directory: Path, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    """Append the rollouts of a step to those of a round, and to the index. Those of a group follow each other.
+
+    The rollouts come first: a process that dies in between leaves an index that lacks the last step.
+    """
+    path = directory / ROLLOUTS_FILE
+    at = path.stat().st_size if path.exists() else 0
+    lines = [json_line(rollout) for rollout in rollouts]
+    append_lines(path, lines)
+    entries = _grouped(zip(rollouts, map(len, lines), strict=True), at)
+    append_lines(directory / ROLLOUT_INDEX_FILE, [_line(group) for group in entries])
+
+
+def groups(directory: Path) -> Iterator[IndexedGroup]:
+    """The groups of a round in their order; none without rollouts. Raises StoreError."""
+    path = directory / ROLLOUTS_FILE
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return
+    end = 0
+    for group in _indexed(directory / ROLLOUT_INDEX_FILE, size):
+        if group.at != end:
+            break
+        end = group.end
+        yield group
+    if end < size:
+        yield from _scans.groups(path, end)
+
+
+def rollout_of(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any]:
+    """The rollout at a place of a group, counted from 0, as `read_rollouts` gives it. Raises StoreError."""
+    path = directory / ROLLOUTS_FILE
+    at = group.at + sum(each.size for each in group.rollouts[:place])
+    try:
+        with path.open("rb") as file:
+            file.seek(at)
+            line = file.read(group.rollouts[place].size)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    found = parse_rollout(line, path, f"the line at byte {at}")
+    if (found["step"], found["group"], found["task_id"]) != (group.step, group.group, group.task_id):
+        raise StoreError(
+            f"read {path}",
+            f"the line at byte {at} is of another group than its index says",
+            f"Something else has written to it; delete {ROLLOUT_INDEX_FILE} beside it.",
+        )
+    return found
+
+
+def _indexed(path: Path, size: int) -> Iterator[IndexedGroup]:
+    """The groups of the index up to the first that cannot be: the rollouts have only `size` bytes."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                group = _group(line)
+                if group is None or group.end > size:
+                    return
+                yield group
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _line(group: IndexedGroup) -> bytes:
+    values = [
+        [each.size, each.reward, each.advantage, int(each.truncated), int(each.missed), *each.failed]
+        for each in group.rollouts
+    ]
+    return json_line({**asdict(group), "rollouts": values})
+
+
+def _group(line: bytes) -> IndexedGroup | None:
+    """The group of a line; None if it is incomplete."""
+    try:
+        found = orjson.loads(line)
+        rollouts = tuple(
+            IndexedRollout(size, reward, advantage, bool(truncated), bool(missed), tuple(failed))
+            for size, reward, advantage, truncated, missed, *failed in found.pop("rollouts")
+        )
+        return IndexedGroup(**found, rollouts=rollouts)
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _grouped(rollouts: Iterator[tuple[Mapping[str, Any], int]], at: int) -> Iterator[IndexedGroup]:
+    """The groups of rollouts, which come with the lengths of their lines, of which the first begins at `at`."""
+    known = (
+        ((each["step"], each["group"], each["task_id"], each["dropped"]), IndexedRollout.of(each, size))
+        for each, size in rollouts
+    )
+    for (step, number, task_id, dropped), members in groupby(known, lambda pair: pair[0]):
+        group = IndexedGroup(at, step, number, task_id, dropped, tuple(rollout for _, rollout in members))
+        at = group.end
+        yield group
+
+
+class _Scans:
+    """Remembers the index lines of what was read from rollouts without an index, so that it is read once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[Path, int, int], tuple[list[bytes], int]] = {}
+
+    def groups(self, path: Path, start: int) -> Iterator[IndexedGroup]:
+        """The groups from the byte `start`. The last one is read again, as a step may still be being written."""
+        with self._lock:
+            key = path, path.stat().st_ino, start
+            lines, end = self._found.pop(key, ([], start))
+            if end > path.stat().st_size:
+                lines, end = [], start
+            last = None
+            for group in _grouped(_read(path, end), end):
+                if last is not None:
+                    lines.append(_line(last))
+                last = group
+            self._found[key] = lines, last.at if last is not None else end
+            while len(self._found) > MOST_SCANNED:
+                del self._found[next(iter(self._found))]
+            known = len(lines)
+        for line in lines[:known]:
+            if (found := _group(line)) is not None:
+                yield found
+        if last is not None:
+            yield last
+
+
+_scans: Final = _Scans()
+
+
+def _read(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rollouts from the byte `start`, with the lengths of their lines."""
+    at = start
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield parse_rollout(line, path, f"the line at byte {at}"), len(line)
+                    at += len(line)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"read {path}", error.strerror or str(error), "Run it as the user of the state.")
+
+
+def read_answers(path: Path, tasks: Collection[str]) -> list[dict[str, Any]] | None:
+    """The answers about these tasks in their order; None without the file, which retention removes.
+
+    Only lines about these tasks are parsed. The incomplete last line of a running round is left out. Raises
+    StoreError.
+    """
+    wanted = [task.encode() for task in tasks]
+    found = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n") and any(task in line for task in wanted):
+                    answer = _answer(line, path, number)
+                    if answer["task_id"] in tasks:
+                        found.append(answer)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"read {path}", error.strerror or str(error), "Run it as the user of the state.") from error
+    return found
+
+
+def _answer(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = orjson.loads(line)
+        needed = {name: found[name] for name in ("task_id", "side", "seed", "answer", "reward")}
+        return {"steps": [], "truncated": False, "criteria": [], "error": "", **found, **needed}
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise StoreError(
+            f"read {path}", f"line {number} is no answer", "Something else has written to it; delete the line."
+        ) from None
+
 
 _KEYS: Final = {"step", "group", "task_id", "reward", "missed", "dropped", "criteria", "samples"}
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from flywheel.records.round import EVALUATION_FILE
 from flywheel.system.files import append_jsonl
-from flywheel.training.data import rollout_index
-from flywheel.training.data.advantage import Scale
-from flywheel.training.data.groups import Drop
+from flywheel.training.data import rollout_file
+from flywheel.training.data.groups import Drop, Scale
 from flywheel.training.data.rollout import Batch, Completion, LoadedAdapter, Rollout
 from flywheel.training.data.samples import Sample
 
@@ -24,7 +23,7 @@ def append_rollouts(directory: Path, step: int, batch: Batch, scale_rewards: Sca
     lines = [
         rollout_line(rollout, step, advantage, dropped.get(rollout.request.group)) for rollout, advantage in pairs
     ]
-    rollout_index.append(directory, lines)
+    rollout_file.append(directory, lines)
 
 
 def append_answers(directory: Path, batch: Batch, candidate: LoadedAdapter | None) -> None:

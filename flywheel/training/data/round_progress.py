@@ -3,13 +3,118 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
 from flywheel.records.round import Frozen
+from flywheel.system.files import write_atomic
 from flywheel.system.terminal import duration
+
+WRITE_SECONDS: Final = 1.0
+"""Minimum interval between replacements of the file while only rollouts are counted."""
+RECENT_STEPS: Final = 8
+"""Number of recent steps for the estimate of the remaining time; the first steps take longer than the others."""
+
+
+class Meter:
+    """Thread-safe: one thread counts rollouts, others report pauses."""
+
+    def __init__(
+        self, directory: Path, *, steps: int, gate_rollouts: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`gate_rollouts` follow after the last step."""
+        self._path = directory / PROGRESS_FILE
+        self._gate_rollouts = gate_rollouts
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._now = RoundProgress(phase="starting", steps=steps)
+        self._written = float("-inf")
+        self._began = self._batch_began = clock()
+        self._tokens = 0
+        self._planned = 0
+        self._pause_began: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._rollout_seconds: float | None = None
+
+    def enter(self, phase: Phase, rollouts: int = 0, **known: Any) -> None:
+        """Start a phase. `rollouts` is the number per step, or of the whole phase; `known` is the state before."""
+        with self._lock:
+            self._began, self._planned = self._clock(), rollouts
+            self._set(phase=phase, rollouts=0, rollouts_planned=rollouts, **known)
+
+    def begin(self, rollouts: int = 0) -> None:
+        """A batch of rollouts was requested from the engines, perhaps more than were planned."""
+        with self._lock:
+            self._batch_began, self._tokens = self._clock(), 0
+            planned = max(self._now.rollouts_planned, self._now.rollouts + rollouts)
+            self._now = self._now.model_copy(update={"rollouts_planned": planned})
+
+    def completed(self, tokens: int) -> None:
+        """One rollout is complete."""
+        with self._lock:
+            self._tokens += tokens
+            seconds = self._clock() - self._batch_began
+            rate = self._tokens / seconds if seconds > 0 else None
+            # Rate-limited: a thousand rollouts must not write a thousand files.
+            seldom = self._clock() - self._written < WRITE_SECONDS
+            self._set(write=not seldom, rollouts=self._now.rollouts + 1, tokens_per_second=rate)
+
+    def generated(self) -> None:
+        """All rollouts are complete or have failed."""
+        with self._lock:
+            self._set()
+
+    def stepped(self, step: int, reward: float | None, *, collecting_seconds: float) -> None:
+        """A step is complete; `seconds` is the time for its rollouts. `step` counts from 1."""
+        with self._lock:
+            now = self._clock()
+            self._step_seconds.append(now - self._began)
+            self._began = now
+            self._rollout_seconds = collecting_seconds / max(1, self._now.rollouts_planned)
+            first = self._now.reward_first if step > 1 else reward
+            planned = self._planned
+            self._set(step=step, rollouts=0, rollouts_planned=planned, reward_first=first, reward=reward)
+
+    def pause(self, why: str) -> None:
+        """The round is paused for this reason; "" when it resumes."""
+        with self._lock:
+            if bool(why) == (self._pause_began is not None):
+                return
+            now = self._clock()
+            if self._pause_began is not None:
+                # Pauses are not part of the duration of a step.
+                self._began += now - self._pause_began
+                self._pause_began = None
+            else:
+                self._pause_began = now
+            self._set(paused=why)
+
+    def _set(self, *, write: bool = True, **changes: Any) -> None:
+        self._now = self._now.model_copy(update=changes)
+        if not write:
+            return
+        self._written = self._clock()
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        whole = self._now.model_copy(update={"seconds_left": self._seconds_left(), "updated_at": at})
+        write_atomic(self._path, whole.model_dump_json().encode())
+
+    def _seconds_left(self) -> float | None:
+        progress, gone = self._now, self._clock() - self._began
+        if progress.phase == "evaluating" and progress.rollouts:
+            return round((progress.rollouts_planned - progress.rollouts) * gone / progress.rollouts, 1)
+        if progress.phase != "training" or not self._step_seconds or self._rollout_seconds is None:
+            return None
+        step = sum(self._step_seconds) / len(self._step_seconds)
+        steps = max(0.0, (progress.steps - progress.step) * step - gone)
+        return round(steps + self._gate_rollouts * self._rollout_seconds, 1)
+
 
 PROGRESS_FILE: Final = "progress.json"
 

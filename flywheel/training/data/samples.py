@@ -6,10 +6,129 @@ Plain data and arithmetic; nothing here needs torch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flywheel.records.trace import get_path
+
+
+@dataclass(frozen=True, slots=True)
+class CallTokens:
+    """A call of the model.
+
+    Attributes:
+        prompt_ids: What the engine was given.
+        token_ids: What it returned, with the token that ends the turn.
+        logprobs: Of `token_ids`; None where the engine returned none.
+        texts: Of `token_ids`.
+        identity: Its tools and each of its messages (`identity_of`).
+        reply: The returned message (`message_identity`).
+        prompt_texts: Of `prompt_ids`; empty if unknown.
+        finish_reason: As the server returned it; empty if time ran out.
+        messages: The request's.
+        answer: The returned message.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    texts: tuple[str | None, ...]
+    identity: tuple[str, ...]
+    reply: str
+    prompt_texts: tuple[str | None, ...] = ()
+    finish_reason: str = ""
+    messages: tuple[Any, ...] = ()
+    answer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """`texts` are those of the tokens of each sample, None where unknown. `calls` are those of each sample. `forks`
+    counts calls that extend no earlier one."""
+
+    samples: tuple[Sample, ...] = ()
+    texts: tuple[tuple[str | None, ...], ...] = ()
+    calls: tuple[tuple[CallTokens, ...], ...] = ()
+    forks: int = 0
+
+
+def identity_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a chat request may not change when it extends an earlier one: its tools, and the roles and tool calls of
+    its messages. Templates that leave something of that out make equal tokens of different conversations."""
+    messages = body.get("messages")
+    known = [message_identity(message) for message in messages] if isinstance(messages, Sequence) else []
+    return (_digest(body.get("tools") or []), *known)
+
+
+def message_identity(message: Any) -> str:
+    """The role and the tool calls of a message. Calls are compared by name and parsed arguments: ids and the
+    formatting of JSON may change on the way through an agent."""
+    if not isinstance(message, Mapping):
+        return _digest(message)
+    calls = message.get("tool_calls")
+    return _digest([message.get("role"), [_call(call) for call in calls or ()] if isinstance(calls, list) else []])
+
+
+def timelines(calls: Iterable[CallTokens]) -> Timelines:
+    """The samples of a rollout, in the order of their first calls.
+
+    A call extends a timeline only if its prompt begins with all ids, and its messages with all messages, that the
+    timeline holds; of several, the longest. Otherwise it begins a new one. Each generated token is in the loss mask
+    of the sample of its own call; where it is repeated in a later prompt, it is context.
+    """
+    found: list[_Timeline] = []
+    for call in calls:
+        extended = [each for each in found if each.is_extended_by(call)]
+        if not extended:
+            found.append(_Timeline())
+        longest = max(extended or found[-1:], key=lambda each: len(each.ids))
+        longest.add(call)
+    samples = tuple(Sample(tuple(each.ids), tuple(each.mask), tuple(each.logprobs)) for each in found)
+    texts = tuple(tuple(each.texts) for each in found)
+    return Timelines(samples, texts, tuple(tuple(each.calls) for each in found), max(0, len(found) - 1))
+
+
+@dataclass(slots=True)
+class _Timeline:
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    texts: list[str | None] = field(default_factory=list)
+    identity: tuple[str, ...] = ()
+    calls: list[CallTokens] = field(default_factory=list)
+
+    def is_extended_by(self, call: CallTokens) -> bool:
+        return (
+            call.identity[: len(self.identity)] == self.identity
+            and list(call.prompt_ids[: len(self.ids)]) == self.ids
+        )
+
+    def add(self, call: CallTokens) -> None:
+        self.calls.append(call)
+        new = len(call.prompt_ids) - len(self.ids)
+        self.texts += call.prompt_texts[len(self.ids) :] or [None] * new
+        self.texts += call.texts
+        self.ids += (*call.prompt_ids[len(self.ids) :], *call.token_ids)
+        self.mask += (*(False for _ in range(new)), *(True for _ in call.token_ids))
+        self.logprobs += (*(None for _ in range(new)), *call.logprobs)
+        self.identity = (*call.identity, call.reply)
+
+
+def _call(call: Any) -> Any:
+    name, arguments = get_path(call, "function", "name"), get_path(call, "function", "arguments")
+    try:
+        return [name, json.loads(arguments)]
+    except (TypeError, ValueError, RecursionError):
+        return [name, arguments]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 

@@ -27,13 +27,12 @@ from flywheel.records.trace import ChatMessage
 from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
-from flywheel.training.data.timelines import CallTokens
-from flywheel.training.engine.actor import RoundActor
+from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
 from flywheel.training.engine.endpoint import Endpoint
-from flywheel.training.engine.engine_death import unless_dead
 from flywheel.training.engine.policy import base_dtype
-from flywheel.training.engine.served_application import ServedApplication
+from flywheel.training.engine.ray_cluster import RoundActor
+from flywheel.training.engine.served_application import ServedApplication, unless_dead
 from flywheel.training.engine.session import Session
 from flywheel.training.program import program_rollout
 from flywheel.training.program.configured_program import program_of

@@ -6,10 +6,13 @@ Processes are ended by their ids; processes of others are never touched.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,8 +29,41 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.system.worker_setup import POLL_SECONDS, check_stopped
-from flywheel.training.engine import process_cleanup
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
+
+PR_SET_CHILD_SUBREAPER = 36
+KILL_SECONDS = 5.0
+log = logging.getLogger(__name__)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all orphaned descendants (a "child subreaper"): vLLM's children outlive a killed actor,
+    and only descendants can be found again. Linux only; elsewhere such orphans are not found."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_processes(processes: Sequence[psutil.Process]) -> None:
+    """Kill these processes, each by its id and start time, and wait until they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(processes, timeout=KILL_SECONDS)
+    for process in alive:
+        log.error("process %d would not end", process.pid)
+
+
+class RoundActor:
+    """Base class of actors. Call `join` first."""
+
+    def join(self, environment: Mapping[str, str], paths: Sequence[str]) -> tuple[str, list[str]]:
+        """Set these variables. Returns the name of the node and the missing paths.
+
+        Secrets are passed here and not in the actor's runtime environment, which a cluster's dashboard shows.
+        """
+        os.environ.update(environment)
+        return socket.gethostname(), [path for path in paths if not Path(path).exists()]
+
 
 T = TypeVar("T")
 
@@ -94,7 +130,7 @@ def session(settings: Config) -> Iterator[None]:
         with contextlib.suppress(Exception):
             ray.shutdown()
         if not settings.ray.address:
-            process_cleanup.end_processes([*ours, *({*psutil.Process().children(recursive=True)} - before)])
+            end_processes([*ours, *({*psutil.Process().children(recursive=True)} - before)])
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -8,14 +8,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from flywheel.training.engine.chat_rendering import ChatFormat
-from flywheel.training.engine.engine_death import unless_dead
+
+LOOK_SECONDS: Final = 2.0
+
+T = TypeVar("T")
+
+
+async def unless_dead(llm: Any, work: Coroutine[Any, Any, T]) -> T:
+    """The result of a request to an `AsyncLLM`. Raises vLLM's EngineDeadError if the engine is dead: when its process
+    is killed, vLLM 0.32 knows it, but leaves requests in flight waiting for ever."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait((task,), timeout=LOOK_SECONDS))[0]:
+            if llm.errored:
+                raise llm.dead_error
+        return await task
+    finally:
+        task.cancel()
+
 
 BASE_MODEL: Final = "flywheel-base-model"
 """The name of the base model in requests to the application. No adapter has it."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 from flywheel.errors import TrainError
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
-from flywheel.training.data.timelines import CallTokens, identity_of, message_identity
+from flywheel.training.data.samples import CallTokens, identity_of, message_identity
 from flywheel.training.engine.chat_rendering import POLICY_SAMPLING
 from flywheel.training.engine.served_application import BASE_MODEL, Limits, ServedApplication
 

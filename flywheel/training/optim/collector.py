@@ -22,8 +22,8 @@ from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.worker_setup import POLL_SECONDS, check_stopped
-from flywheel.training.data.progress_meter import Meter
 from flywheel.training.data.rollout import Batch, Completion, RewardWeights, Rollout, RolloutRequest, exchange
+from flywheel.training.data.round_progress import Meter
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import get_args
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
-from flywheel.training.data.misses import Side, gate_rewards
+from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
 from flywheel.training.data.rollout_lines import append_answers

@@ -2,15 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from flywheel.config import Config
+from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
-from flywheel.training.data.misses import Reserve
+from flywheel.system.terminal import quantity
+from flywheel.training.data.groups import Reserve, growing_misses
+from flywheel.training.data.metrics import Metrics
 from flywheel.training.data.prompts import Prompt, schedule, seed_of
-from flywheel.training.data.rollout import Batch, LoadedAdapter, RolloutRequest
+from flywheel.training.data.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
+from flywheel.training.data.rollout_lines import append_rollouts
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.optim.collector import Collector
+
+FIRST_LOOK = 2
+"""Number of first steps without different rewards after which a round is refused; one could be chance."""
+
+
+class RefusedError(Exception):
+    """This round's tasks have no training signal; the message says why."""
+
+
+def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
+    """Raise RefusedError when too few groups have few misses and rewards that differ: the others are dropped.
+
+    Raises TrainError when the judge gave no reward at all, in which case the tasks can be used by another round.
+    """
+    groups = sum(batch.groups for batch in batches)
+    spread = sum(batch.groups_with_spread for batch in batches)
+    if spread > min_share * groups:
+        return
+    rewards = [reward for batch in batches for reward in batch.rewards]
+    missed = sum(batch.missed for batch in batches)
+    if not rewards and sum(batch.undecided for batch in batches) >= missed:
+        raise TrainError(
+            "learn from the first steps of the round",
+            "no rollout has a reward",
+            "Check the judge's endpoint and the worker's log; the round can be started again.",
+            retryable=True,
+        )
+    seen = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no rewards"
+    dropped = Counter(why for batch in batches for why in batch.dropped.values())
+    if dropped["misses"]:
+        total = sum(len(batch.rollouts) for batch in batches)
+        raise RefusedError(
+            f"nothing can be learned: {spread} of {groups} groups in the first steps can be trained on ({seen});"
+            f" {dropped['misses']} were dropped because {missed} of {total} rollouts ended at a call without a"
+            " recorded result: the policy calls tools differently from the traces (rollout.tools)"
+        )
+    raise RefusedError(
+        f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
+        " the rubric may be too easy or too hard for these tasks"
+    )
+
+
+def refuse_growing_misses(shares: Sequence[Sequence[float]], of_calling: Sequence[Sequence[float]]) -> None:
+    """Raise RefusedError when the share of misses grew over the steps, given that of each group of each step.
+
+    It must have grown among rollouts that called a tool, too: a policy that learns to call has more misses, although
+    its arguments are no worse.
+    """
+    if (reason := growing_misses(shares)) and growing_misses(of_calling):
+        raise RefusedError(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class DebugRun:
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    summary: str
+    usage: dict[str, int]
+    system_prompts: Mapping[str, int]
+
+
+def roll_out_only(
+    spec: RoundSpec,
+    settings: Config,
+    directory: Path,
+    prompts: Sequence[Prompt],
+    collector: Collector,
+    adapter: LoadedAdapter | None,
+    meter: Meter,
+) -> DebugRun:
+    """The first steps of a round, as many as it needs to see whether anything can be learned."""
+    training = settings.training
+    steps = min(FIRST_LOOK, training.steps)
+    round_steps = RoundSteps(spec, settings, prompts, collector)
+    metrics = Metrics(directory)
+    meter.enter("training", round_steps.asked * training.group_size, steps=steps)
+    usage: dict[str, int] = {}
+    system_prompts: Counter[str] = Counter()
+    means: list[float | None] = []
+    batches: list[Batch] = []
+    for step in range(steps):
+        batch = round_steps.collect(step, adapter)
+        batches.append(batch)
+        append_rollouts(directory, step + 1, batch, training.scale_rewards)
+        figures = batch.summary()
+        meter.stepped(step + 1, figures["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
+        temperature = settings.rollout.temperature
+        metrics.step(step + 1, steps, {**figures, "temperature": temperature, "seconds": batch.seconds})
+        usage = add_usage(usage, batch.usage())
+        system_prompts += batch.system_prompts
+        means.append(figures["reward_mean"])
+    return DebugRun(steps, means[0], means[-1], _summary(batches), usage, system_prompts)
+
+
+def _summary(batches: Sequence[Batch]) -> str:
+    """How many groups a round would train on, and what happened to the others."""
+
+    def total(figure: Callable[[Batch], int]) -> int:
+        return sum(map(figure, batches))
+
+    spread, groups = total(lambda batch: batch.groups_with_spread), total(lambda batch: batch.groups)
+    undecided, missed = total(lambda batch: batch.undecided), total(lambda batch: batch.missed)
+    dropped = total(lambda batch: list(batch.dropped.values()).count("misses"))
+    parts = [f"{spread} of {groups} groups have rewards that differ", f"{undecided} rollouts are undecided"]
+    if missed:
+        parts.append(
+            f"{missed} of {total(lambda batch: len(batch.rollouts))} ended at a call without a recorded result,"
+            f" which drops {quantity(dropped, 'group')}"
+        )
+    if failed := total(lambda batch: batch.failed.total()):
+        parts.append(f"the agent failed in {failed}")
+    return "; ".join(parts)
 
 
 class RoundSteps:

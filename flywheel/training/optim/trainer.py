@@ -20,17 +20,22 @@ import ray
 from flywheel.config import Config
 from flywheel.records.round import ADAPTER_DIR, RoundSpec
 from flywheel.training.data.metrics import UPDATE_FIGURES, Metrics
-from flywheel.training.data.progress_meter import Meter
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.refusal import FIRST_LOOK, RefusedError, refuse_growing_misses, refuse_without_spread
 from flywheel.training.data.rollout import Batch, LoadedAdapter, add_usage
 from flywheel.training.data.rollout_lines import append_rollouts
 from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import Row
-from flywheel.training.engine.actor import RoundActor
 from flywheel.training.engine.policy import load_policy, save_adapter
+from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.round_steps import RoundSteps
+from flywheel.training.optim.round_steps import (
+    FIRST_LOOK,
+    RefusedError,
+    RoundSteps,
+    refuse_growing_misses,
+    refuse_without_spread,
+)
 
 
 @dataclass(frozen=True, slots=True)

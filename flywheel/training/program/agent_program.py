@@ -5,10 +5,36 @@ Plain data, and only the standard library: it is imported by the user's interpre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from flywheel.training.program import function_name
+
+class FunctionName(NamedTuple):
+    """`where` is a file or a module; `mark` is `:` for a function, `->` for a class."""
+
+    where: str
+    mark: str
+    name: str
+
+    @property
+    def is_class(self) -> bool:
+        return self.mark == "->"
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether `where` is a path, not a module."""
+        return self.where.endswith(".py")
+
+    def __str__(self) -> str:
+        return "".join(self)
+
+
+def parsed(text: str) -> FunctionName | None:
+    """The parts of a name; None if it is of another form."""
+    found = re.fullmatch(r"(?P<where>.+?)(?P<mark>:|->)(?P<name>\w+)", text, re.DOTALL)
+    return FunctionName(*found.group("where", "mark", "name")) if found is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +86,6 @@ class AgentProgram:
     @property
     def files(self) -> list[str]:
         """What its processes read: its working directory, its interpreter, and the files of its functions."""
-        functions = map(function_name.parsed, (self.workflow, self.reward_function, self.setup))
+        functions = map(parsed, (self.workflow, self.reward_function, self.setup))
         found = (each.where for each in functions if each is not None and each.is_in_file)
         return [*filter(None, (self.folder, self.python)), *found]

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from flywheel.records.program_run import FailureCause
-from flywheel.training.program import function_name
-from flywheel.training.program.function_name import FunctionName
+from flywheel.training.program import agent_program
+from flywheel.training.program.agent_program import FunctionName
 
 Kind = Literal["workflow", "judge"]
 
@@ -53,7 +53,7 @@ class ResultError(Exception):
 def load_function(spec: str) -> Callable[..., Any]:
     """The function of `FILE.py:function` or `package.module:function`, or an object that is called like one for
     AgentJet's `package.module->Class`. Raises ContractError."""
-    found = function_name.parsed(spec)
+    found = agent_program.parsed(spec)
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
     where, name = found.where, found.name

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from flywheel.records.program_run import RunResult
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, system_prompts_of, text_of
-from flywheel.training.data.timelines import CallTokens, Timelines, timelines
+from flywheel.training.data.samples import CallTokens, Timelines, timelines
 from flywheel.training.program.agent_program import ModelEndpoint
 
 API_KEY: Final = "unused"

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flywheel.records.tool_results import Tool, functions_by_name
+from flywheel.records.tool_calls import Tool, functions_by_name
 from flywheel.records.trace import get_path
 
 

@@ -9,12 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flywheel.records.finish_functions import FINISH_FUNCTIONS
-from flywheel.records.tool_calls import Call, calls_in
-from flywheel.records.tool_results import Tool
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, Tool, calls_in
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.training.recorded.call_key import tools_by_name, with_defaults
-from flywheel.training.recorded.recorded_tools import RecordedTools
+from flywheel.training.recorded.recorded_rollout import RecordedTools
 from flywheel.training.recorded.recordings import Recording, TraceResults, results_of
 
 

@@ -28,7 +28,7 @@ from flywheel.system import log as logs
 from flywheel.system.files import write_atomic
 from flywheel.system.worker_setup import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.data.round_directory import clear, finished, read_spec, settings_of, start_over, write_error
-from flywheel.training.engine import process_cleanup, ray_cluster
+from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import check_base, check_frozen, check_parent, other_form
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import MakeGrade, Round
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade)
     parser.add_argument("directory", type=Path, metavar="ROUND_DIR", help="holds spec.json; the results go there too")
     directory = parser.parse_args(argv).directory.absolute()
     catch_signals()
-    process_cleanup.adopt_orphans()
+    ray_cluster.adopt_orphans()
     try:
         work(directory, make_grade)
     except Stopped as stopped:

@@ -29,13 +29,13 @@ from flywheel.records.round import (
     Sampling,
     SystemPrompt,
 )
-from flywheel.serving.server.vllm_arguments import chat_arguments
+from flywheel.serving.server.inference_server import chat_arguments
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
 from flywheel.training.data.metrics import Metrics
-from flywheel.training.data.progress_meter import Meter
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings
@@ -43,16 +43,14 @@ from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import rank
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.debug_round import roll_out_only
 from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough
 from flywheel.training.optim.probe_measurement import make_probe
-from flywheel.training.optim.round_steps import step_requests
+from flywheel.training.optim.round_steps import roll_out_only, step_requests
 from flywheel.training.optim.trainer import Trainer
 from flywheel.training.program.configured_program import program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from flywheel.training.worker.judge_pause import Pause
-from flywheel.training.worker.rollout_grading import has_judge, rubric_of, without_judge
+from flywheel.training.worker.rollout_grading import Pause, has_judge, rubric_of, without_judge
 
 log = logging.getLogger("flywheel.training.worker")
 

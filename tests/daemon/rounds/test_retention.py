@@ -21,7 +21,7 @@ from flywheel.daemon.rounds.retention import STAYS, Removal, Retention
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.states import AdapterState, RoundState
 from flywheel.store import deployments, rounds
-from flywheel.store import removable_rounds as records
+from flywheel.store import rounds as records
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow

@@ -16,7 +16,7 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.records.states import Split
 from flywheel.records.task import task_id
-from flywheel.records.tool_results import Result
+from flywheel.records.tool_calls import Result
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import claims, ledger, verdicts
@@ -24,7 +24,7 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, exchange
-from flywheel.training.recorded import recording_pool
+from flywheel.training.recorded import recordings
 from flywheel.training.recorded.call_key import call_key, tools_by_name
 from tests.daemon.rounds.test_planner import RUBRIC, made
 from tests.samples import accepted, batch, rejected, replies_on, settle
@@ -326,7 +326,7 @@ async def test_a_specification_has_room_for_the_most_frequent_results(
     first, second, third = asked(Split.TRAIN, "", "", "")
     told = sums(first, *range(8)), sums(second, *range(8)), sums(third, 0, 2)
     await judged(store, *told, *asked(Split.HELD_OUT, "3"))
-    monkeypatch.setattr(recording_pool, "MAX_BYTES", 70)
+    monkeypatch.setattr(recordings, "MAX_BYTES", 70)
     spec = await planned(store, made(tmp_path))
     assert spec.shared.results == {key({"a": 0}): Result(short), key({"a": 2}): Result(short)}
 
@@ -351,8 +351,8 @@ async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_pa
     await store.write(multiply)
     spec = await planned(store, made(tmp_path, training={"steps": 50}))
     assert len(spec.train) == 400
-    assert len(spec.shared.results) == recording_pool.MAX_BYTES // 2010
-    assert len(spec.model_dump_json()) < 2.5 * recording_pool.MAX_BYTES
+    assert len(spec.shared.results) == recordings.MAX_BYTES // 2010
+    assert len(spec.model_dump_json()) < 2.5 * recordings.MAX_BYTES
 
 
 async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_path: Path, store: Store) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from flywheel.config import Config, NoticeType
 from flywheel.daemon.prometheus import exposition
-from flywheel.daemon.rounds.round_usage import RoundUsage
-from flywheel.daemon.rounds.rounds import Rounds
+from flywheel.daemon.rounds.rounds import Rounds, RoundUsage
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError

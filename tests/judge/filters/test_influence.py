@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.judge.filters.fingerprint import particulars, template
 from flywheel.judge.filters.influence import Candidate, Choice, Influence, choose, weigh, within_shares
-from flywheel.judge.filters.query_template import particulars, template
 from flywheel.records.task import task_line
 from tests.samples import START, reply
 

@@ -15,10 +15,9 @@ from flywheel.config import ServingSettings
 from flywheel.errors import ServeError, StoreError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import TRANSITIONS, DeploymentState
-from flywheel.serving.client.adapter_swap import reconcile, rollback, swap
+from flywheel.serving.client.adapter_swap import SwapReport, reconcile, rollback, swap
 from flywheel.serving.client.adapter_unloading import retire
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.client.swap_report import SwapReport
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
 SETTINGS = ServingSettings(drain_seconds=0)

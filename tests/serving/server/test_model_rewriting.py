@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flywheel.serving.calls import request_parts
 from flywheel.serving.calls.request_parts import MAX_CONTAINERS, MAX_DEPTH
-from flywheel.serving.server.model_rewriting import MAX_KEYS, MAX_MODEL_KEYS, rewrite_model
+from flywheel.serving.server.middleware import MAX_KEYS, MAX_MODEL_KEYS, rewrite_model
 from flywheel.system.server_limits import RefusedError
 
 ALIASES = {"agent": "agent@r0007", "代理/a": "代理/a@r0001", "same": "same"}

@@ -12,8 +12,7 @@ import pytest
 
 from flywheel.errors import ServeError
 from flywheel.records.states import DeploymentState
-from flywheel.serving.client.adapter_swap import swap
-from flywheel.serving.client.health_check import look
+from flywheel.serving.client.adapter_swap import look, swap
 from flywheel.serving.client.replica_client import Replica
 from tests.cases import for_each
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware

@@ -19,10 +19,9 @@ from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.records.round import AdapterRef
 from flywheel.records.states import DeploymentState
 from flywheel.serving.calls.call_log import RecordedCall
-from flywheel.serving.client.adapter_swap import rollback, swap
+from flywheel.serving.client.adapter_swap import SwapReport, rollback, swap
 from flywheel.serving.client.adapter_unloading import retire
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.client.swap_report import SwapReport
 from flywheel.serving.client.weight_verification import prove
 from flywheel.sources.calls.parsing import parse
 from flywheel.system.files import tree_sha256

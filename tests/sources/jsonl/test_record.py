@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from flywheel.records.batch import Entry, entry_of, line_bytes
 from flywheel.records.states import SkipReason
 from flywheel.records.task import task_id, task_line, whole_line
-from flywheel.sources.jsonl.messages import LineError
-from flywheel.sources.jsonl.record import entry_of_line
+from flywheel.sources.jsonl.record import LineError, entry_of_line
 from tests.samples import reply
 
 NOW = datetime(2026, 5, 6, 7, 8, 9, tzinfo=UTC)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.errors import StoreError
-from flywheel.training.data.evaluation_file import read_answers
+from flywheel.training.data.rollout_file import read_answers
 from tests.web.gate_rounds import put_answers
 
 

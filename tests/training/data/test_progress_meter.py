@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.training.data.progress_meter import Meter
-from flywheel.training.data.round_progress import RoundProgress, progress_of
+from flywheel.training.data.round_progress import Meter, RoundProgress, progress_of
 
 
 class Clock:

@@ -9,9 +9,8 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
-from flywheel.training.data.refusal import RefusedError, refuse_without_spread
 from flywheel.training.data.rollout import Batch, Completion, Rollout, deviation, exchange, mean, system_prompts_of
-from flywheel.training.optim.round_steps import step_requests
+from flywheel.training.optim.round_steps import RefusedError, refuse_without_spread, step_requests
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout, task
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flywheel.errors import StoreError
-from flywheel.training.data import rollout_index
-from flywheel.training.data.rollout_index import IndexedGroup, append, groups, rollout_of
+from flywheel.training.data import rollout_file
+from flywheel.training.data.rollout_file import IndexedGroup, append, groups, rollout_of
 from tests.cli.test_rollouts import rollout
 
 INDEX, ROLLOUTS = "rollouts.index.jsonl", "rollouts.jsonl"
@@ -43,7 +43,7 @@ def no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Iterator[Any]:
         raise AssertionError("the rollouts are read")
 
-    monkeypatch.setattr(rollout_index, "_read", fail)
+    monkeypatch.setattr(rollout_file, "_read", fail)
 
 
 @pytest.mark.usefixtures("no_scan")
@@ -76,13 +76,13 @@ def test_a_file_without_an_index_is_read_once(tmp_path: Path, monkeypatch: pytes
     path.write_text("".join(json.dumps(rollout(group=group)) + "\n" for group in (0, 0, 1, 1)))
     assert [len(group.rollouts) for group in groups(tmp_path)] == [2, 2]
     read: list[int] = []
-    original = rollout_index._read
+    original = rollout_file._read
 
     def noted(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
         read.append(start)
         return original(path, start)
 
-    monkeypatch.setattr(rollout_index, "_read", noted)
+    monkeypatch.setattr(rollout_file, "_read", noted)
     found = list(groups(tmp_path))
     assert read == [found[-1].at]
     # A file that grows, and one that is started over.

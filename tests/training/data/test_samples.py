@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from flywheel.training.data.advantage import group_advantages
+from flywheel.training.data.groups import group_advantages
 from flywheel.training.data.rollout import Batch, Rollout, reply
 from flywheel.training.data.samples import Row, Sample, micro_batches, token_counts, token_weights
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout, verdict

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data.timelines import CallTokens, identity_of, message_identity, timelines
+from flywheel.training.data.samples import CallTokens, identity_of, message_identity, timelines
 from tests.training.recorded.recordings import ADD, call, said
 
 QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "What is 1 and 0?"}]

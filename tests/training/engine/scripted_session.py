@@ -13,7 +13,7 @@ from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import RolloutRequest
-from flywheel.training.data.timelines import CallTokens, identity_of, message_identity
+from flywheel.training.data.samples import CallTokens, identity_of, message_identity
 
 ROLES = {role: 1000 + place for place, role in enumerate(("system", "user", "assistant", "tool"))}
 END = 1999

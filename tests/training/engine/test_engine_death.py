@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flywheel.training.engine import engine_death
-from flywheel.training.engine.engine_death import unless_dead
+from flywheel.training.engine import served_application
+from flywheel.training.engine.served_application import unless_dead
 
 
 async def answer() -> int:
@@ -23,7 +23,7 @@ async def test_a_living_engine_answers() -> None:
 
 
 async def test_a_request_that_waits_for_a_dead_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_death, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(served_application, "LOOK_SECONDS", 0.01)
     llm = SimpleNamespace(errored=False, dead_error=RuntimeError("dead"))
     left = asyncio.Event()
 

@@ -11,7 +11,7 @@ import pytest
 from flywheel.errors import TrainError
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
-from flywheel.training.data.timelines import identity_of, message_identity
+from flywheel.training.data.samples import identity_of, message_identity
 from flywheel.training.engine.served_application import BASE_MODEL, ServedApplication
 from flywheel.training.engine.session import Session
 from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message

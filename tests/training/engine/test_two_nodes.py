@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.actor import RoundActor
 from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.ray_cluster import RoundActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 GPUS_PER_NODE = 4

@@ -14,14 +14,18 @@ from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome
-from flywheel.training.data.misses import WINDOW, growing_misses
-from flywheel.training.data.progress_meter import Meter
-from flywheel.training.data.refusal import RefusedError, refuse_without_spread
+from flywheel.training.data.groups import WINDOW, growing_misses
 from flywheel.training.data.rollout import Batch, Rollout, RolloutRequest
 from flywheel.training.data.rollout_file import read_rollouts
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.optim import trainer
-from flywheel.training.optim.debug_round import DebugRun, roll_out_only
-from flywheel.training.optim.round_steps import RoundSteps
+from flywheel.training.optim.round_steps import (
+    DebugRun,
+    RefusedError,
+    RoundSteps,
+    refuse_without_spread,
+    roll_out_only,
+)
 from tests.training.data.rollouts import batch, missed, recorded, rollout, verdict
 
 PROMPTS, GROUP = 4, 4

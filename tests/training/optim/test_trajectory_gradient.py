@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from flywheel.training.data.rollout import Batch, Completion, Rollout
-from flywheel.training.data.samples import Sample
-from flywheel.training.data.timelines import CallTokens, timelines
+from flywheel.training.data.samples import CallTokens, Sample, timelines
 from tests.training.data.rollouts import request, verdict
 from tests.training.optim.test_grpo import SHIFTS, Trained, assert_equal, exact, gradients, logps_of, policy
 

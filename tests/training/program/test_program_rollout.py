@@ -14,7 +14,7 @@ from flywheel.records.round import RoundTask
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Batch, Completion, RewardWeights, Rollout, RolloutRequest, exchange
 from flywheel.training.data.rollout_lines import rollout_line
-from flywheel.training.data.timelines import CallTokens
+from flywheel.training.data.samples import CallTokens
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_rollout import ProgramSetup, roll_out
 from tests.training.data.rollouts import verdict

@@ -9,11 +9,10 @@ from contextlib import closing
 from typing import Any
 
 from flywheel.records.states import Split
-from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage
 from flywheel.training.recorded.call_key import tools_by_name
-from flywheel.training.recorded.recording_pool import RecordingPool
-from flywheel.training.recorded.recordings import Recording, results_of
+from flywheel.training.recorded.recordings import Recording, RecordingPool, results_of
 
 _numbers = itertools.count()
 

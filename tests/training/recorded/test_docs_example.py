@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flywheel.records.states import Split
 from flywheel.training.data.answered_calls import Outcome
-from flywheel.training.recorded.recorded_tools import RecordedTools
+from flywheel.training.recorded.recorded_rollout import RecordedTools
 from flywheel.training.recorded.recordings import results_of
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool
 

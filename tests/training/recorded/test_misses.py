@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data.misses import Reserve, gate_rewards, growing_misses, is_complete
+from flywheel.training.data.groups import Reserve, gate_rewards, growing_misses, is_complete
 from flywheel.training.data.prompts import schedule
 from tests.cases import for_each
 

@@ -12,8 +12,7 @@ from flywheel.judge.rubric.checks.tool_calls import calls_of
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 from flywheel.training.data.answered_calls import Outcome
-from flywheel.training.recorded.recorded_rollout import Budgets, End, RecordedLoop
-from flywheel.training.recorded.recorded_tools import RecordedTools
+from flywheel.training.recorded.recorded_rollout import Budgets, End, RecordedLoop, RecordedTools
 from flywheel.training.recorded.recordings import results_of
 from tests.training.recorded.recordings import call, recording, said
 

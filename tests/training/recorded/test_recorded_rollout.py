@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.records.tool_results import Result, SharedRecordings
+from flywheel.records.tool_calls import Result, SharedRecordings
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.answered_calls import Outcome
 from flywheel.training.data.rollout import Completion, exchange

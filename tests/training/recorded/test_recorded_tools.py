@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.records.finish_functions import FINISH_FUNCTIONS, finish_answer
 from flywheel.records.states import Split
-from flywheel.records.tool_results import Result, SharedRecordings
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, Result, SharedRecordings, finish_answer
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
 from flywheel.training.recorded.call_key import tools_by_name
-from flywheel.training.recorded.recorded_tools import RecordedTools, ToolTurn
+from flywheel.training.recorded.recorded_rollout import RecordedTools, ToolTurn
 from flywheel.training.recorded.recordings import Recording, results_of
 from tests.cases import for_each
 from tests.training.recorded.recordings import ADD, FINISH, call, identity, recording, said, shared_recordings, tool

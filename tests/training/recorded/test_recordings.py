@@ -11,11 +11,10 @@ from pydantic import TypeAdapter
 
 from flywheel.records.states import Split
 from flywheel.records.task import task_line
-from flywheel.records.tool_results import SharedRecordings
+from flywheel.records.tool_calls import SharedRecordings
 from flywheel.training.data.answered_calls import Outcome
 from flywheel.training.recorded.expected_hits import HitRate, expected_hits
-from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop
-from flywheel.training.recorded.recorded_tools import RecordedTools
+from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools
 from flywheel.training.recorded.recordings import Recording, recording_of, results_of
 from tests.sources.studio.reading import read_all
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool

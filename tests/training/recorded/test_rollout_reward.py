@@ -22,8 +22,7 @@ from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 from flywheel.training.data.rollout import Completion, exchange
-from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, ToolSetup, roll_out
-from flywheel.training.recorded.recorded_tools import RecordedTools
+from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools, ToolSetup, roll_out
 from flywheel.training.recorded.recordings import Recording, results_of
 from tests.cases import for_each
 from tests.judge.rubric.test_shipped_rubrics import COMPLETION, INVENTED, SHIPPED

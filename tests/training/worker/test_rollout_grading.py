@@ -15,8 +15,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.usage import Allowance, Purpose, UsageFile
 from flywheel.records.verdict import Exchange
-from flywheel.training.worker.judge_pause import Patience
-from flywheel.training.worker.rollout_grading import Grading
+from flywheel.training.worker.rollout_grading import Grading, Patience
 from tests.judge_server import JudgeServer
 from tests.waiting import wait_for
 

@@ -17,7 +17,7 @@ import ray
 from flywheel.cli.demo.questions import questions
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.data.timelines import CallTokens, timelines
+from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
 from tests.training.data.rollouts import task

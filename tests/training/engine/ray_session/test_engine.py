@@ -21,7 +21,7 @@ from flywheel.records.round import RoundTask
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.round_directory import settings_of
-from flywheel.training.data.timelines import CallTokens
+from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine, EngineSettings
 from flywheel.training.engine.gpu_placement import place_on_gpus

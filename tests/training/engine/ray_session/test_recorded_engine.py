@@ -17,10 +17,10 @@ from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.training.data.answered_calls import Outcome
-from flywheel.training.data.progress_meter import Meter
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.rollout_file import read_rollouts
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
 from flywheel.training.optim.collector import Collector
