@@ -1,4 +1,4 @@
-"""Deduplication: the stored fingerprints of questions, and which task repeats which.
+"""Deduplication: the stored fingerprints of questions, the embeddings, and which task repeats which.
 
 A duplicate repeats a task that is *kept*: one that passed deduplication and was not rejected since. When the judge
 rejects a task, its duplicates are due again.

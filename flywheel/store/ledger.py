@@ -1,7 +1,7 @@
 """The ledger of replies: what came out of each source, and the tasks made of it.
 
 A batch is stored in one transaction: replies, tasks, dead letters, the checkpoints of traces, and the cursor. A known
-reply whose content hash is unchanged stays as it is; `reingestion` handles the others.
+reply whose content hash is unchanged stays as it is; `reingest` handles the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds and adapters: what was planned with which samples, and the outcome."""
+"""Rounds and adapters: what was planned with which samples, the outcome, and whose files can be removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What suits a long-running process: limits of glibc's malloc and of open files, and a closed memory.
+"""What suits a long-running process: limits of glibc's malloc and of open files, a closed memory, systemd.
 
 By default glibc creates one malloc arena per busy thread, and after it has freed a large block it keeps blocks of up
 to 32 MB for reuse. Python threads take turns, so extra arenas only retain memory: a first ingestion uses one sixth

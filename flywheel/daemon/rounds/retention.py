@@ -1,4 +1,4 @@
-"""Retention: removes the large files of old rounds that nothing needs.
+"""Retention: removes what nothing needs any more, the large files of old rounds and old calls of the call logs.
 
 A round's specification and measurements stay. An adapter that a server still lists stays too: the server may read it
 again.

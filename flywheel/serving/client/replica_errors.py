@@ -1,4 +1,4 @@
-"""Maps refusals of a replica to errors with remedies."""
+"""What can be wrong with a replica: its conditions, and errors with remedies for its refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The middleware: pure ASGI, inside vLLM's API server (`--middleware`), so a swap costs no extra hop.
 
 It authenticates requests (`authentication`) and replaces an alias in the `model` of a request by its present target
-before the request reaches vLLM (`model_rewriting`): a request in flight keeps its version, and the answer's `model`
+before the request reaches vLLM: a request in flight keeps its version, and the answer's `model`
 and id name it. Requests to an alias are recorded (`call_recorder`). Answers are unchanged, except that the list of
 models includes the aliases. `management` reads and sets aliases, and `routes` lists the paths. Only the standard
 library is imported, and modules that do the same.

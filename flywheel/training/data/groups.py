@@ -1,4 +1,9 @@
-"""Groups of a step: the advantages of their rollouts, the groups that are trained on, what misses leave out."""
+"""Groups of a step: the advantages of their rollouts, the groups that are trained on, what misses leave out.
+
+A miss removes exactly the rollouts that called a tool differently. If a group has many, those that remain can teach
+the policy to avoid the tool, while the training reward rises: so such groups are replaced, a round in which misses
+grow ends early, and the gate scores a miss of the candidate 0.
+"""
 
 from __future__ import annotations
 

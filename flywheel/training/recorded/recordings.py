@@ -1,4 +1,4 @@
-"""The recorded results of one trace, by call."""
+"""The recorded results of tool calls: of one trace, and those on which traces of two conversations agree."""
 
 from __future__ import annotations
 
