@@ -2,8 +2,8 @@
 
 The order is commit, append and fsync, mark as exported. A crash between the last two leaves tasks in the file that
 are not marked; the next export looks at the end of the file before it appends. A crash in the middle of an append
-leaves a torn line: it is cut, and its task written again. A file of AgentJet at the same place is renamed, and replies
-that it has are not judged again; a file of anybody else is refused.
+leaves a torn line: it is cut, and its task written again. A file of AgentJet at the same place is
+renamed, and replies that it has are not judged again; a file of anybody else is refused.
 
 Tasks are numbered in the order in which they are committed, so the mark is the number of the last exported task: a
 mark at each task would write every page of the state a second time.

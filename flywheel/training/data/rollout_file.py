@@ -1,7 +1,7 @@
 """Stored rollouts of a round: its files, read by an index where only some are wanted.
 
-With the index, a list of the groups and a single group are read without the tokens of all others. What the index lacks
-(a step that is being written, or all if it was deleted) is read from the rollouts themselves.
+With the index, a list of the groups and a single group are read without the tokens of all others. What the index
+lacks (a step that is being written, or all if it was deleted) is read from the rollouts themselves.
 """
 
 from __future__ import annotations

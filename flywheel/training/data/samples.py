@@ -1,6 +1,7 @@
 """Training samples: token sequences of rollouts with a mask and an advantage, and their division into micro-batches.
 
-A rollout has one sample per timeline of its model calls: a reply is one sample, and turns whose prompts extend each other are one, too.
+A rollout has one sample per timeline of its model calls: a reply is one sample, and turns whose prompts extend each
+other are one, too.
 Plain data and arithmetic; nothing here needs torch.
 """
 

@@ -1,5 +1,6 @@
-"""The rollouts of a round, step by step: which prompts each step asks, which replace groups with many misses, and when
-the round is refused. A debug round has the same steps and trains nothing.
+"""The rollouts of a round, step by step: which prompts each step asks, which replace groups with many misses.
+
+A round whose tasks give nothing to learn is refused. A debug round has the same steps and trains nothing.
 """
 
 from __future__ import annotations
