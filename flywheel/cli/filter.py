@@ -244,8 +244,8 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
         report.error = interruption.error("compare all tasks", "Nothing was written.")
         if found is None:
             raise report.error
-    paid = [verdict for compared in report.compared for verdict in compared.paid]
-    usage = {name: sum(getattr(each, name) for each in paid) for name in USAGE}
+    asked = [verdict for compared in report.compared for verdict in compared.asked]
+    usage = {name: sum(getattr(each, name) for each in asked) for name in USAGE}
     path = wanted.rubric or wanted.config.filter.rubric
     names = (path.name, against.name) if path.name != against.name else (str(path), str(against))
     return {
@@ -259,12 +259,12 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
         "same": sum(each.is_decided and not each.flips for each in report.compared),
         "undecided": sum(not each.is_decided for each in report.compared),
         "flips": [flip_json(each, old, new) for each in report.compared if each.flips],
-        "again": {
-            "from_nothing": cost_json(estimator.cost(report.from_nothing)),
-            "with_what_is_stored": cost_json(estimator.cost(report.again)),
+        "estimate": {
+            "without_cache": cost_json(estimator.cost(report.without_cache)),
+            "with_cache": cost_json(estimator.cost(report.with_cache)),
         },
         "usage": usage,
-        "reused": sum(not each.paid for each in report.compared),
+        "reused": sum(not each.asked for each in report.compared),
         "cost": cost_of(**usage, prices=prices).price,
         "dry_run": True,
         "error": str(report.error) if report.error else None,

@@ -72,14 +72,14 @@ def train_round(
 
 def _shortage(conn: Connection, config: Config, target: str | None) -> str:
     """That a new round would have fewer samples than it should; empty if it has enough."""
-    from flywheel.daemon.rounds.free_samples import Supplies
+    from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
     from flywheel.daemon.rounds.planner import next_with_samples
     from flywheel.store.rounds import live
 
-    supply = Supplies(next_with_samples(conn, config, target)).now(conn)
-    if live(conn) is not None or not supply.usable or supply.usable >= supply.needs:
+    available = AvailableSamplesCache(next_with_samples(conn, config, target)).now(conn)
+    if live(conn) is not None or not available.usable or available.usable >= available.needs:
         return ""
-    return f"{supply.told}: a round with so few samples learns little"
+    return f"{available.summary}: a round with so few samples learns little"
 
 
 def _confirm(shortage: str, yes: bool) -> None:

@@ -147,14 +147,14 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     if (more := len(diff["flips"]) - FLIPS_SHOWN) > 0:
         console.print(f"\n… and {more:,} more; `--json` lists them all", highlight=False)
     used = {
-        f"judge all {diff['compared']:,} with the new rubric": diff["again"]["from_nothing"],
-        "the same with what is stored now": diff["again"]["with_what_is_stored"],
+        f"judge all {diff['compared']:,} with the new rubric": diff["estimate"]["without_cache"],
+        "the same with what is stored now": diff["estimate"]["with_cache"],
         "this comparison took": {**diff["usage"], "cost": diff["cost"]},
     }
     console.print()
     for name, each in used.items():
         console.print(Text(f"{name}: {_calls_and_tokens(each)}"))
-    console.print(f"({estimate_basis(diff['again']['from_nothing'])})")
+    console.print(f"({estimate_basis(diff['again']['without_cache'])})")
 
 
 def _print_flip(console: Console, flip: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
-from flywheel.records.exclusion import Exclusion, Scope, Taken, TargetNames, TrainedModels
+from flywheel.records.exclusion import Exclusion, Scope, Selected, TargetNames, TrainedModels
 from flywheel.system.files import expanded
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
@@ -206,26 +206,28 @@ class Config(Section):
         return TrainedModels(self.model.alias, self.model.base, *patterns, self._target_names())
 
     @property
-    def takes(self) -> Taken:
+    def takes(self) -> Selected:
         """The exclusions that these settings permit, of tasks of their target."""
         both = {Exclusion.IMAGE} if self.training.images == "text-only" else set()
         if self.training.inexact_prompts == "use":
             both |= {Exclusion.HIDDEN, Exclusion.INEXACT}
         if self.rollout.agent == "reply":
-            return self._taken(both, both)
+            return self._selected(both, both)
         both |= {Exclusion.TOOLS}
         uncalled = {Exclusion.UNCALLED}
         if isinstance(self.rollout.agent, AgentProgramSettings):
             # It makes its own prompts and runs its own tools: it needs no recordings.
             both |= {Exclusion.HIDDEN, Exclusion.INEXACT, Exclusion.UNRECORDED, *uncalled}
-            return self._taken(both, both)
+            return self._selected(both, both)
         train = both | uncalled if self.rollout.tools.uncalled == "use" else both
         # After a wrong answer without a call, no recording could show whether a call would have been better.
-        return self._taken(train, both | uncalled, if_accepted=uncalled)
+        return self._selected(train, both | uncalled, if_accepted=uncalled)
 
-    def _taken(self, train: Set[Exclusion], gate: Set[Exclusion], if_accepted: Set[Exclusion] = frozenset()) -> Taken:
+    def _selected(
+        self, train: Set[Exclusion], gate: Set[Exclusion], if_accepted: Set[Exclusion] = frozenset()
+    ) -> Selected:
         target = self._target or None
-        return Taken(Scope(frozenset(train), target), Scope(frozenset(gate), target, frozenset(if_accepted)))
+        return Selected(Scope(frozenset(train), target), Scope(frozenset(gate), target, frozenset(if_accepted)))
 
     @property
     def max_adapters(self) -> int:

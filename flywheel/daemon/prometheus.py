@@ -176,12 +176,12 @@ def _of_replicas(state: dict[str, Any]) -> Iterator[Metric]:
     calls = {each["url"]: each["calls"] for each in replicas if each["calls"]["condition"]}
     states = {(url, each["condition"]): 1 for url, each in calls.items()}
     yield _gauge("call_log_condition", "The condition of a server's call log; 1.", states, "replica", "condition")
-    for name, key, told in (
+    for name, key, help_text in (
         ("calls_pulled", "calls", "Recorded calls that were pulled from a server."),
         ("calls_missed", "missed", "Recorded calls that a server had pruned before they were pulled."),
         ("calls_dropped", "dropped", "Calls that a server could not record."),
     ):
-        metric = CounterMetricFamily(f"flywheel_{name}", told, labels=["replica"])
+        metric = CounterMetricFamily(f"flywheel_{name}", help_text, labels=["replica"])
         for url, each in calls.items():
             metric.add_metric([url], each[key])
         yield metric

@@ -162,12 +162,12 @@ class SourceSupervisor:
             del self._full_scans[source.path]
 
     def _report_found(self, source: SourceIngestion, found: Recorded) -> None:
-        if found.new_replies or found.retold:
+        if found.new_replies or found.re_extracted:
             log.info(
                 "%s: a re-scan found %d missed replies and %d updated in place",
                 source.path,
                 found.new_replies,
-                found.retold,
+                found.re_extracted,
             )
             self._announce(found.new_tasks)
 

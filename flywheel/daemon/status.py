@@ -14,14 +14,14 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
-from flywheel.daemon.rounds.free_samples import Supplies, Supply, patience
+from flywheel.daemon.rounds.free_samples import AvailableSamples, AvailableSamplesCache, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.errors import ConfigError
 from flywheel.judge.usage import Purpose
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import METRICS_FILE
 from flywheel.records.states import ReplyState, RoundState, TaskState
-from flywheel.sources.calls.mirror import OFF, PulledServer, mirror_path, pulled_servers
+from flywheel.sources.calls.call_log_copy import OFF, PulledServer, call_log_copy_path, pulled_servers
 from flywheel.store import (
     claims,
     dead_letters,
@@ -113,15 +113,15 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
 def _of_target(conn: Connection, config: Config) -> tuple[dict[str, Any], list[str]]:
     """Samples, gate, deployment and servers of the target whose settings these are, and warnings."""
     alias, scope = config.model.alias, config.takes
-    supply, warnings = _supply(conn, config)
-    if supply.notice:
-        warnings.append(f"{config.target}: {supply.notice}" if config.target else supply.notice)
-    waits = patience(conn, config, config.trigger.min_samples)
+    available, warnings = _available(conn, config)
+    if available.notice:
+        warnings.append(f"{config.target}: {available.notice}" if config.target else available.notice)
+    waits = new_samples_needed(conn, config, config.trigger.min_samples)
     active = deployments.active(conn, alias)
     seen = deployments.replica_states(conn, alias)
     found = {
-        "free_samples": supply.usable,
-        "waiting_samples": dict(supply.waiting),
+        "free_samples": available.usable,
+        "waiting_samples": dict(available.waiting),
         "new_samples": {
             "free": waits.new,
             "needed": waits.needed,
@@ -149,7 +149,7 @@ def _of_target(conn: Connection, config: Config) -> tuple[dict[str, Any], list[s
 
 def _calls(config: Config) -> dict[str, dict[str, Any]]:
     """What was pulled from the call log of each configured server; `condition` is empty before it was asked."""
-    pulled = pulled_servers(mirror_path(config.state_dir)) if config.serving.call_log is not None else {}
+    pulled = pulled_servers(call_log_copy_path(config.state_dir)) if config.serving.call_log is not None else {}
     none = PulledServer("", condition="" if config.serving.call_log is not None else OFF)
     keys = ("condition", "error", "calls", "missed", "dropped")
     return {url: {key: getattr(pulled.get(url, none), key) for key in keys} for url in config.serving.urls}
@@ -169,13 +169,13 @@ def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> lis
     ]
 
 
-def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
+def _available(conn: Connection, config: Config) -> tuple[AvailableSamples, list[str]]:
     """The supply of a round. For an invalid chain: the supply without it, and the error."""
     try:
-        return Supplies(config).now(conn), []
+        return AvailableSamplesCache(config).now(conn), []
     except ConfigError as error:
         without = config.model_copy(update={"filter": config.filter.model_copy(update={"chain": None})})
-        return Supplies(without).now(conn), [str(error)]
+        return AvailableSamplesCache(without).now(conn), [str(error)]
 
 
 def _warnings(conn: Connection, config: Config) -> list[str]:

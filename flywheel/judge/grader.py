@@ -215,10 +215,10 @@ class Grader:
         """Hashes of what the judge is told about each criterion that it decides, by criterion id."""
         for each in rubric.asked:
             is_alone = rubric.judge.per_criterion
-            told = json.dumps([each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone])
-            self.hashes[each.id] = hashlib.sha256(told.encode()).hexdigest()[:16]
-        told = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
-        self.judge_hash = hashlib.sha256(told.encode()).hexdigest()[:16]
+            described = json.dumps([each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone])
+            self.hashes[each.id] = hashlib.sha256(described.encode()).hexdigest()[:16]
+        described = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
+        self.judge_hash = hashlib.sha256(described.encode()).hexdigest()[:16]
 
     @property
     def unusable(self) -> JudgeError | None:
@@ -365,8 +365,8 @@ class Grader:
         reason = ""
         if chosen.outcome is not Outcome.UNDECIDED:
             failed = [result for result in chosen.results if not result.passed]
-            told = failed or [result for result in chosen.results if result.criterion in self.hashes]
-            reason = "; ".join(f"{result.criterion}: {result.reason}" for result in told)
+            described = failed or [result for result in chosen.results if result.criterion in self.hashes]
+            reason = "; ".join(f"{result.criterion}: {result.reason}" for result in described)
             if chosen.outcome is Outcome.REJECTED and not failed:
                 reason = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {reason}"
             if len(judgements) > 1:

@@ -114,8 +114,8 @@ class Batch(Struct, frozen=True):
 
     A reader may leave the rows of `traces` unparsed; extraction replaces them by entries. Without a cursor, as in a
     re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
-    by kind of the traces without an agent. `marks` are the request ids that the traces name, `calls` those of their
-    calls that were pulled.
+    by kind of the traces without an agent. `call_references` are the request ids that the traces name,
+    `calls` those of their calls that were pulled.
     """
 
     cursor: Cursor | None
@@ -128,7 +128,7 @@ class Batch(Struct, frozen=True):
     rows: int = 0
     more: bool = False
     kinds: dict[str, int] = {}
-    marks: tuple[str, ...] = ()
+    call_references: tuple[str, ...] = ()
     calls: dict[str, ModelCall] = {}
 
 

@@ -16,7 +16,7 @@ from flywheel.records.states import Split
 HIDDEN_MESSAGE: Final = "the model was sent a message that the trace does not show"
 HIDDEN_EARLIER: Final = "in an earlier turn the model was sent a message that the traces do not show"
 NOT_RECORDED: Final = "the trace does not record what the model was sent"
-OTHERWISE: Final = "the model was sent these messages in another order or form"
+OTHER_PROMPT: Final = "the model was sent these messages in another order or form"
 FINISH_FUNCTION: Final = "the model was also offered the function that hands in the answer"
 TEMPLATE_PARAMETERS: Final = "the request has parameters of the chat template, which the prompt has not"
 IMAGE: Final = "it holds an image, of which only a reference is kept"
@@ -120,7 +120,7 @@ class Scope(NamedTuple):
 EVERY_TARGET: Final = Scope()
 
 
-class Taken(NamedTuple):
+class Selected(NamedTuple):
     """What rounds take for training and gate: the exclusions in a scope do not keep tasks of that split from them."""
 
     train: Scope = EVERY_TARGET
@@ -133,7 +133,7 @@ class Taken(NamedTuple):
         return [each for each in parsed(text) if each not in taken]
 
 
-NONE_TAKEN: Final = Taken()
+NONE_SELECTED: Final = Selected()
 
 
 def columns_within(taken: Collection[Exclusion]) -> list[str]:

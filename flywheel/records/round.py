@@ -184,7 +184,7 @@ class Comparison(Frozen):
     above; None if there are none."""
 
 
-class Ground(StrEnum):
+class DecisionReason(StrEnum):
     """What a decision of the gate rests on."""
 
     BETTER = "better"
@@ -204,7 +204,7 @@ class GateDecision(Frozen):
 
     promote: bool
     reason: str
-    ground: Ground
+    reason_code: DecisionReason
     criterion: str = ""
     """The criterion that prevented a promotion."""
     min_tasks: int

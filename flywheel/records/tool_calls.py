@@ -112,8 +112,8 @@ def calls_in(steps: Iterable[ChatMessage], failures: Iterable[object] = ()) -> l
         call = next((each for each in waiting if each.id == str(turn.get("tool_call_id"))), None)
         if call is not None:
             call.result = str(turn.get("content"))
-            told = f"tool {call.name}: {' '.join(call.result.split())}"[:500]
-            call.failed = turn.get("status") == "error" or bool(TOOL_ERROR.match(call.result)) or told in errors
+            error_text = f"tool {call.name}: {' '.join(call.result.split())}"[:500]
+            call.failed = turn.get("status") == "error" or bool(TOOL_ERROR.match(call.result)) or error_text in errors
     for call in calls:
         if call.result is None:
             call.failed = any(error.startswith(f"tool {call.name}: ") for error in errors)

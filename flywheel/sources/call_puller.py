@@ -1,4 +1,4 @@
-"""Pulls the call logs of all servers into the mirror, and gives their calls to the readers of traces."""
+"""Pulls the call logs of all servers into one copy, and gives their calls to the readers of traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.config import Config
 from flywheel.errors import ServeError
 from flywheel.records.model_call import ModelCall
 from flywheel.serving.server_keys import admin_key
-from flywheel.sources.calls.mirror import OFF, OK, Mirror, PulledServer, mirror_path
+from flywheel.sources.calls.call_log_copy import OFF, OK, CallLogCopy, PulledServer, call_log_copy_path
 from flywheel.store import reply_calls
 from flywheel.store.kernel.database import Store
 
@@ -35,11 +35,11 @@ LONGEST_BACKOFF_SECONDS: Final = 15.0
 
 
 class CallPuller:
-    """One mirror and all servers. `sizes` and `calls_of` may be called from any thread but the event loop's."""
+    """The copy of all call logs. `sizes` and `calls_of` may be called from any thread but the event loop's."""
 
     def __init__(self, store: Store, config: Config) -> None:
         assert config.serving.call_log is not None
-        self.mirror = Mirror(mirror_path(config.state_dir))
+        self.call_log_copy = CallLogCopy(call_log_copy_path(config.state_dir))
         self._store = store
         self._config = config
         self._settings = config.serving.call_log
@@ -80,14 +80,14 @@ class CallPuller:
         """
         if not self._pulled_at and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._pull_first(), self._loop).result()
-        found = self.mirror.sizes(request_ids)
+        found = self.call_log_copy.sizes(request_ids)
         if self._servers and all(server.condition == OFF for server in self._servers.values()):
             return {**dict.fromkeys(request_ids, 0), **found}
         return found
 
     def calls_of(self, request_ids: Collection[str]) -> dict[str, ModelCall]:
         """Those of these calls that are there, by request id."""
-        return self.mirror.calls_of(request_ids) if request_ids else {}
+        return self.call_log_copy.calls_of(request_ids) if request_ids else {}
 
     async def _pull_first(self) -> None:
         if not self._pulled_at:
@@ -95,12 +95,12 @@ class CallPuller:
 
     async def pull(self, *, at_once: bool = False, seconds: float = PULL_SECONDS) -> None:
         """Pull all servers to the ends of their logs, or for so many seconds, `at_once` also those that have just
-        failed. An error of one server is noted in the mirror, and it is asked again later. Raises CallLogError.
+        failed. An error of one server is noted in the copy, and it is asked again later. Raises CallLogError.
         """
         async with self._lock:
             began_ns = time.time_ns()
             # Each time, as the file may have been removed meanwhile.
-            self._servers = await asyncio.to_thread(self.mirror.servers)
+            self._servers = await asyncio.to_thread(self.call_log_copy.servers)
             done = await asyncio.gather(
                 *(self._pull(url, at_once, time.monotonic() + seconds) for url in self._config.serving.urls)
             )
@@ -119,10 +119,10 @@ class CallPuller:
 
     def prune(self) -> int:
         """Remove calls that are too old or too many; returns their number. Raises CallLogError."""
-        return self.mirror.prune(time.time_ns() - self._settings.keep_ns, self._settings.max_bytes)
+        return self.call_log_copy.prune(time.time_ns() - self._settings.keep_ns, self._settings.max_bytes)
 
     async def _pull(self, url: str, at_once: bool, until: float) -> bool:
-        """Pull one server; whether everything that it has recorded is in the mirror."""
+        """Pull one server; whether everything that it has recorded is in the copy."""
         assert self._servers is not None
         failures, next_at = self._failures.get(url, (0, 0.0))
         if not at_once and time.monotonic() < next_at:
@@ -159,9 +159,9 @@ class CallPuller:
                     hint = f"See whether one server alone answers at {url}. It is asked again."
                     raise ServeError(f"pull calls from {url}", "its log changes while it is read", hint)
                 page = await replica.calls(0, PAGE_CALLS) or page
-            more = await asyncio.to_thread(self.mirror.store_page, url, page)
+            more = await asyncio.to_thread(self.call_log_copy.store_page, url, page)
             await asyncio.to_thread(self.prune)
-            self._servers = await asyncio.to_thread(self.mirror.servers)
+            self._servers = await asyncio.to_thread(self.call_log_copy.servers)
             if server.condition not in ("", OK):
                 self._warned.discard(url)
                 log.info("%s: its calls are pulled again", url)
@@ -193,8 +193,8 @@ class CallPuller:
         if warn or known.condition == OK:
             log.warning("%s", error)
             self._warned.add(url)
-        await asyncio.to_thread(self.mirror.note, url, condition, error)
-        self._servers = await asyncio.to_thread(self.mirror.servers)
+        await asyncio.to_thread(self.call_log_copy.note, url, condition, error)
+        self._servers = await asyncio.to_thread(self.call_log_copy.servers)
 
     async def reopen_late(self) -> set[int]:
         """Have traces read again whose calls came after they were extracted; the numbers of their sources.
@@ -203,15 +203,15 @@ class CallPuller:
         """
         reopened: set[int] = set()
         if self._late_to is None:
-            state = await asyncio.to_thread(self.mirror.state)
+            state = await asyncio.to_thread(self.call_log_copy.state)
             since = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             missing = await self._store.read(reply_calls.missing, since)
-            found = await asyncio.to_thread(self.mirror.sizes, missing) if missing else {}
+            found = await asyncio.to_thread(self.call_log_copy.sizes, missing) if missing else {}
             reopened |= await self.reopen(list(found))
             self._late_to = state.newest
-        elif await asyncio.to_thread(lambda: self.mirror.state().newest) < self._late_to:
+        elif await asyncio.to_thread(lambda: self.call_log_copy.state().newest) < self._late_to:
             self._late_to = 0  # The file was removed, and a new one began.
-        while ids := await asyncio.to_thread(self.mirror.ids_after, self._late_to, IDS_AT_ONCE):
+        while ids := await asyncio.to_thread(self.call_log_copy.ids_after, self._late_to, IDS_AT_ONCE):
             reopened |= await self.reopen([request_id for _, request_id in ids])
             self._late_to = ids[-1][0]
         return reopened
@@ -224,7 +224,7 @@ class CallPuller:
         return set(await self._store.write(reply_calls.reopen_for, wanted))
 
     async def close(self) -> None:
-        """Close the mirror and all connections."""
+        """Close the copy and all connections."""
         for _, replica in self._replicas.values():
             await replica.close()
-        await asyncio.to_thread(self.mirror.close)
+        await asyncio.to_thread(self.call_log_copy.close)

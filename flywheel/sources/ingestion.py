@@ -208,7 +208,7 @@ class SourceIngestion:
         """Have traces read again whose calls were pulled while they were extracted without them."""
         assert self._calls is not None
         missing, self._missing_calls = self._missing_calls, set()
-        if await self._calls.reopen(await asyncio.to_thread(self._calls.mirror.sizes, missing)):
+        if await self._calls.reopen(await asyncio.to_thread(self._calls.call_log_copy.sizes, missing)):
             self.is_reopened = True
 
     @property
@@ -270,7 +270,7 @@ class SourceIngestion:
             split_seed=self._settings.split_seed,
         )
         done.add(recorded)
-        self._counts = None if recorded.retold or self._counts is None else recorded.onto(self._counts)
+        self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
     async def _report(self, done: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
         """Note the source's condition in the ledger and report the pass. `cursor` is None after an error."""

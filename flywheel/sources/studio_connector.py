@@ -310,9 +310,9 @@ class StudioConnector:
 
     def _joined(self, batch: Batch | None) -> Batch | None:
         """A batch with the recorded calls that its traces name."""
-        if batch is None or not batch.marks or self._calls is None:
+        if batch is None or not batch.call_references or self._calls is None:
             return batch
-        return replace(batch, calls=self._calls.calls_of(batch.marks))
+        return replace(batch, calls=self._calls.calls_of(batch.call_references))
 
     async def _next_group(self, queue: BoundedQueue[Future[Batch]]) -> list[Batch]:
         """The next batches, to be stored in one transaction; none at the end."""

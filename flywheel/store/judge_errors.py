@@ -22,15 +22,15 @@ NO_REASON: Final = "no reason was given"
 def add(conn: Connection, error: str) -> None:
     """Count an undecided verdict."""
     hour = f"{datetime.now(UTC):%Y-%m-%dT%H}:00:00+00:00"
-    told = storable(" ".join(error.split())[:LONGEST]) or NO_REASON
-    if _counted(conn, hour, told):
+    text = storable(" ".join(error.split())[:LONGEST]) or NO_REASON
+    if _counted(conn, hour, text):
         return
     different = select(func.count()).select_from(judge_errors).where(judge_errors.c.hour == hour)
     if conn.execute(different).scalar_one() >= MOST_AN_HOUR:
-        told = OTHER
-        if _counted(conn, hour, told):
+        text = OTHER
+        if _counted(conn, hour, text):
             return
-    conn.execute(insert(judge_errors).values(hour=hour, error=told, count=1))
+    conn.execute(insert(judge_errors).values(hour=hour, error=text, count=1))
 
 
 def _counted(conn: Connection, hour: str, error: str) -> bool:

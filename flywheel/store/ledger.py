@@ -153,11 +153,11 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class Recorded:
-    """What a batch changed. `retold` counts known replies that changed."""
+    """What a batch changed. `re_extracted` counts known replies that changed."""
 
     new_tasks: int = 0
     new_replies: int = 0
-    retold: int = 0
+    re_extracted: int = 0
     dead: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     warnings: list[str] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Recorded:
     def add(self, other: Recorded) -> None:
         self.new_tasks += other.new_tasks
         self.new_replies += other.new_replies
-        self.retold += other.retold
+        self.re_extracted += other.re_extracted
         self.dead += other.dead
         self.skipped += other.skipped
         self.warnings += other.warnings
@@ -242,7 +242,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     records = TaskRecords(conn, splits)
     for span, before in known.items():
         if span in entries:
-            done.retold += reingest(conn, before, entries[span], records)
+            done.re_extracted += reingest(conn, before, entries[span], records)
     numbers = {row.id: entries[span] for span, row in known.items() if span in entries}
     if new := [entry for span, entry in entries.items() if span not in known]:
         first = _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))

@@ -90,10 +90,10 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         table = columns[0].table
         return conn.execute(select(*columns).where(table.c.id == int(event.subject))).one()
 
-    told = f": {event.detail}" if event.detail else ""
+    detail = f": {event.detail}" if event.detail else ""
     if event.kind == JUDGE:
         subject = event.subject
-        text = f"judging is stopped{told}" if subject == JUDGE else f"{subject} is paused{told}"
+        text = f"judging is stopped{detail}" if subject == JUDGE else f"{subject} is paused{detail}"
     elif event.kind == rounds.name:
         subject, reason, target = row_of(rounds.c.name, rounds.c.reason, rounds.c.target)
         of = f" of {target}" if target else ""
@@ -108,5 +108,5 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         text = f"the {unit} {subject} could not be processed: {error}"
     else:
         [subject] = row_of(sources.c.path)
-        text = f"the source {subject} is {event.new}{told}"
+        text = f"the source {subject} is {event.new}{detail}"
     return Notice(event.id, event.at, kind, subject, text)

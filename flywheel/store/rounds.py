@@ -111,8 +111,8 @@ def end(conn: Connection, round_id: int, state: str, size: int) -> None:
 _has_adapter: Final = adapters.c.id.is_not(None)
 
 
-def _of_round(told: FromClause, what: str) -> ColumnElement[bool]:
-    return and_(told.c.kind == rounds.name, told.c.subject == cast(rounds.c.id, Text), told.c.new == what)
+def _of_round(event: FromClause, what: str) -> ColumnElement[bool]:
+    return and_(event.c.kind == rounds.name, event.c.subject == cast(rounds.c.id, Text), event.c.new == what)
 
 
 def _rounds() -> Select[Any]:

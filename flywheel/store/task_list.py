@@ -182,8 +182,8 @@ def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
 def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
     """The tasks (as `listed`) of a task id, span, trace or conversation, the newest first."""
     ids = (replies.c.span_id, replies.c.trace_id, replies.c.conversation_id)
-    told = select(replies.c.task_id).where(or_(*(column == subject for column in ids)))
-    return listed(conn, [or_(tasks.c.key == subject, tasks.c.id.in_(told))])
+    of_replies = select(replies.c.task_id).where(or_(*(column == subject for column in ids)))
+    return listed(conn, [or_(tasks.c.key == subject, tasks.c.id.in_(of_replies))])
 
 
 def questions(conn: Connection, keys: Sequence[str]) -> dict[str, str]:

@@ -51,12 +51,12 @@ def problems(schema: Any, values: list[Any], *, remember: bool = True) -> list[s
     try:
         digest = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()
         asked = json.dumps({"hash": digest, "values": values}).encode()
-        told = json.dumps({"hash": digest, "values": values, "schema": schema}).encode()
+        whole_request = json.dumps({"hash": digest, "values": values, "schema": schema}).encode()
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
     for _ in range(0 if remember and digest in _costly else ATTEMPTS):
         with contextlib.suppress(TimeoutError, ChildEndedError), _children.child(_start) as child:
-            answer = json.loads(child.ask(asked, SECONDS)) or json.loads(child.ask(told, SECONDS))
+            answer = json.loads(child.ask(asked, SECONDS)) or json.loads(child.ask(whole_request, SECONDS))
             if "error" in answer:
                 raise SchemaError(answer["error"])
             return list(answer["problems"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Final
 
-from flywheel.records.round import Comparison, CriterionComparison, GateDecision, Ground
+from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision
 from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK, Service
 from flywheel.store.views.gate_outcomes import GateOutcome
@@ -102,13 +102,13 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
         return f"{name} was rejected: {reason}."
     gain = f"the gain is {seen.gain:+.3f} ({interval(seen)})"
     total = f"{name} is better in total, with a gain of {seen.gain:+.3f} ({interval(seen)}), but was rejected"
-    match decision.ground:
-        case Ground.FEW_TASKS:
+    match decision.reason_code:
+        case DecisionReason.FEW_TASKS:
             decided = f"{quantity(seen.tasks, 'held-out task')} {'was' if seen.tasks == 1 else 'were'} decided"
             return (
                 f"{name} was rejected for too little evidence: {decided}, and gate.min_tasks is {decision.min_tasks}."
             )
-        case Ground.FEW_ON_CRITERION:
+        case DecisionReason.FEW_ON_CRITERION:
             found = _criterion(seen, decision)
             tasks = quantity(found.tasks if found is not None else 0, "task")
             margin = decision.margins.get(decision.criterion, 0.0)
@@ -117,7 +117,7 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
                 f" too few to show that it loses less than its margin of {margin:g} (gate.min_tasks is"
                 f" {decision.min_tasks})."
             )
-        case Ground.WORSE_ON_CRITERION:
+        case DecisionReason.WORSE_ON_CRITERION:
             found = _criterion(seen, decision)
             margin = decision.margins.get(decision.criterion, 0.0)
             bounds = f" ({found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f})" if found is not None else ""

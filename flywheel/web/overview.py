@@ -16,7 +16,7 @@ from flywheel.config import Config
 from flywheel.daemon.status import by_target, servers_of
 from flywheel.records.states import DeploymentState
 from flywheel.store import deployments, judge_errors
-from flywheel.store.views import acceptance, funnel, supplies
+from flywheel.store.views import acceptance, available_samples, funnel
 from flywheel.web import time_plot
 from flywheel.web.site import Site, site_of
 
@@ -80,7 +80,7 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
         "groups": GROUPS,
         "plot": time_plot.time_plot(periods, swaps),
         "drawing": time_plot,
-        "supplies": {name: supplies.newest(conn, target=name) for name in config.by_target()},
+        "supplies": {name: available_samples.newest(conn, target=name) for name in config.by_target()},
         "error_hours": judge_errors.by_hour(conn, ERROR_HOURS),
         "errors": judge_errors.recent(conn, ERROR_HOURS, ERRORS),
         "tasks_with": tasks_with,

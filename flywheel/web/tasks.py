@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from flywheel.records.exclusion import Taken
+from flywheel.records.exclusion import Selected
 from flywheel.records.states import Split, TaskState
 from flywheel.store import task_list
 from flywheel.store.kernel.bulk import count_rows
@@ -60,7 +60,7 @@ class Selection:
         found = urlencode({name: value for name, value in values.items() if value})
         return f"{path}?{found}" if found else path
 
-    def conditions(self, takes: Taken) -> task_list.Conditions:
+    def conditions(self, takes: Selected) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
         stages = funnel.stages(takes.train)
         for value, known in ((self.stage, stages), (self.state, list(TaskState)), (self.split, list(Split))):
@@ -166,7 +166,7 @@ async def show(request: Request) -> Response:
 
 
 def _task(
-    key: str, takes: Taken, person: tuple[labels.Place, str], asked: str, conn: Connection
+    key: str, takes: Selected, person: tuple[labels.Place, str], asked: str, conn: Connection
 ) -> dict[str, Any] | None:
     rows = task_list.listed(conn, [tasks.c.key == key], 1)
     if not rows:

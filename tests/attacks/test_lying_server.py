@@ -17,7 +17,7 @@ from flywheel.serving.calls.call_log import MAX_PAGE_BYTES, CallLog, fits_a_page
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.calls.request_parts import MAX_PARTS
 from flywheel.sources.call_puller import CallPuller
-from flywheel.sources.calls.mirror import OK
+from flywheel.sources.calls.call_log_copy import OK
 from flywheel.sources.calls.parsing import parse as parsed
 from flywheel.store.kernel.database import Store
 from tests.local_server import JsonHandler, LocalServer
@@ -122,7 +122,7 @@ async def pulled(
         try:
             for _ in range(times):
                 await puller.pull(at_once=True, seconds=seconds)
-            servers = puller.mirror.servers()
+            servers = puller.call_log_copy.servers()
             assert (servers[honest.url].calls, servers[honest.url].condition) == (1, OK)
             return servers[liar.url].condition, servers[liar.url].error, puller
         finally:
@@ -139,8 +139,8 @@ async def test_a_lie_is_the_error_of_its_server(body: bytes, tmp_path: Path) -> 
     assert condition == "misconfigured"
     assert "its answer is not what vLLM answers and no page of a call log: " in error
     assert len(error) < 1000
-    assert len(puller.mirror.ids_after(0, 10)) == 1, "of the other server"
-    puller.mirror.close()
+    assert len(puller.call_log_copy.ids_after(0, 10)) == 1, "of the other server"
+    puller.call_log_copy.close()
     assert peak < 150_000_000
 
 
@@ -151,12 +151,12 @@ async def test_what_is_odd_is_pulled_as_far_as_it_can_be(values: dict[str, Any],
 
     condition, error, puller = await pulled(tmp_path, tell, times=2)
     assert (condition, error) == (OK, "")
-    found = puller.mirror.find([each for _, each in puller.mirror.ids_after(0, 10)])
+    found = puller.call_log_copy.find([each for _, each in puller.call_log_copy.ids_after(0, 10)])
     assert len(found) == 2
     for each in found.values():
         assert 0 <= each.started_ns <= each.ended_ns <= time.time_ns()
         assert parsed(each).request_id == each.request_id
-    puller.mirror.close()
+    puller.call_log_copy.close()
 
 
 async def test_a_log_that_changes_with_each_page_ends_the_pull(tmp_path: Path) -> None:
@@ -165,13 +165,13 @@ async def test_a_log_that_changes_with_each_page_ends_the_pull(tmp_path: Path) -
 
     condition, error, puller = await pulled(tmp_path, tell)
     assert (condition, "its log changes while it is read" in error) == ("failing", True)
-    puller.mirror.close()
+    puller.call_log_copy.close()
 
 
 async def test_a_page_that_is_repeated_ends_the_pull(tmp_path: Path) -> None:
     condition, error, puller = await pulled(tmp_path, lambda *_: page(call(1), newest=10**9))
     assert (condition, "not those after number 1" in error) == ("misconfigured", True)
-    puller.mirror.close()
+    puller.call_log_copy.close()
 
 
 async def test_a_log_without_an_end_is_left_for_the_others(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ async def test_a_log_without_an_end_is_left_for_the_others(tmp_path: Path) -> No
     assert condition == OK
     assert puller.has_pulled
     assert puller._complete_ns == 0, "not everything was pulled"
-    puller.mirror.close()
+    puller.call_log_copy.close()
 
 
 def test_values_of_many_brackets_are_not_built() -> None:

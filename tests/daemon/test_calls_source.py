@@ -23,8 +23,8 @@ from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.sources.calls.call_log_copy import call_log_copy_path
 from flywheel.sources.calls.conversation_finder import ConversationFinder
-from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks
@@ -304,9 +304,9 @@ async def test_a_dry_run_beside_a_daemon_takes_turns_with_it(tmp_path: Path) -> 
         (source,) = config.sources
         assert isinstance(source, CallsSource)
         finders = [ConversationFinder(config, source) for _ in range(3)]
-        with CallLog(mirror_path(config.state_dir)) as mirror:
+        with CallLog(call_log_copy_path(config.state_dir)) as call_log_copy:
             for place in range(0, len(calls), 6):
-                mirror.append(calls[place : place + 6])
+                call_log_copy.append(calls[place : place + 6])
                 await asyncio.gather(*(finder.update(calls[place].ended_ns, final=True) for finder in finders))
             await asyncio.gather(*(finder.update(time.time_ns()) for finder in finders))
         for finder in finders:

@@ -24,7 +24,7 @@ from flywheel.records.request_id import new_request_id, request_id_in
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.serving.calls.call_log_page import Page
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
-from flywheel.sources.calls.mirror import Mirror, mirror_path
+from flywheel.sources.calls.call_log_copy import CallLogCopy, call_log_copy_path
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, sources, tasks
@@ -219,8 +219,8 @@ async def test_a_late_call_that_came_while_no_process_ran_is_found_at_the_next_s
         assert (await stored(config))["a1"][1] == "hidden"
         server.log.append([call(1, mark)])
         # Another process has pulled it, and died before it told the ledger.
-        with Mirror(mirror_path(config.state_dir)) as mirror:
-            mirror.store_page(server.url, Page(server.log.state(), server.log.page(0, 9, 9_999)))
+        with CallLogCopy(call_log_copy_path(config.state_dir)) as call_log_copy:
+            call_log_copy.store_page(server.url, Page(server.log.state(), server.log.page(0, 9, 9_999)))
         async with Following(config) as following:
             while (await following._store.read(payloads))["a1"][1]:
                 await asyncio.sleep(0.05)
@@ -264,8 +264,8 @@ async def test_a_damaged_copy_of_the_calls_stops_nothing_but_what_needs_it(tmp_p
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         server.log.append([call(1, mark)])
-        mirror_path(config.state_dir).parent.mkdir(parents=True)
-        mirror_path(config.state_dir).write_bytes(b"no database" * 1000)
+        call_log_copy_path(config.state_dir).parent.mkdir(parents=True)
+        call_log_copy_path(config.state_dir).write_bytes(b"no database" * 1000)
         plain = agent("a2", "What is 2 + 1?", "3", trace="trace-2")
         studio.write(*trace(1, mark, ago=60))
         Studio(tmp_path / "other.sqlite").write(plain)
@@ -280,7 +280,7 @@ async def test_a_damaged_copy_of_the_calls_stops_nothing_but_what_needs_it(tmp_p
 
             await until(is_reported, "the error")
             assert list(exported(config)) == ["a2"]
-            mirror_path(config.state_dir).unlink()
+            call_log_copy_path(config.state_dir).unlink()
             await until(lambda: len(exported(config)) == 2, "the other task")
         assert is_exact(exported(config)["a1"], 1)
 
@@ -294,7 +294,7 @@ async def test_without_a_call_log_nothing_is_pulled_and_nothing_waits(tmp_path: 
         await ingest(config)
         assert not is_exact(exported(config)["a1"], 1)
         assert server.requests == 0
-    assert not mirror_path(config.state_dir).exists()
+    assert not call_log_copy_path(config.state_dir).exists()
 
 
 async def test_what_was_pruned_since_keeps_its_exact_prompt(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ async def test_what_was_pruned_since_keeps_its_exact_prompt(tmp_path: Path) -> N
         server.log.append([call(1, mark)])
         studio.write(*trace(1, mark, ago=60))
         await ingest(config)
-        for log in (server.log, Mirror(mirror_path(config.state_dir))):
+        for log in (server.log, CallLogCopy(call_log_copy_path(config.state_dir))):
             assert log.prune(9 * 10**18, 10**12) == 1
         # One more span of the trace arrives.
         about = {"trace": "trace-1", "conversation": "conversation-1"}
@@ -399,6 +399,6 @@ async def test_a_kill_between_mirror_and_ledger_loses_and_doubles_nothing(
         lines = exported(config)
         assert len(lines) == 40
         assert all(is_exact(lines[f"a{number}"], number) for number in range(40))
-        with Mirror(mirror_path(config.state_dir)) as mirror:
-            (found,) = mirror.servers().values()
-            assert (found.calls, found.missed, mirror.state().newest) == (40, 0, 40)
+        with CallLogCopy(call_log_copy_path(config.state_dir)) as call_log_copy:
+            (found,) = call_log_copy.servers().values()
+            assert (found.calls, found.missed, call_log_copy.state().newest) == (40, 0, 40)

@@ -20,7 +20,7 @@ from flywheel.store import dead_letters, verdicts
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
-from flywheel.training.worker.rollout_grading import Grading, Patience
+from flywheel.training.worker.rollout_grading import Grading, PauseLimits
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
 from tests.daemon.judging.test_judging import RUBRIC, config, states, store, tell
@@ -178,7 +178,9 @@ def test_a_round_fails_instead_of_paying_for_every_rollout(tmp_path: Path) -> No
     with JudgeServer(behaviour=PROSE) as judge:
         settings = JudgeSettings(model="m", base_url=judge.base_url, max_unreadable=3)
         grader = Grader(parse_rubric(RUBRIC, "r"), settings)
-        grading = Grading(grader, settings.budget, tmp_path, verdicts.Purpose.ROUNDS, Patience(1.0, lambda _: None))
+        grading = Grading(
+            grader, settings.budget, tmp_path, verdicts.Purpose.ROUNDS, PauseLimits(1.0, lambda _: None)
+        )
         for _ in range(3):
             assert grading(Exchange("1+1?", "2")).error
         asked = judge.calls

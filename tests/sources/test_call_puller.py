@@ -13,7 +13,7 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.sources.call_puller import RECORDING_NS, CallPuller
-from flywheel.sources.calls.mirror import OFF, OK, Mirror, PulledServer, mirror_path
+from flywheel.sources.calls.call_log_copy import OFF, OK, CallLogCopy, PulledServer, call_log_copy_path
 from flywheel.store.kernel.database import Store
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
@@ -46,7 +46,7 @@ async def puller_of(config: Config) -> AsyncIterator[CallPuller]:
 
 
 def server_of(puller: CallPuller, server: LogServer) -> PulledServer:
-    return puller.mirror.servers()[server.url]
+    return puller.call_log_copy.servers()[server.url]
 
 
 def counts(puller: CallPuller, server: LogServer) -> tuple[int, int, int, str]:
@@ -55,7 +55,7 @@ def counts(puller: CallPuller, server: LogServer) -> tuple[int, int, int, str]:
 
 
 def pulled(puller: CallPuller, wanted: Sequence[RecordedCall]) -> list[RecordedCall]:
-    found = puller.mirror.find([call.request_id for call in wanted])
+    found = puller.call_log_copy.find([call.request_id for call in wanted])
     return [found[call.request_id] for call in wanted if call.request_id in found]
 
 
@@ -80,7 +80,7 @@ async def test_every_call_of_two_servers_is_pulled_once_byte_for_byte(tmp_path: 
         async with puller_of(config_of(tmp_path, a, b)) as puller:
             await puller.pull()
             assert counts(puller, a) == (23, 0, 0, OK)
-    assert mirror_path(tmp_path / "state").stat().st_mode & 0o777 == 0o600
+    assert call_log_copy_path(tmp_path / "state").stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_server_that_is_away_is_pulled_when_it_is_back(
@@ -150,7 +150,7 @@ async def test_a_copy_that_was_removed_is_made_again(tmp_path: Path) -> None:
         config = config_of(tmp_path, a)
         async with puller_of(config) as puller:
             await puller.pull()
-            for each in mirror_path(config.state_dir).parent.iterdir():
+            for each in call_log_copy_path(config.state_dir).parent.iterdir():
                 each.unlink()
             await puller.pull()
             assert pulled(puller, wanted) == wanted
@@ -203,18 +203,18 @@ async def test_two_processes_that_pull_at_once_store_every_call_once(tmp_path: P
             await other.pull()
             await one.pull()
             assert counts(one, a) == (15, 0, 0, OK)
-            assert one.mirror.state().newest == 15
+            assert one.call_log_copy.state().newest == 15
 
 
 async def test_the_copy_keeps_its_limit_while_it_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    servers = Mirror.servers
+    servers = CallLogCopy.servers
 
-    def measured(mirror: Mirror) -> dict[str, PulledServer]:
-        sizes.append(mirror.live_bytes())
-        return servers(mirror)
+    def measured(call_log_copy: CallLogCopy) -> dict[str, PulledServer]:
+        sizes.append(call_log_copy.live_bytes())
+        return servers(call_log_copy)
 
-    monkeypatch.setattr(Mirror, "servers", measured)
+    monkeypatch.setattr(CallLogCopy, "servers", measured)
     with LogServer(tmp_path / "a.db", page_calls=3) as a:
         told = [recorded(chat([user(os.urandom(150_000).hex())]), b"", began=n) for n in range(30)]
         a.log.append(told)
@@ -231,6 +231,6 @@ async def test_old_calls_are_pruned(tmp_path: Path) -> None:
         a.log.append(calls(0, 10))
         async with puller_of(config_of(tmp_path, a, keep_days=1)) as puller:
             await puller.pull()
-            assert puller.mirror.ids_after(0, 100) == []
+            assert puller.call_log_copy.ids_after(0, 100) == []
             await puller.pull()
             assert counts(puller, a) == (10, 0, 0, OK)

@@ -42,7 +42,7 @@ def story(conn: Connection, kind: str) -> list[str]:
 async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: Store) -> None:
     await store.write(put, reply(1, answer="old"))
     done = await store.write(put, reply(1, answer="new"))
-    assert (done.retold, done.new_replies, done.new_tasks) == (1, 0, 0)
+    assert (done.re_extracted, done.new_replies, done.new_tasks) == (1, 0, 0)
     assert await store.read(look) == [("converted", None, "pending", "new")]
     assert await store.read(story, "replies") == ["converted", "open", "closed", "converted"]
     assert (await store.read(balance.balance)).balanced
@@ -195,7 +195,7 @@ async def test_a_state_from_before_contents_were_remembered_adopts_what_it_finds
     await store.write(put, reply(1, answer="same", service="a"), reply(2, answer="old"))
     await store.write(lambda conn: conn.execute(replies.update().values(content=None)))
     done = await store.write(put, reply(1, answer="same", service="b"), reply(2, answer="new"))
-    assert done.retold == 1
+    assert done.re_extracted == 1
     assert [answer for *_, answer in await store.read(look)] == ["same", "new"]
 
 

@@ -100,7 +100,7 @@ async def test_a_call_that_was_missing_opens_its_trace_again_once(store: Store) 
     assert await store.read(open_traces) == [told.trace_id]
     exact = reply(1, calls=("a", "b"), prompt=({"role": "user", "content": "What is 1 plus 1?"},))
     done = await store.write(put, TRACE, exact, checkpoints=(checkpoint,))
-    assert done.retold == 1
+    assert done.re_extracted == 1
     assert await store.read(missing) == []
     assert await store.write(reply_calls.reopen_for, ["b"]) == {}
     line = await store.read(lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id == 1)).scalar_one())
@@ -111,7 +111,7 @@ async def test_calls_that_were_pruned_since_take_nothing_back(store: Store) -> N
     prompt = ({"role": "user", "content": "What is 1 plus 1?"},)
     await store.write(put, TRACE, reply(1, calls=("a",), prompt=prompt))
     done = await store.write(put, TRACE, reply(1, calls=("a",), missing=("a",), prompt_reason="gone"))
-    assert done.retold == 0
+    assert done.re_extracted == 0
     assert await store.read(missing) == []
     line = await store.read(lambda conn: conn.execute(select(tasks.c.payload)).scalar_one())
     assert line["metadata"]["prompt_exact"]

@@ -22,7 +22,7 @@ from flywheel.records.batch import Batch
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
 from flywheel.records.trace import Checkpoint, Cursor, Selection
-from flywheel.sources.calls.mirror import Mirror
+from flywheel.sources.calls.call_log_copy import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
@@ -143,7 +143,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
             try:
                 if isinstance(source.connector, StudioConnector):
                     met = await _DatabaseComparison(
-                        store, source.connector.selection, audit, number, _mirror(ingestion)
+                        store, source.connector.selection, audit, number, _call_log_copy(ingestion)
                     ).run()
                 elif await asyncio.to_thread(is_listed, source.path):
                     met = before
@@ -161,18 +161,23 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
 
 class _DatabaseComparison:
     """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one, and
-    `mirror` has the recorded calls."""
+    `call_log_copy` has the recorded calls."""
 
     def __init__(
-        self, store: Store, selection: Selection, audit: SourceAudit, source: int | None, mirror: Mirror | None
+        self,
+        store: Store,
+        selection: Selection,
+        audit: SourceAudit,
+        source: int | None,
+        call_log_copy: CallLogCopy | None,
     ) -> None:
         self._store = store
         self._selection = selection
         self._audit = audit
         self._source = source
-        self._mirror = mirror
+        self._call_log_copy = call_log_copy
         self._missing: dict[str, tuple[str, ...]] = {}
-        """The calls of replies that are not in the mirror, by span."""
+        """The calls of replies that are not in the copy of the call logs, by span."""
         self._met: set[int] = set()
 
     async def run(self) -> set[int]:
@@ -220,14 +225,16 @@ class _DatabaseComparison:
         found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
         traces = tuple((rows, False) for rows in group.traces.values())
         # Calls may be larger than the rows that name them: those of one trace at a time.
-        some = [(trace,) for trace in traces] if self._mirror is not None else [traces]
+        some = [(trace,) for trace in traces] if self._call_log_copy is not None else [traces]
         # A dead row names its trace in printable form.
         printable = {shown(trace.encode()): trace for trace in found}
         for each in some:
             raw = Batch(None, traces=each)
-            if self._mirror is not None:
-                marks = {mark for rows, _ in each for row in rows.values() for mark in recorded_in(row)}
-                raw = replace(raw, calls=self._mirror.calls_of(marks))
+            if self._call_log_copy is not None:
+                call_references = {
+                    call_reference for rows, _ in each for row in rows.values() for call_reference in recorded_in(row)
+                }
+                raw = replace(raw, calls=self._call_log_copy.calls_of(call_references))
             batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
             for row in batch.dead:
                 found[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
@@ -282,10 +289,10 @@ class _DatabaseComparison:
         return True
 
 
-def _mirror(ingestion: Ingestion) -> Mirror | None:
+def _call_log_copy(ingestion: Ingestion) -> CallLogCopy | None:
     """The calls that were pulled, if there are any."""
     calls = ingestion.calls
-    return calls.mirror if calls is not None and calls.mirror.path.exists() else None
+    return calls.call_log_copy if calls is not None and calls.call_log_copy.path.exists() else None
 
 
 def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:

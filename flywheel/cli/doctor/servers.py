@@ -18,7 +18,7 @@ from flywheel.serving.server.left_processes import left_processes
 from flywheel.serving.server.model_parsers import parsers_of
 from flywheel.serving.server.startup_adapters import base_name, deployed
 from flywheel.serving.server_keys import admin_key
-from flywheel.sources.calls.mirror import PulledServer, mirror_path, pulled_servers
+from flywheel.sources.calls.call_log_copy import PulledServer, call_log_copy_path, pulled_servers
 from flywheel.system.http_client import BoundedClient
 from flywheel.system.server_limits import is_loopback
 
@@ -140,7 +140,7 @@ async def _calls(config: Config, replica: Replica) -> Finding:
         text = "it records no calls: prompts are those that traces show"
         remedy = "Restart it with `flywheel serve` of this version, without `serving.call_log: false`."
         return Finding("calls", Result.WARNING, text, remedy, replica.url)
-    pulled = pulled_servers(mirror_path(config.state_dir)).get(replica.url, PulledServer(replica.url))
+    pulled = pulled_servers(call_log_copy_path(config.state_dir)).get(replica.url, PulledServer(replica.url))
     parts = [f"{page.state.newest - page.state.oldest + 1:,} recorded calls are there, {pulled.calls:,} were pulled"]
     remedy = ""
     if pulled.missed:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from flywheel.cli.doctor.finding import Finding, Result
 from flywheel.cli.doctor.sources import file_system, is_network
 from flywheel.config import Config
-from flywheel.daemon.rounds.free_samples import OVER, Supplies
+from flywheel.daemon.rounds.free_samples import OVER, AvailableSamplesCache
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.errors import FlywheelError
 from flywheel.records.exclusion import WORDS, Exclusion
@@ -185,22 +185,23 @@ async def check_samples(config: Config) -> Finding:
 
 
 def _samples(conn: Connection, config: Config) -> Finding:
-    supply = Supplies(config).now(conn)
+    available = AvailableSamplesCache(config).now(conn)
     wanted = config.trigger.min_held_out or config.gate.min_tasks
     held_out = count_held_out(conn, config.takes.gate)
     shortfall = next_test(conn, config).shortfall(config.gate)
-    text = "; ".join(filter(None, (supply.told, f"{held_out} of {wanted} held-out tasks are judged", shortfall)))
+    judged = f"{held_out} of {wanted} held-out tasks are judged"
+    text = "; ".join(filter(None, (available.summary, judged, shortfall)))
     figures = {
-        "usable": supply.usable,
-        "needed": supply.needs,
-        "over_share": supply.waiting.get(OVER, 0),
+        "usable": available.usable,
+        "needed": available.needs,
+        "over_share": available.waiting.get(OVER, 0),
         "held_out": held_out,
         "held_out_needed": wanted,
     }
     # What more traces of the same kind would not solve, each with its remedy.
     obstacles = []
-    if supply.usable < supply.needs:
-        if supply.waiting.get(OVER, 0) >= supply.needs - supply.usable:
+    if available.usable < available.needs:
+        if available.waiting.get(OVER, 0) >= available.needs - available.usable:
             obstacles.append(("", _SHARES.format(chain=config.filter.chain)))
         if held := count_rows(conn, tasks, tasks.c.state == TaskState.HELD.value):
             obstacles.append((f"; {quantity(held, 'task')} of bursts wait for a person", _HELD))
@@ -209,7 +210,7 @@ def _samples(conn: Connection, config: Config) -> Finding:
     for why, remedy in obstacles[:1]:
         told = f"no round could be filled: {text}{why}"
         return Finding("samples", Result.WARNING, told, remedy, config.target, figures)
-    is_enough = supply.usable >= supply.needs and held_out >= wanted and not shortfall
+    is_enough = available.usable >= available.needs and held_out >= wanted and not shortfall
     text = f"{'a round could be filled' if is_enough else 'not enough for a round yet'}: {text}"
-    told = "; ".join(filter(None, (text, supply.notice)))
+    told = "; ".join(filter(None, (text, available.notice)))
     return Finding("samples", Result.OK, told, subject=config.target, figures=figures)

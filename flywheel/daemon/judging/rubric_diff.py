@@ -37,17 +37,17 @@ class Compared:
     """One task under both rubrics.
 
     Attributes:
-        paid: The verdicts that the judge was asked for.
-        again: What the new verdict would take with stored results.
-        from_nothing: What it would take without.
+        asked: The verdicts that the judge was asked for.
+        with_cache: What the new verdict would take with stored results.
+        without_cache: What it would take without.
     """
 
     task: Claimed
     old: Verdict
     new: Verdict
-    paid: tuple[Verdict, ...]
-    again: CallEstimate
-    from_nothing: CallEstimate
+    asked: tuple[Verdict, ...]
+    with_cache: CallEstimate
+    without_cache: CallEstimate
 
     @property
     def is_decided(self) -> bool:
@@ -63,8 +63,8 @@ class DiffReport:
     """All compared tasks, and what judging them by the new rubric would take, with stored results and without."""
 
     compared: list[Compared] = field(default_factory=list)
-    again: JudgingEstimate = field(default_factory=JudgingEstimate)
-    from_nothing: JudgingEstimate = field(default_factory=JudgingEstimate)
+    with_cache: JudgingEstimate = field(default_factory=JudgingEstimate)
+    without_cache: JudgingEstimate = field(default_factory=JudgingEstimate)
     error: FlywheelError | None = None
 
 
@@ -125,16 +125,16 @@ class RubricDiff:
             finally:
                 slots.release()
             report.compared.append(compared)
-            report.again.add(compared.again)
-            report.from_nothing.add(compared.from_nothing)
+            report.with_cache.add(compared.with_cache)
+            report.without_cache.add(compared.without_cache)
             if on_compared is not None:
                 on_compared()
-            asked += bool(compared.paid)
+            asked += bool(compared.asked)
             if compared.old.unreachable or compared.new.unreachable:
                 failed, last = failed + 1, compared.old.error or compared.new.error
                 if failed >= self._settings.max_thread:
                     end(_unavailable(failed, last))
-            elif compared.paid:
+            elif compared.asked:
                 failed = 0
             if (unusable := self._new.unusable or self._old.unusable) is not None:
                 end(unusable)
@@ -177,7 +177,7 @@ class RubricDiff:
                 yield _Pair(by_new, by_old, exchange_of(line))
 
     def _compare(self, pair: _Pair, budget: Budget) -> Compared:
-        paid: list[Verdict] = []
+        asked: list[Verdict] = []
 
         def judged(grader: Grader, task: Claimed, earlier: Sequence[Verdict]) -> Verdict:
             if task.stored is not None:
@@ -190,14 +190,14 @@ class RubricDiff:
             with budget.hold(self._stop) as pay:
                 verdict = grader.finish(begun, self._stop)
                 pay(verdict)
-            paid.append(verdict)
+            asked.append(verdict)
             return verdict
 
-        again = CallEstimate() if pair.new.stored else self._new.estimate(pair.exchange, pair.new.earlier)
+        with_cache = CallEstimate() if pair.new.stored else self._new.estimate(pair.exchange, pair.new.earlier)
         new = judged(self._new, pair.new, pair.new.earlier)
         is_reusable = self._new.judge_hash == self._old.judge_hash and new.outcome is not Outcome.UNDECIDED
         old = judged(self._old, pair.old, (new, *pair.old.earlier) if is_reusable else pair.old.earlier)
-        return Compared(pair.new, old, new, tuple(paid), again, self._new.estimate(pair.exchange))
+        return Compared(pair.new, old, new, tuple(asked), with_cache, self._new.estimate(pair.exchange))
 
     def _estimate(self, pair: _Pair) -> tuple[CallEstimate, CallEstimate]:
         new = old = CallEstimate()

@@ -20,7 +20,7 @@ LATER: Final = "more than a round takes"
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class AvailableSamples:
     """`usable` samples could be taken now; a round `needs` this many. `choice` are the tasks to take, None where any
     free sample may be taken. `waiting` counts the other accepted samples by reason; `widened` are the shares of one
     conversation, user or template (0…1) that had to be raised."""
@@ -32,7 +32,7 @@ class Supply:
     widened: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """In one line: what there is, and what waits."""
         return "; ".join((f"{self.usable} of {self.needs} samples are free", *self.waits))
 
@@ -49,22 +49,22 @@ class Supply:
         return f"{shares} of a round, more than `influence` allows: there are too few others to fill a round"
 
 
-class Supplies:
-    """The supply by the chain's `influence`. The chain is read once, the samples when other ones are free."""
+class AvailableSamplesCache:
+    """Those by the chain's `influence`. The chain is read once, the samples when other ones are free."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for a wrong chain."""
         self._config = config
         self._caps = _caps(config)
-        self._known: tuple[object, Supply] | None = None
+        self._known: tuple[object, AvailableSamples] | None = None
 
-    def now(self, conn: Connection) -> Supply:
+    def now(self, conn: Connection) -> AvailableSamples:
         which = samples.marks_of_free(conn, self._config.takes.train)
         if self._known is None or self._known[0] != which:
-            self._known = which, self._supply(conn, which[0])
+            self._known = which, self._available(conn, which[0])
         return self._known[1]
 
-    def _supply(self, conn: Connection, free: int) -> Supply:
+    def _available(self, conn: Connection, free: int) -> AvailableSamples:
         most = most_samples(self._config)
         needs = min(self._config.trigger.min_samples, most)
         chosen = None
@@ -75,8 +75,8 @@ class Supplies:
         usable = min(free, most) if chosen is None else len(chosen.tasks)
         waiting = {OVER if usable < most else LATER: free - usable} if usable < free else {}
         if chosen is None:
-            return Supply(usable, needs, waiting=waiting)
-        return Supply(usable, needs, chosen.tasks, waiting, chosen.widened)
+            return AvailableSamples(usable, needs, waiting=waiting)
+        return AvailableSamples(usable, needs, chosen.tasks, waiting, chosen.widened)
 
     def _candidates(self, conn: Connection) -> list[Candidate]:
         from flywheel.judge.filters.influence import Candidate, weigh
@@ -108,7 +108,7 @@ def most_samples(config: Config) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class NewSamplesNeeded:
     """`rounds` ended since the last promotion; `new` free samples were in none of them."""
 
     rounds: int
@@ -124,7 +124,7 @@ class Patience:
         return f"{self.new:,} of {self.needed:,} new samples are free, after {ended} without promotion"
 
 
-def patience(conn: Connection, config: Config, needed: int) -> Patience:
+def new_samples_needed(conn: Connection, config: Config, needed: int) -> NewSamplesNeeded:
     """After each round without promotion, the next one needs `needed` more new samples."""
     ended = rounds.without_promotion(conn, config.takes.train.target)
-    return Patience(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)
+    return NewSamplesNeeded(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon.judging.judge_setup import judge_settings
-from flywheel.daemon.rounds.free_samples import Supplies, most_samples, patience
+from flywheel.daemon.rounds.free_samples import AvailableSamplesCache, most_samples, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.round_tasks import RoundTasks, round_tasks
 from flywheel.errors import TrainError
@@ -42,9 +42,11 @@ class Due:
     target: str = ""
 
 
-def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, window: bool = False) -> Due:
+def due(
+    conn: Connection, config: Config, available_samples: AvailableSamplesCache | None = None, *, window: bool = False
+) -> Due:
     """Whether a round is due, of the target whose settings these are. `window` is true when a cron window has just
-    opened; `supplies` cache the samples."""
+    opened; `available_samples` has them, if it is given."""
     if (live := rounds.live(conn)) is not None:
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
@@ -57,18 +59,18 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
-    if wait := patience(conn, config, needed).wait:
+    if wait := new_samples_needed(conn, config, needed).wait:
         return Due(False, wait)
     if why := missing_base_model(config.model.base) or _other_base(conn, config):
         return Due(False, why)
-    supply = (supplies or Supplies(config)).now(conn)
-    if supply.usable < min(needed, most_samples(config)):
-        return Due(False, "; ".join((f"{supply.usable} of {needed} samples are free", *supply.waits)))
+    available = (available_samples or AvailableSamplesCache(config)).now(conn)
+    if available.usable < min(needed, most_samples(config)):
+        return Due(False, "; ".join((f"{available.usable} of {needed} samples are free", *available.waits)))
     if held_out < wanted:
         return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
     if shortfall := next_test(conn, config).shortfall(config.gate):
         return Due(False, shortfall)
-    reason = f"{'cron window' if window else 'min_samples'}: {supply.usable} samples are free"
+    reason = f"{'cron window' if window else 'min_samples'}: {available.usable} samples are free"
     return Due(True, reason, config.target)
 
 
@@ -138,7 +140,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     coming = next_test(conn, config)
     if shortfall := coming.shortfall(config.gate):
         raise TrainError("plan a round", shortfall, _COLLECT.format("gate.min_power"))
-    most, choice = most_samples(config), Supplies(config).now(conn).choice
+    most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
     rubric_texts.record_rubric(conn, rubric)
     return rounds.plan(
         conn,

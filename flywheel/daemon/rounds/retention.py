@@ -23,7 +23,7 @@ from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT
 from flywheel.serving.calls.call_log import CallLog
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
-from flywheel.sources.calls.mirror import mirror_path
+from flywheel.sources.calls.call_log_copy import call_log_copy_path
 from flywheel.store import rounds
 from flywheel.store.kernel.database import Store
 from flywheel.store.rounds import Old
@@ -42,13 +42,13 @@ class PrunedLog:
 
 
 def prune_call_logs(config: Config, *, dry_run: bool) -> list[PrunedLog]:
-    """Apply `serving.call_log` to the logs of the servers and to the daemon's mirror. Nothing is removed if it is
-    false. Raises CallLogError."""
+    """Apply `serving.call_log` to the servers' logs and the daemon's copy of them. Nothing is removed if it is false.
+    Raises CallLogError."""
     settings = config.serving.call_log
     if settings is None:
         return []
     before_ns, max_bytes = time.time_ns() - settings.keep_ns, settings.max_bytes
-    paths = [*sorted((config.state_dir / "serving").glob("calls-*.db")), mirror_path(config.state_dir)]
+    paths = [*sorted((config.state_dir / "serving").glob("calls-*.db")), call_log_copy_path(config.state_dir)]
     done = []
     for path in paths:
         if path.is_file():

@@ -23,7 +23,7 @@ from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import planner
-from flywheel.daemon.rounds.free_samples import Supplies
+from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.judge.budget import Budget
@@ -38,7 +38,7 @@ from flywheel.store import calibrations, deployments, gate_tests, notices, round
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.store.views import supplies
+from flywheel.store.views import available_samples
 from flywheel.system.files import tree_sha256
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
@@ -121,7 +121,7 @@ class _Target:
     config: Config
     rubric: Rubric
     deployer: Deployer
-    supplies: Supplies
+    available_samples: AvailableSamplesCache
 
 
 class Rounds:
@@ -139,7 +139,7 @@ class Rounds:
         self._config = config
         self._rubric = rubric
         self._targets = {
-            name: _Target(own, rubric_of_target(own, rubric), deployer.of(own), Supplies(own))
+            name: _Target(own, rubric_of_target(own, rubric), deployer.of(own), AvailableSamplesCache(own))
             for name, own in config.by_target().items()
         }
         self._worker: WorkerProcess | None = None
@@ -165,16 +165,16 @@ class Rounds:
         else:
             turn = [await self._store.read(planner.next_with_samples, self._config, target)]
         for own in (self._targets[each.target] for each in turn):
-            due = await self._store.read(planner.due, own.config, own.supplies, window=window)
-            await self._note_supply(own, due.reason)
+            due = await self._store.read(planner.due, own.config, own.available_samples, window=window)
+            await self._note_available(own, due.reason)
             if due.start:
                 why = await self._store.read(self._shortfall, own) or await self._store.read(self._spent)
                 if not why:
                     return due
                 due = planner.Due(False, why)
             reasons[own.config.target] = due.reason
-        told = (f"{name}: {reason}" if name else reason for name, reason in reasons.items())
-        return planner.Due(False, "; ".join(told))
+        summaries = (f"{name}: {reason}" if name else reason for name, reason in reasons.items())
+        return planner.Due(False, "; ".join(summaries))
 
     async def plan(self, trigger: str, target: str | None = None) -> str:
         """Plan a round now, of the given target or of the next one with samples; returns its name. Raises TrainError
@@ -377,11 +377,11 @@ class Rounds:
         async with self._with_worker:
             pass  # `finish_live` has planned the round again
 
-    async def _note_supply(self, own: _Target, reason: str) -> None:
-        supply = await self._store.read(own.supplies.now)
-        target, found = own.config.target, (supply.usable, supply.needs, reason)
+    async def _note_available(self, own: _Target, reason: str) -> None:
+        available = await self._store.read(own.available_samples.now)
+        target, found = own.config.target, (available.usable, available.needs, reason)
         if found != self._noted_supplies.get(target):
-            await self._store.write(supplies.note, *found, target)
+            await self._store.write(available_samples.note, *found, target)
             self._noted_supplies[target] = found
 
     async def _note(self, text: str) -> None:

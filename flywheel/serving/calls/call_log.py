@@ -1,6 +1,6 @@
 """The call log: an SQLite file of model requests and their responses, byte for byte, in the order of their ends.
 
-The inference server writes one, and the daemon a mirror of those of all servers. The parts of request bodies
+The inference server writes one, and the daemon a copy of those of all servers. The parts of request bodies
 (`request_parts`) are stored once by hash, so that a growing conversation grows the file linearly. Standard library
 only, because the server's middleware imports it.
 """

@@ -78,8 +78,8 @@ class ReplicaReport:
     @classmethod
     def failed(cls, url: str, error: ServeError, *, serves: str = "", wanted: str = "") -> ReplicaReport:
         """A replica without a change, which still `serves` another model than the `wanted` one."""
-        is_told = error.condition != Condition.FAILING
-        condition = Condition.WRONG_ADAPTER if serves != wanted and not is_told else error.condition
+        is_known = error.condition != Condition.FAILING
+        condition = Condition.WRONG_ADAPTER if serves != wanted and not is_known else error.condition
         return cls(url, serves, error=str(error), serves=serves, condition=condition)
 
 

@@ -94,7 +94,7 @@ def compare(measured: Sequence[float], base: Sequence[float], probe: Probe) -> P
         residual = float(residuals @ residuals / max(1, tokens - len(slopes)))
         signal = float(np.abs(np.mean(x * z, axis=0)).min())
     misfit = residual > NOISE_ALLOWED * noise + UNEXPLAINED_ALLOWED * signal
-    told = tokens >= PLACES[0] and error <= LARGEST_ERROR
+    is_distinct = tokens >= PLACES[0] and error <= LARGEST_ERROR
     return ProbeFigures(
         tokens=tokens,
         parent_slope=None if probe.second.parent is None else float(slopes[0]),
@@ -102,8 +102,8 @@ def compare(measured: Sequence[float], base: Sequence[float], probe: Probe) -> P
         standard_error=error if math.isfinite(error) else math.inf,
         noise=math.sqrt(noise),
         residual=math.sqrt(residual),
-        indistinct=not told and bool(np.isfinite(y).all()),
-        passed=told and not misfit and all(LEAST_SLOPE <= slope <= LARGEST_SLOPE for slope in slopes),
+        indistinct=not is_distinct and bool(np.isfinite(y).all()),
+        passed=is_distinct and not misfit and all(LEAST_SLOPE <= slope <= LARGEST_SLOPE for slope in slopes),
     )
 
 

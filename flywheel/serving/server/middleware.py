@@ -126,7 +126,7 @@ def _target(text: str, start: int, resolve: Callable[[str], str | None]) -> str 
 POLL_SECONDS = 0.05
 
 
-def announcing(send: Send, url: str, told: Callable[[], str]) -> Send:
+def announcing(send: Send, url: str, announcement: Callable[[], str]) -> Send:
     """A `send` for the server's lifespan events. After the start, when the server can be reached at `url`, it prints
     the line that `told` returns."""
     tasks: set[asyncio.Task[None]] = set()
@@ -135,12 +135,12 @@ def announcing(send: Send, url: str, told: Callable[[], str]) -> Send:
         await send(message)
         if message["type"] == "lifespan.startup.complete":
             # The application is ready; the server starts to listen after this.
-            tasks.add(asyncio.create_task(_announce(url, told)))
+            tasks.add(asyncio.create_task(_announce(url, announcement)))
 
     return passed
 
 
-async def _announce(url: str, told: Callable[[], str]) -> None:
+async def _announce(url: str, announcement: Callable[[], str]) -> None:
     place = urlsplit(url)
     while True:
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ async def _announce(url: str, told: Callable[[], str]) -> None:
             writer.close()
             break
         await asyncio.sleep(POLL_SECONDS)
-    print(told(), flush=True)
+    print(announcement(), flush=True)
 
 
 MAX_BODY_BYTES = 32_000_000
@@ -189,8 +189,8 @@ class AliasMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            told = announcing(send, self._address, self._announcement) if self._address else send
-            return await self._app(scope, receive, self._flushing(told))
+            announcement = announcing(send, self._address, self._announcement) if self._address else send
+            return await self._app(scope, receive, self._flushing(announcement))
         await self._limited(scope, receive, send)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Connects the calls of the mirror with the inbox of a `calls` source: their conversations as spans.
+"""Connects the copied calls with the inbox of a `calls` source: their conversations as spans.
 
 Where each call is placed is stored with the calls, and what was written to the inbox is noted afterwards. After a
 crash in between the same rows are written again.
@@ -20,8 +20,8 @@ import orjson
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.errors import ReceiverError
 from flywheel.serving.calls.call_log import CallLog
+from flywheel.sources.calls.call_log_copy import call_log_copy_path
 from flywheel.sources.calls.conversations import EARLY_NS, Conversations, FoundCall, FoundReply
-from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, Row, inbox_of
 from flywheel.system.files import make_private, private
 
@@ -111,7 +111,7 @@ class ConversationFinder:
         self._keep_ns = idle_ns + LATE_NS
         self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9) if traced else 0
         self._aliases = config.aliases
-        self._log = CallLog(mirror_path(config.state_dir))
+        self._log = CallLog(call_log_copy_path(config.state_dir))
         self.inbox = inbox_of(source, config.state_dir)
         self._inbox = Inbox(self.inbox)
         self._conversations = Conversations(self._log, idle_ns=idle_ns, wait_ns=self._wait_ns)

@@ -297,7 +297,7 @@ def _reply(line: dict[str, Any], text: bytes, now: datetime) -> tuple[Reply, str
         output_tokens=_count(metadata, "output_tokens"),
         prompt_tokens=_count(metadata, "prompt_tokens"),
         prompt_reason=_text(metadata, "prompt_reason")
-        or (exclusion.OTHERWISE if metadata.get("prompt_exact") is False else ""),
+        or (exclusion.OTHER_PROMPT if metadata.get("prompt_exact") is False else ""),
         extra=_extra(line, metadata),
         skip=skip,
         skip_detail=detail,

@@ -139,8 +139,8 @@ def exact_prompt(call: ModelCall) -> tuple[ChatMessage, ...]:
 
 
 def _exact(message: ChatMessage) -> ChatMessage:
-    told = {key: value for key, value in message.items() if value is not None and key not in ("content", "parts")}
-    return {"role": told.pop("role", "user"), "content": text_of(message), **told}
+    fields = {key: value for key, value in message.items() if value is not None and key not in ("content", "parts")}
+    return {"role": fields.pop("role", "user"), "content": text_of(message), **fields}
 
 
 def inexact_because(call: ModelCall) -> str:

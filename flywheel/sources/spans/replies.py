@@ -65,7 +65,9 @@ def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Bat
             entries += _entries(replies, source, selection.models, dead)
             replies.clear()
     entries += _entries(replies, source, selection.models, dead)
-    return replace(batch, traces=(), marks=(), calls={}, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
+    return replace(
+        batch, traces=(), call_references=(), calls={}, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds)
+    )
 
 
 def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
@@ -393,7 +395,7 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
     has_empty = any(message["content"] == "" and "tool_calls" not in message for message in chat)
     reasons = {
         exclusion.HIDDEN_MESSAGE: has_empty and any(sent.get("parts") == [] for sent in at.input_messages(first)),
-        exclusion.OTHERWISE: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
+        exclusion.OTHER_PROMPT: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
         exclusion.IMAGE: at.holds_media(first),
         exclusion.FINISH_FUNCTION: any(name in raw for raw in offered for name in _FINISH_NAMES),
         exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),

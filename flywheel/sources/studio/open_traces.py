@@ -47,7 +47,7 @@ class OpenTrace(Struct):
     ends: list[object] = []
     end_ns: int = 0
     known: Checkpoint | None = None
-    marks: set[str] = set()
+    call_references: set[str] = set()
     awaits_calls: bool = False
 
     def restore(self, row: Row) -> None:
@@ -94,7 +94,7 @@ class OpenTrace(Struct):
         self.size += other.size
         self.ends += other.ends
         self.end_ns = max(self.end_ns, other.end_ns)
-        self.marks |= other.marks
+        self.call_references |= other.call_references
 
 
 class Scan:
@@ -150,7 +150,7 @@ class Scan:
             trace.hashes += _hash(data)
             size += len(data)
             if found := recorded_in(data):
-                trace.marks.update(found)
+                trace.call_references.update(found)
         trace.held += size
         trace.size += size
         trace.last_rowid = max(trace.last_rowid, rowid)

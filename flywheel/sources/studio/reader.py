@@ -177,18 +177,18 @@ class StudioReader:
 
     def _awaits_calls(self, trace: OpenTrace, now_ns: int) -> bool:
         """Whether a call that the trace names may still be pulled."""
-        if self._call_sizes is None or not trace.marks:
+        if self._call_sizes is None or not trace.call_references:
             return False
         if trace.quiet_ns(self._schema, now_ns) >= self._calls_wait_ns:
             return False
-        return len(self._call_sizes(trace.marks)) < len(trace.marks)
+        return len(self._call_sizes(trace.call_references)) < len(trace.call_references)
 
     def _calls_arrived(self) -> bool:
         """Whether the calls of a trace that awaits them are there now."""
         if self._call_sizes is None or self._tail is None:
             return False
-        awaiting = [trace.marks for trace in self._tail.traces.values() if trace.awaits_calls]
-        return any(len(self._call_sizes(marks)) == len(marks) for marks in awaiting)
+        awaiting = [trace.call_references for trace in self._tail.traces.values() if trace.awaits_calls]
+        return any(len(self._call_sizes(call_references)) == len(call_references) for call_references in awaiting)
 
     @property
     def _schema(self) -> Schema:
@@ -279,8 +279,8 @@ class StudioReader:
             if (open_still := is_open(trace)) is not None:
                 chosen.append((trace, open_still))
                 size += trace.size
-                if self._call_sizes is not None and trace.marks:
-                    size += sum(self._call_sizes(trace.marks).values())
+                if self._call_sizes is not None and trace.call_references:
+                    size += sum(self._call_sizes(trace.call_references).values())
             if size >= CLOSED_BYTES:
                 yield self._batch(scan, chosen, dead, rows, more=True)
                 chosen, dead, rows, size = [], (), 0, 0
@@ -294,7 +294,7 @@ class StudioReader:
             self._restore_contents(dropped)
         traces: list[RawTrace] = []
         written: list[Checkpoint] = []
-        marks: list[str] = []
+        call_references: list[str] = []
         for trace, is_open in chosen:
             known, raw = trace.known, trace.rows
             digest = (trace.hashes & DIGEST_BITS) or 1
@@ -303,7 +303,7 @@ class StudioReader:
             trace.drop_contents()
             if raw and not _is_unchanged(checkpoint, known):
                 traces.append((raw, is_open))
-                marks += trace.marks
+                call_references += trace.call_references
             if checkpoint != known:
                 written.append(checkpoint)
             trace.known = checkpoint
@@ -327,7 +327,7 @@ class StudioReader:
         return Batch(
             cursor=self._cursor if scan is self._tail else None,
             traces=tuple(traces),
-            marks=tuple(marks),
+            call_references=tuple(call_references),
             checkpoints=tuple(written),
             dead=tuple(dead),
             open_traces=len(self._tail.traces) if self._tail else 0,

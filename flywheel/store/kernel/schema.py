@@ -286,8 +286,8 @@ requests = Table(
 )
 """Actions that people ask for, see `flywheel.store.requests`. `result` is what was done, or the error."""
 
-supplies = Table(
-    "supplies",
+available_samples = Table(
+    "available_samples",
     metadata,
     Column("at", Text, primary_key=True),
     Column("target", Text, primary_key=True, server_default=text("''")),

@@ -74,6 +74,6 @@ def record(conn: Connection, kind: str, subjects: Iterable[str], old: str | None
     """Write an event for each of `subjects`. Events are never deleted."""
     now = utcnow()
     # Plain strings: the driver looks for an adapter of any other type, each time.
-    kind, before, after, told = str(kind), None if old is None else str(old), str(new), storable(str(detail))
-    rows = [(now, kind, subject, before, after, told) for subject in subjects]
+    kind, before, after, text = str(kind), None if old is None else str(old), str(new), storable(str(detail))
+    rows = [(now, kind, subject, before, after, text) for subject in subjects]
     insert_many(conn, schema.events, ("at", "kind", "subject", "old", "new", "detail"), rows)

@@ -183,19 +183,19 @@ class Places:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=gpu_share.place)
 
     def _refusal(self, seconds: float) -> TrainError:
-        counts = Counter(_told(wanted) for wanted in self._wanted)
+        counts = Counter(_resources_text(wanted) for wanted in self._wanted)
         asked = ", ".join(f"{number} × ({wanted})" for wanted, number in counts.items())
-        nodes = ", ".join(_told(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        nodes = ", ".join(_resources_text(node["Resources"]) for node in ray.nodes() if node["Alive"])
         return TrainError(
             "place the round's processes in the Ray cluster",
             f"there was no room within {seconds:g} s. Asked for, each on one node: {asked}. Free in all of the"
-            f" cluster: {_told(ray.available_resources())}. What its nodes have, free or not: {nodes}",
+            f" cluster: {_resources_text(ray.available_resources())}. What its nodes have, free or not: {nodes}",
             "Free some of it, set rollout.engines lower, or raise ray.placement_seconds.",
             retryable=True,
         )
 
 
-def _told(resources: Mapping[str, float]) -> str:
+def _resources_text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
 
 

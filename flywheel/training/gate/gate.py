@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flywheel.config import GateSettings
-from flywheel.records.round import Comparison, CriterionComparison, GateDecision, Ground
+from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision
 from flywheel.system.terminal import percent, quantity
 
 
@@ -22,11 +22,11 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     if missed := misses_of(comparison):
         figures += f"; {missed}"
 
-    def decision(ground: Ground, reason: str, criterion: str = "") -> GateDecision:
+    def decision(reason_code: DecisionReason, reason: str, criterion: str = "") -> GateDecision:
         return GateDecision(
-            promote=ground is Ground.BETTER,
+            promote=reason_code is DecisionReason.BETTER,
             reason=reason,
-            ground=ground,
+            reason_code=reason_code,
             criterion=criterion,
             min_tasks=gate.min_tasks,
             min_gain=gate.min_gain,
@@ -36,18 +36,18 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
 
     if comparison.tasks < gate.min_tasks:
         why = f"not enough evidence: fewer than {_count(gate.min_tasks)} decided ({figures})"
-        return decision(Ground.FEW_TASKS, why)
+        return decision(DecisionReason.FEW_TASKS, why)
     if worse := [each for each in comparison.criteria if each.upper < 0]:
         figures += f"; worse in {', '.join(_of_criterion(each) for each in worse)}"
     if comparison.lower <= gate.min_gain:
         needed = "0" if gate.min_gain == 0 else f"{gate.min_gain:g}"
         why = f"not shown to be better: the lower bound is not above {needed} ({figures})"
-        return decision(Ground.NOT_BETTER, why)
+        return decision(DecisionReason.NOT_BETTER, why)
     for criterion, margin in gate.non_inferiority_margins.items():
         if objection := _objection(comparison, criterion, margin, gate.min_tasks):
-            ground, why = objection
-            return decision(ground, f"{why} ({figures})", criterion)
-    return decision(Ground.BETTER, f"better: {figures}")
+            reason_code, why = objection
+            return decision(reason_code, f"{why} ({figures})", criterion)
+    return decision(DecisionReason.BETTER, f"better: {figures}")
 
 
 def misses_of(comparison: Comparison) -> str:
@@ -69,17 +69,19 @@ def misses_of(comparison: Comparison) -> str:
     )
 
 
-def _objection(comparison: Comparison, criterion: str, margin: float, min_tasks: int) -> tuple[Ground, str] | None:
+def _objection(
+    comparison: Comparison, criterion: str, margin: float, min_tasks: int
+) -> tuple[DecisionReason, str] | None:
     """Why non-inferiority of a criterion is not shown; None if it is."""
     found = next((each for each in comparison.criteria if each.criterion == criterion), None)
     tasks = found.tasks if found is not None else 0
     if found is None or tasks < min_tasks:
         why = f"not enough evidence on {criterion}: it was looked at on {_count(tasks)}, fewer than {min_tasks}"
-        return Ground.FEW_ON_CRITERION, why
+        return DecisionReason.FEW_ON_CRITERION, why
     if found.lower > -margin:
         return None
     why = f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"
-    return Ground.WORSE_ON_CRITERION, why
+    return DecisionReason.WORSE_ON_CRITERION, why
 
 
 def _of_criterion(found: CriterionComparison) -> str:

@@ -99,8 +99,8 @@ class Recording:
     @property
     def question(self) -> str:
         """A key of the messages without system prompts, which may have the time."""
-        told = [(message.get("role"), message.get("content")) for message in self.messages]
-        return json.dumps([each for each in told if each[0] != "system"])
+        conversation = [(message.get("role"), message.get("content")) for message in self.messages]
+        return json.dumps([each for each in conversation if each[0] != "system"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ Pause = Callable[[str], None]
 """Called with the reason of a pause, and with "" when the round resumes."""
 
 
-class Patience:
+class PauseLimits:
     """Thread-safe: one thread polls, the others wait for it."""
 
     def __init__(
@@ -113,8 +113,8 @@ def rubric_of(spec: RoundSpec) -> Rubric:
 def build_grade(spec: RoundSpec, round_dir: Path, purpose: Purpose, pause: Pause) -> Grade:
     """The grading function of the round's rubric. Raises ConfigError for an invalid rubric or judge."""
     settings = Config.model_validate(spec.settings)
-    patience = Patience(settings.training.judge_wait_seconds, pause)
-    return Grading(Grader(rubric_of(spec), settings.judge), settings.judge.budget, round_dir, purpose, patience)
+    pause_limits = PauseLimits(settings.training.judge_wait_seconds, pause)
+    return Grading(Grader(rubric_of(spec), settings.judge), settings.judge.budget, round_dir, purpose, pause_limits)
 
 
 def has_judge(settings: Config) -> bool:
@@ -162,9 +162,9 @@ class Grading:
     """
 
     def __init__(
-        self, grader: Grader, limits: JudgeBudget, round_dir: Path, purpose: Purpose, patience: Patience
+        self, grader: Grader, limits: JudgeBudget, round_dir: Path, purpose: Purpose, pause_limits: PauseLimits
     ) -> None:
-        self._grader, self._purpose, self._patience = grader, purpose, patience
+        self._grader, self._purpose, self._pause_limits = grader, purpose, pause_limits
         self._budget = Lent(limits, round_dir)
         self._file = UsageFile(round_dir)
         self._answered: PendingJudgeCall | None = None
@@ -175,16 +175,16 @@ class Grading:
         if isinstance(begun, Verdict):
             return begun
         for _ in range(TRIES):
-            answers = self._patience.answers
+            answers = self._pause_limits.answers
             verdict = self._paid(begun)
             if not verdict.unreachable:
-                self._patience.answered()
+                self._pause_limits.answered()
                 self._answered = begun
                 return verdict
             probe = self._answered or begun
             # Without the remedy, which differs between tasks and rounds.
             why = f"the judge is unreachable ({verdict.error.partition('. ')[0][:300]})"
-            if not self._patience.until_back(answers, why, partial(self._answers, probe)):
+            if not self._pause_limits.until_back(answers, why, partial(self._answers, probe)):
                 break
         return verdict
 
@@ -200,7 +200,7 @@ class Grading:
                 self._budget.reserve(NEVER)
                 break
             except BudgetSpentError:
-                self._patience.until_room(self._budget.refused)
+                self._pause_limits.until_room(self._budget.refused)
         verdict = None
         try:
             verdict = self._grader.finish(begun)

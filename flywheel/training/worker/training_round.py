@@ -123,8 +123,8 @@ class Round:
             members.append(self.trainer)
         with self._mark() as mark:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
-        told = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
-        self.about = {**told[0], "context": min(each["context"] for each in told)}
+        started = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
+        self.about = {**started[0], "context": min(each["context"] for each in started)}
 
     def _use_tools(self) -> None:
         """Tell the engines how tools answer in training, and in the gate, where a miss always ends the rollout."""

@@ -520,12 +520,14 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
 
     monkeypatch.setattr(bursts, "candidates", counted)
     chain.unlink()
-    due = [await store.read(planner.due, config, rounds_._targets[""].supplies) for _ in range(3)]
+    due = [await store.read(planner.due, config, rounds_._targets[""].available_samples) for _ in range(3)]
     assert [each.start for each in due] == [True] * 3
     assert len(loaded) == 1
     await store.write(lambda conn: move_all(conn, [1], TaskState.ACCEPTED, TaskState.RESERVED))
     assert not (
-        await store.read(planner.due, made(tmp_path, trigger={"min_samples": 3}), rounds_._targets[""].supplies)
+        await store.read(
+            planner.due, made(tmp_path, trigger={"min_samples": 3}), rounds_._targets[""].available_samples
+        )
     ).start
-    await store.read(planner.due, config, rounds_._targets[""].supplies)
+    await store.read(planner.due, config, rounds_._targets[""].available_samples)
     assert len(loaded) == 2

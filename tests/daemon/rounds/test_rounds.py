@@ -21,13 +21,13 @@ from flywheel.daemon.rounds.planner import due, spec_of
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.judge.rubric.file import load_rubric
-from flywheel.records.round import AdapterRef, Comparison, Ground, RoundResult, Score
+from flywheel.records.round import AdapterRef, Comparison, DecisionReason, RoundResult, Score
 from flywheel.records.states import RoundState, Split
 from flywheel.store import claims, deployments, gate_tests, ledger, rounds
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.store.views import balance, lineage, supplies
+from flywheel.store.views import available_samples, balance, lineage
 from flywheel.system import files
 from flywheel.system.files import tree_sha256, write_json
 from tests.samples import accepted, batch, rejected, replies_on, settle
@@ -142,7 +142,7 @@ async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(whe
     decision = await wheel.store.read(gate_tests.decision_of, 1)
     assert row is not None
     assert decision is not None
-    assert (decision.ground, decision.reason, decision.min_tasks) == (Ground.BETTER, row.reason, 2)
+    assert (decision.reason_code, decision.reason, decision.min_tasks) == (DecisionReason.BETTER, row.reason, 2)
 
 
 async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the_server(wheel: Wheel) -> None:
@@ -166,7 +166,7 @@ async def test_each_change_of_the_supply_is_noted_once(wheel: Wheel) -> None:
     assert await wheel.rounds.start_due()
     for _ in range(3):
         assert not await wheel.rounds.start_due()
-    noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(supplies.newest))]
+    noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(available_samples.newest))]
     first, second = noted
     assert first[0] > second[0] and first[1].startswith("min_samples: ") and second[1] == "r0001 is planned"
 

@@ -240,7 +240,7 @@ def test_pruning_never_takes_what_a_later_call_has(tmp_path: Path, shape: list[t
 
 
 def test_a_transaction_is_shared_and_rolled_back_as_one(tmp_path: Path) -> None:
-    class Mirror(CallLog):
+    class CallLogCopy(CallLog):
         extra_tables = ("CREATE TABLE IF NOT EXISTS servers (url TEXT PRIMARY KEY, after INTEGER)",)
 
     def pull(request_id: str, after: int, *, fail: bool = False) -> None:
@@ -251,7 +251,7 @@ def test_a_transaction_is_shared_and_rolled_back_as_one(tmp_path: Path) -> None:
             if fail:
                 raise ZeroDivisionError
 
-    with Mirror(tmp_path / "calls.db") as log:
+    with CallLogCopy(tmp_path / "calls.db") as log:
         pull("a", 1)
         with pytest.raises(ZeroDivisionError):
             pull("b", 2, fail=True)

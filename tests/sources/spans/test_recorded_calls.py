@@ -328,7 +328,7 @@ def test_a_reply_goes_on_as_soon_as_its_calls_are_there(tmp_path: Path) -> None:
     assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=5))) == 0
     pulled[MARK] = 100
     (batch,) = ledger.pass_(reader, now=NOW + timedelta(seconds=6))
-    assert (len(batch.traces), batch.marks) == (1, (MARK,))
+    assert (len(batch.traces), batch.call_references) == (1, (MARK,))
     reader.close()
 
 
@@ -352,6 +352,6 @@ def test_large_calls_make_smaller_batches(tmp_path: Path) -> None:
         studio.write(row, agent(f"a{number}", ended=2, trace=f"t{number}"))
     reader = StudioReader(studio.path, IngestSettings(), call_sizes=pulled.sizes)
     batches = Ledger().keep(reader.read(Cursor(), Ledger(), now=NOW, final=True), reader)
-    assert max(len(batch.marks) for batch in batches) == 2
+    assert max(len(batch.call_references) for batch in batches) == 2
     assert traces(batches) == 6
     reader.close()

@@ -99,8 +99,8 @@ GAPS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a hidden message": ([*SENT, HIDDEN], {}, exclusion.HIDDEN_MESSAGE),
     "a hidden message before": ([SENT[0], SENT[1], HIDDEN, SENT[1]], {}, exclusion.HIDDEN_MESSAGE),
     "no input": ([], {}, exclusion.NOT_RECORDED),
-    "knowledge behind the question": ([*SENT, message("user", part("1 is odd"))], {}, exclusion.OTHERWISE),
-    "a question of another role": ([SENT[0], message("assistant", *SENT[1]["parts"])], {}, exclusion.OTHERWISE),
+    "knowledge behind the question": ([*SENT, message("user", part("1 is odd"))], {}, exclusion.OTHER_PROMPT),
+    "a question of another role": ([SENT[0], message("assistant", *SENT[1]["parts"])], {}, exclusion.OTHER_PROMPT),
     "an image in an earlier turn": (
         [SENT[0], message("user", part("Look"), PICTURE), message("assistant", part("I see")), SENT[1]],
         {},

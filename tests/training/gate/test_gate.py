@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config import GateSettings
-from flywheel.records.round import Comparison, CriterionComparison, Ground
+from flywheel.records.round import Comparison, CriterionComparison, DecisionReason
 from flywheel.training.gate.gate import decide
 
 GATE = GateSettings(min_tasks=8, min_gain=0.0)
@@ -136,15 +136,15 @@ def test_no_margin_makes_up_for_a_total_that_is_not_better() -> None:
 
 def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
     grounds = {
-        Ground.BETTER: (comparison(), GATE),
-        Ground.FEW_TASKS: (comparison(tasks=7), GATE),
-        Ground.NOT_BETTER: (comparison(lower=0.0), GATE),
-        Ground.FEW_ON_CRITERION: (comparison(), GUARDED),
-        Ground.WORSE_ON_CRITERION: (with_criteria(criterion(lower=-0.05)), GUARDED),
+        DecisionReason.BETTER: (comparison(), GATE),
+        DecisionReason.FEW_TASKS: (comparison(tasks=7), GATE),
+        DecisionReason.NOT_BETTER: (comparison(lower=0.0), GATE),
+        DecisionReason.FEW_ON_CRITERION: (comparison(), GUARDED),
+        DecisionReason.WORSE_ON_CRITERION: (with_criteria(criterion(lower=-0.05)), GUARDED),
     }
-    for ground, (seen, gate) in grounds.items():
+    for reason_code, (seen, gate) in grounds.items():
         decision = decide(seen, gate)
-        assert decision.ground is ground
-        assert decision.criterion == ("safe" if "criterion" in ground else "")
+        assert decision.reason_code is reason_code
+        assert decision.criterion == ("safe" if "criterion" in reason_code else "")
         limits = (decision.min_tasks, decision.min_gain, decision.confidence, decision.margins)
         assert limits == (gate.min_tasks, gate.min_gain, gate.confidence, gate.non_inferiority_margins)

@@ -15,7 +15,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.usage import Allowance, Purpose, UsageFile
 from flywheel.records.verdict import Exchange
-from flywheel.training.worker.rollout_grading import Grading, Patience
+from flywheel.training.worker.rollout_grading import Grading, PauseLimits
 from tests.judge_server import JudgeServer
 from tests.waiting import wait_for
 
@@ -70,8 +70,8 @@ def grading(judge: JudgeServer, world: World, tmp_path: Path) -> Callable[..., G
         settings = Config.model_validate(
             {"judge": {"base_url": judge.base_url, "model": "j", "max_attempts": 1, **judge_settings}}
         ).judge
-        patience = Patience(wait_seconds, world.told.append, world.clock, world.sleep)
-        return Grading(Grader(RUBRIC, settings), settings.budget, tmp_path, purpose, patience)
+        pause_limits = PauseLimits(wait_seconds, world.told.append, world.clock, world.sleep)
+        return Grading(Grader(RUBRIC, settings), settings.budget, tmp_path, purpose, pause_limits)
 
     return make
 

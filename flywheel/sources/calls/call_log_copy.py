@@ -42,7 +42,7 @@ class PulledServer:
 _SERVERS: Final = f"SELECT {', '.join(PulledServer.__slots__)} FROM servers"  # noqa: S608 - constants
 
 
-def mirror_path(state_dir: Path) -> Path:
+def call_log_copy_path(state_dir: Path) -> Path:
     return state_dir / "calls" / "calls.db"
 
 
@@ -57,7 +57,7 @@ def pulled_servers(path: Path) -> dict[str, PulledServer]:
     return {row[0]: PulledServer(*row) for row in rows}
 
 
-class Mirror(CallLog):
+class CallLogCopy(CallLog):
     """The calls of all servers in one file; a call that is pulled twice is stored once."""
 
     extra_tables: ClassVar = (
