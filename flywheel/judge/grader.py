@@ -215,7 +215,9 @@ class Grader:
         """Hashes of what the judge is told about each criterion that it decides, by criterion id."""
         for each in rubric.asked:
             is_alone = rubric.judge.per_criterion
-            described = json.dumps([each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone])
+            described = json.dumps(
+                [each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone]
+            )
             self.hashes[each.id] = hashlib.sha256(described.encode()).hexdigest()[:16]
         described = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
         self.judge_hash = hashlib.sha256(described.encode()).hexdigest()[:16]
