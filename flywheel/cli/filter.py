@@ -259,7 +259,7 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
         "same": sum(each.is_decided and not each.flips for each in report.compared),
         "undecided": sum(not each.is_decided for each in report.compared),
         "flips": [flip_json(each, old, new) for each in report.compared if each.flips],
-        "estimate": {
+        "judge_all": {
             "without_cache": cost_json(estimator.cost(report.without_cache)),
             "with_cache": cost_json(estimator.cost(report.with_cache)),
         },

@@ -39,7 +39,7 @@ from flywheel.cli.tables import (
     source_condition,
     source_text,
 )
-from flywheel.daemon.status import by_target, servers_of
+from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:

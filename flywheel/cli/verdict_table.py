@@ -147,8 +147,8 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     if (more := len(diff["flips"]) - FLIPS_SHOWN) > 0:
         console.print(f"\n… and {more:,} more; `--json` lists them all", highlight=False)
     used = {
-        f"judge all {diff['compared']:,} with the new rubric": diff["estimate"]["without_cache"],
-        "the same with what is stored now": diff["estimate"]["with_cache"],
+        f"judge all {diff['compared']:,} with the new rubric": diff["judge_all"]["without_cache"],
+        "the same with what is stored now": diff["judge_all"]["with_cache"],
         "this comparison took": {**diff["usage"], "cost": diff["cost"]},
     }
     console.print()

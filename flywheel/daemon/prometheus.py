@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from flywheel.daemon.status import by_target, servers_of
+from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.judge.usage import CALL_TIMES
 
 

@@ -37,7 +37,8 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import Kind
-from flywheel.system.process_tuning import beat, notify, trim_malloc
+from flywheel.system.process_tuning import trim_malloc
+from flywheel.system.systemd import beat, notify
 
 IDLE_CHECKS: Final = 2
 """Checks without work before memory is released."""

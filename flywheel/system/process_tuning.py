@@ -1,4 +1,4 @@
-"""What suits a long-running process: limits of glibc's malloc and of open files, a closed memory, systemd.
+"""What suits a long-running process: limits of glibc's malloc and of open files, and a closed memory.
 
 By default glibc creates one malloc arena per busy thread, and after it has freed a large block it keeps blocks of up
 to 32 MB for reuse. Python threads take turns, so extra arenas only retain memory: a first ingestion uses one sixth
@@ -7,38 +7,9 @@ more.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import resource
-import socket
 from typing import Final
-
-
-def notify(message: str) -> bool:
-    """Send `READY=1`, `STOPPING=1` or `STATUS=…`, one per line; False without a service manager."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return False
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        try:
-            sock.sendto(message.encode(), address)
-        except OSError:
-            return False
-    return True
-
-
-async def beat() -> None:
-    """Send watchdog notifications until cancelled, if the unit sets `WatchdogSec=`."""
-    microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
-    if not (microseconds.isdecimal() and int(microseconds)) or pid not in ("", str(os.getpid())):
-        return
-    while True:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(int(microseconds) / 2e6)
-
 
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flywheel.config import Config
-from flywheel.daemon.status import by_target, servers_of
+from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.records.states import DeploymentState
 from flywheel.store import deployments, judge_errors
 from flywheel.store.views import acceptance, available_samples, funnel

@@ -16,9 +16,9 @@ import pytest
 from flywheel.daemon import metrics_server
 from flywheel.serving.server import middleware
 from flywheel.sources.otlp import server as otlp
-from flywheel.system import web_server
+from flywheel.system import connections
+from flywheel.system.connections import Connections, Protocol
 from flywheel.system.server_limits import ServerLimits
-from flywheel.system.web_server import Connections, Protocol
 from flywheel.web import guard
 from tests.attacks.servers import OWN, WAIT_SECONDS, running, sent, status
 
@@ -83,7 +83,7 @@ async def test_beside_half_open_requests_others_are_answered(
 ) -> None:
     """The connections that the server waits for longest make room."""
     limit(monkeypatch, kind, connections=16)
-    monkeypatch.setattr(web_server, "_logged", {})
+    monkeypatch.setattr(connections, "_logged", {})
     half_body = HALF_BODY if kind == "otlp" else HALF_BODY.replace(b"/v1/traces", b"/sign-in")
     async with running(kind, tmp_path) as target:
         opened = [await target.connected(half_body if at % 2 else HALF_HEADER) for at in range(100)]
@@ -145,7 +145,7 @@ async def test_connections_that_cannot_be_accepted_are_told_at_a_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """asyncio tells each of them, with a traceback, hundreds of times a second."""
-    monkeypatch.setattr(web_server, "_logged", {})
+    monkeypatch.setattr(connections, "_logged", {})
     loop = asyncio.get_running_loop()
     async with running("otlp", tmp_path) as target:
         await sent(target, target.request("localhost"))

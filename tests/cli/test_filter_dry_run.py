@@ -145,7 +145,7 @@ def test_a_rubric_diff_says_what_flips_and_why_with_stored_verdicts_on_both_side
     assert told[""]["why"] == "threshold 0.7 → 0.75"
     assert (told["boxed"]["old"], told["boxed"]["new"], told["boxed"]["why"]) == (0.0, 0.0, "weight 1 → 4")
     assert (told["correct"]["old"], told["correct"]["new"]) == (pytest.approx(0.6), pytest.approx(0.375))
-    needed = diff["estimate"]
+    needed = diff["judge_all"]
     assert (needed["without_cache"]["calls"], needed["with_cache"]["calls"]) == (3, 0)
     assert needed["without_cache"]["cost"]["amount"] == pytest.approx(0.6, rel=0.05)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.system.process_tuning import beat, notify
+from flywheel.system.systemd import beat, notify
 from tests import warm
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from jsonschema_rs import Draft202012Validator, meta
 
-from flywheel.judge.rubric import KINDS, Criterion, Rubric, json_schema
+from flywheel.judge.file_schemas import rubric_schema
+from flywheel.judge.rubric import KINDS, Criterion, Rubric
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.system import files
 
@@ -20,24 +21,24 @@ YES = {"id": "a", "value": "It is so."}
 
 
 def refused(raw: Any) -> bool:
-    return not Draft202012Validator(json_schema()).is_valid(raw)
+    return not Draft202012Validator(rubric_schema()).is_valid(raw)
 
 
 def test_the_shipped_schema_is_the_generated_one() -> None:
-    assert json.loads((FOLDER / "rubric.schema.json").read_text()) == json_schema()
-    assert json_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    meta.validate(json_schema())
+    assert json.loads((FOLDER / "rubric.schema.json").read_text()) == rubric_schema()
+    assert rubric_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    meta.validate(rubric_schema())
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_rubric_names_the_schema_and_validates(path: Path) -> None:
     text = path.read_text()
     assert text.startswith("# yaml-language-server: $schema=rubric.schema.json\n")
-    Draft202012Validator(json_schema()).validate(yaml.safe_load(text))
+    Draft202012Validator(rubric_schema()).validate(yaml.safe_load(text))
 
 
 def test_every_key_and_every_type_is_described() -> None:
-    schema = json_schema()
+    schema = rubric_schema()
     parts = [schema, *schema["$defs"].values()]
     bare = [key for part in parts for key, value in part["properties"].items() if "description" not in value]
     assert [key for key in bare if key not in ("judge", "escalate")] == []
@@ -134,7 +135,7 @@ def test_every_type_is_taken_by_both(kind: str, tmp_path: Path) -> None:
 
 def test_the_page_names_every_key_and_every_type() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "rubrics.md").read_text()
-    schema = json_schema()
+    schema = rubric_schema()
     keys = {key for part in (schema, *schema["$defs"].values()) for key in part["properties"]}
     assert [name for name in (*keys, *KINDS) if f"`{name}`" not in page and f"`{name}:" not in page] == []
     examples = next(block for block in page.split("```yaml\n") if block.startswith("id: one-of-each"))

@@ -209,7 +209,7 @@ async def run(task, model):
         case "ends": os._exit(4)
         case "ends well": os._exit(0)
         case "killed": os.kill(os.getpid(), signal.SIGKILL)
-        case "closes": os.closerange(3, 64)
+        case "closes": os.closerange(3, 4096)
         case "stops the loop": asyncio.get_running_loop().stop(); await asyncio.sleep(1000)
         case "nothing": return None
         case "text": return "the answer"
