@@ -154,7 +154,7 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     console.print()
     for name, each in used.items():
         console.print(Text(f"{name}: {_calls_and_tokens(each)}"))
-    console.print(f"({estimate_basis(diff['again']['without_cache'])})")
+    console.print(f"({estimate_basis(diff['judge_all']['without_cache'])})")
 
 
 def _print_flip(console: Console, flip: Mapping[str, Any]) -> None:
