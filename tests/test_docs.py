@@ -143,8 +143,8 @@ def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
     assert chains >= 1
 
 
-def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_the_operations_page() -> None:
-    page_text = (ROOT / "docs" / "how-to" / "operations.md").read_text()
+def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_a_page() -> None:
+    page_text = (ROOT / "docs" / "how-to" / "watch.md").read_text()
     for head, values in (("| a task is | when |", TaskState), ("| reason | meaning |", SkipReason)):
         assert first_cells(page_text, head) == {value.value for value in values}
 
@@ -159,7 +159,7 @@ def test_the_tables_of_criteria_formats_and_conditions_of_servers_are_whole() ->
     docs = {path.stem: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
     assert first_cells(docs["rubrics"], "| type | is met when | `value` |") == set(KINDS)
     assert first_cells(docs["export"], "| format | file | read by | columns |") == set(FORMATS)
-    servers = docs["operations"].split("## Conditions of servers")[1]
+    servers = docs["watch"].split("## Conditions of servers")[1]
     assert first_cells(servers, "| condition |") == {condition.value for condition in Condition} | {
         "not looked at yet"
     }
@@ -189,10 +189,10 @@ def test_every_type_of_filter_has_its_section() -> None:
     assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(FILTERS)
 
 
-def test_every_variable_of_the_environment_that_is_ours_is_on_the_operations_page() -> None:
+def test_every_variable_of_the_environment_that_is_ours_is_on_its_page() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "flywheel").rglob("*.py"))
     read = re.findall(r"""(?:environ(?:\.get\(|\[)|envvar=|_VARIABLE(?:: Final)? = )"(FLYWHEEL_\w+)\"""", code)
-    page_text = (ROOT / "docs" / "how-to" / "operations.md").read_text()
+    page_text = (ROOT / "docs" / "reference" / "environment.md").read_text()
     internal = {name for name in read if f'_VARIABLE: Final = "{name}"' in code or f'_VARIABLE = "{name}"' in code}
     assert set(read) - internal == set(re.findall(r"^\| `(FLYWHEEL_\w+)` \|", page_text, re.MULTILINE))
 

@@ -128,8 +128,8 @@ def test_every_metric_is_on_the_page_and_no_other(flywheel: Run) -> None:
 
 
 def test_every_condition_is_on_the_page(flywheel: Run) -> None:
-    page = (ROOT / "docs" / "how-to" / "operations.md").read_text()
-    named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions")[1].split("\n## ")[0], re.M))
+    page = (ROOT / "docs" / "how-to" / "watch.md").read_text()
+    named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions of sources")[1].split("\n## ")[0], re.M))
     code = "\n".join(
         (ROOT / "flywheel" / "sources" / "studio" / name).read_text() for name in ("database.py", "schema.py")
     )

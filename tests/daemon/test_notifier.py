@@ -167,7 +167,7 @@ async def test_each_type_is_found_in_the_events(store: Store) -> None:
 def documented() -> Callable[[bytes, dict[str, str], bytes], bool]:
     """The function of the page that verifies a signature."""
     [code] = re.findall(
-        r"```python\n(def is_from_flywheel.*?)```", (ROOT / "docs" / "how-to" / "operations.md").read_text(), re.S
+        r"```python\n(def is_from_flywheel.*?)```", (ROOT / "docs" / "how-to" / "alerts.md").read_text(), re.S
     )
     names: dict[str, Any] = {"base64": base64, "hmac": hmac, "time": time}
     exec(code, names)
@@ -504,5 +504,5 @@ async def test_a_url_in_a_variable(
 
 
 def test_the_page_names_every_notice() -> None:
-    page = (ROOT / "docs" / "how-to" / "operations.md").read_text().split("## Notices")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "how-to" / "alerts.md").read_text().split("## Notices")[1].split("\n## ")[0]
     assert set(EVERY) <= set(re.findall(r"`(\w+)`", page.split("| notice |")[1]))

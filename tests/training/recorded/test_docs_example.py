@@ -1,4 +1,4 @@
-"""The worked example of `docs/explanation/training.md` is what happens."""
+"""The worked example of `docs/how-to/recorded-tools.md` is what happens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flywheel.training.recorded.recorded_rollout import RecordedTools
 from flywheel.training.recorded.recordings import results_of
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool
 
-PAGE = (Path(__file__).parents[3] / "docs" / "explanation" / "training.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "recorded-tools.md").read_text()
 ROW = re.compile(r"^\| `(?P<name>\w+)\((?P<arguments>\{[^`]*?)\)?`(?: again)? \| (?P<answer>.*?) \| .* \|$", re.M)
 PRICE = tool("stock_price", "The price.", symbol={"type": "string"}, currency={"type": "string", "default": "USD"})
 TRACE = recording(
@@ -20,7 +20,7 @@ TRACE = recording(
 
 
 def test_each_call_of_the_example_is_answered_as_the_page_says() -> None:
-    section = PAGE.partition("### Recorded results")[2].partition("### Misses")[0]
+    section = PAGE.partition("## Recorded results")[2].partition("## Misses")[0]
     rows = list(ROW.finditer(section))
     assert len(rows) == 7
     tools = RecordedTools(TRACE.tools, results_of(TRACE))
