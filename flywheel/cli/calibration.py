@@ -42,7 +42,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge.grader import Grader
     from flywheel.judge.rubric.file import load_rubric
     from flywheel.judge.usage import Purpose
-    from flywheel.store import calibrations, rubric_texts, verdicts
+    from flywheel.store import calibrations, verdicts
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_independence(config, rubric)
@@ -81,8 +81,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 )
             endpoint = grader.client.endpoints[0].config
             judge = endpoint.model
-            await store.write(rubric_texts.record_rubric, rubric)
-            await store.write(rubric_texts.record_judge, grader.judge_hash, judge, endpoint.base_url)
+            await store.write(verdicts.record_judge, grader.judge_hash, judge, endpoint.base_url)
             await store.write(
                 calibrations.record,
                 rubric_id=rubric.id,

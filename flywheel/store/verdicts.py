@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
@@ -21,7 +22,7 @@ from flywheel.records.batch import storable
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
 from flywheel.store import judge_costs, judge_errors
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import judge_days, rounds, tasks, verdicts
+from flywheel.store.kernel.schema import judge_days, judge_models, rounds, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 
 CHAIN: Final = "chain:"
@@ -91,6 +92,14 @@ def _verdict(row: Row[Any]) -> Verdict:
 
 def _results(stored: Sequence[Mapping[str, Any]]) -> tuple[CriterionResult, ...]:
     return tuple(CriterionResult(**result) for result in stored)
+
+
+def record_judge(conn: Connection, judge_hash: str, model: str, base_url: str) -> None:
+    """Store which model a judge's hash stands for, and its endpoint without credentials, unless it is there."""
+    url = urlsplit(base_url)
+    endpoint = urlunsplit((url.scheme, url.netloc.rpartition("@")[2], url.path, "", ""))
+    values = {"hash": judge_hash, "model": storable(model), "endpoint": storable(endpoint), "first_used_at": utcnow()}
+    conn.execute(insert(judge_models).values(**values).on_conflict_do_nothing())
 
 
 def decided_by_others() -> ColumnElement[bool]:

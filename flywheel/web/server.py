@@ -32,7 +32,6 @@ from flywheel.web import (
     overview,
     rollouts,
     rounds,
-    rubrics,
     tasks,
 )
 from flywheel.web.guard import LIMITS, Guard
@@ -89,8 +88,6 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/rollouts", rollouts.show_newest),
     Route("/rollouts/{round}", rollouts.show_list),
     Route("/rollouts/{round}/{group}", rollouts.show),
-    Route("/rubrics", rubrics.show_list),
-    Route("/rubrics/{hash}", rubrics.show),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
     Route("/gate/{round}/{task:path}", gate.show_pair),

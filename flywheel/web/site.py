@@ -25,7 +25,6 @@ PAGES: Final = (
     ("/", "Overview"),
     ("/tasks", "Tasks"),
     ("/labels", "Labels"),
-    ("/rubrics", "Rubrics"),
     ("/rounds", "Rounds"),
     ("/rollouts", "Rollouts"),
     ("/gate", "Gate"),

@@ -73,7 +73,6 @@ PARAMETERS = {
     "/rounds/{round}/curves": ("begin", "file"),
     "/rollouts/{round}": ("step", "lowest", "highest", "criterion", "end", "task", "order", "after"),
     "/rollouts/{round}/{group}": ("rollout", "sample", "from", "by"),
-    "/rubrics/{hash}": ("with",),
     "/gate": ("before",),
     "/lineage": ("id", "adapters", "deployments", "after"),
     "/live": ("page",),

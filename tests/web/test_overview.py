@@ -85,7 +85,7 @@ def test_the_plot_has_all_periods_within_its_frame() -> None:
         for point in series.points:
             assert LEFT <= point.x <= WIDTH - RIGHT
             assert TOP <= point.high <= point.y <= point.low <= HEIGHT - BOTTOM
-    places = [place for place, _ in plot.call_references]
+    places = [place for place, _ in plot.marks]
     assert places[0] == LEFT and places[-1] == WIDTH - RIGHT and LEFT < places[1] < WIDTH - RIGHT
     assert time_plot([], []) is None
 

@@ -36,7 +36,7 @@ from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge.usage import CallsInFlight
 from flywheel.records.states import TaskState
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.store import claims, deduplication, notices, rubric_texts, verdicts
+from flywheel.store import claims, deduplication, notices, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
@@ -413,9 +413,8 @@ class TaskJudging:
         """Returns how many tasks have the opposite outcome now, and how many others are due again."""
         changed, prices = 0, self.judge.prices
         if not self._is_recorded:
-            rubric_texts.record_rubric(conn, self.rubric)
             judge = self.grader.client.endpoints[0].config
-            rubric_texts.record_judge(conn, self.grader.judge_hash, judge.model, judge.base_url)
+            verdicts.record_judge(conn, self.grader.judge_hash, judge.model, judge.base_url)
         for result in results:
             task, verdict = result.task, result.verdict
             if result.held:

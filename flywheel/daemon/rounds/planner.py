@@ -24,7 +24,7 @@ from flywheel.judge.rubric import Rubric
 from flywheel.records.round import FrozenTarget, RoundSpec
 from flywheel.records.states import RoundState, Split
 from flywheel.serving.server.model_parsers import folder_of
-from flywheel.store import deployments, gate_tests, rounds, rubric_texts, samples
+from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.system.terminal import quantity
 
 MOST_DOUBLINGS: Final = 4
@@ -141,7 +141,6 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     if shortfall := coming.shortfall(config.gate):
         raise TrainError("plan a round", shortfall, _COLLECT.format("gate.min_power"))
     most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
-    rubric_texts.record_rubric(conn, rubric)
     return rounds.plan(
         conn,
         rounds_dir,
@@ -168,7 +167,6 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     Raises TrainError when the active adapter belongs to another base model, and when the base model is missing.
     """
     _check(conn, config, f"start {row.name}")
-    rubric_texts.record_rubric(conn, rubric)
     return rounds.go_on_from(conn, row.name, **_of_now(conn, config, rubric))
 
 

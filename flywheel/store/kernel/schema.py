@@ -233,17 +233,6 @@ judge_errors = Table(
 )
 """Undecided verdicts by hour (UTC, `2026-01-31T13`) and error. Errors that differ only in numbers are one."""
 
-rubric_texts = Table(
-    "rubric_texts",
-    metadata,
-    Column("hash", Text, primary_key=True),
-    Column("rubric_id", Text, nullable=False),
-    Column("version", Text, nullable=False),
-    Column("text", Text, nullable=False),
-    Column("first_used_at", Text, nullable=False),
-)
-"""Each rubric that verdicts were made by, as its file was; `hash` is `rubric_hash` of other tables."""
-
 judge_models = Table(
     "judge_models",
     metadata,
