@@ -1,25 +1,30 @@
 """Writes the generated pages of `docs/reference/`: `python -m scripts.reference_pages`.
 
 The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, and the
-JSON output from the shapes on the architecture page, which tests compare with what the commands print.
+states and tables from the schema and its docstrings.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-import re
+import inspect
 from collections.abc import Iterator
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
+from flywheel.records import states
+from flywheel.store.kernel import schema
 from scripts import configuration_page
 
 ROOT = configuration_page.ROOT
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
-JSON_PAGE = ROOT / "docs" / "reference" / "json.md"
+STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
 
 CLI_HEAD = """# Command line
 
@@ -29,18 +34,19 @@ This page is generated from the commands (`python -m scripts.reference_pages`); 
 
 Exit codes: 0 done; 1 failed; 2 usage; 69 the judge cannot be used: it is unreachable, refuses its calls, or gives
 answers that cannot be read; 75 another instance holds the lock; 78 wrong configuration, rubric, filter or labels
-file; 130, 143 stopped by SIGINT, SIGTERM before it was done; 141 the reader of stdout closed it.
+file; 130, 143 stopped by SIGINT, SIGTERM before it was done (`flywheel run` without
+`--once` ends with 0); 141 the reader of stdout closed it (`| head`). An error message says what was attempted, why it
+failed and what to do. A user's mistake never causes a traceback.
+
+`-c FILE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`, `rubric schema` and
+`config schema` need no configuration. `judge` is another name of `filter`, `train` of `round` and `explain` of `why`.
 """
 
-JSON_HEAD = """# JSON output
+STATE_HEAD = """# States and tables
 
-`--json` prints one object on stdout and nothing else. After an error that ends the command, the object is
-`{"error": …}`, with the message that is also on stderr. Usage errors (exit code 2) are on stderr only.
-
-Below, a key without a value has a text, a number, a list of them, true, false or null; `[{` begins a list of objects
-of that shape, and `{name: n}` stands for numbers by name. This page is generated from the
-[architecture page](../architecture.md#command-line) (`python -m scripts.reference_pages`), which explains the values;
-tests compare those shapes with what the commands print.
+This page is generated from `flywheel/store/kernel/schema.py` and `flywheel/records/states.py`
+(`python -m scripts.reference_pages`); a test compares them. Programs should read `flywheel status --json` or
+[`flywheel export`](export.md) instead: the tables can change with each version.
 """
 
 
@@ -117,50 +123,53 @@ def _sentence(text: str | None) -> str:
     return "\n\n".join(" ".join(each.split()) for each in (text or "").split("\n\n"))
 
 
-def json_page() -> str:
-    section = (ROOT / "docs" / "architecture.md").read_text().split("## Command line")[1].split("\n## ")[0]
-    parts = [JSON_HEAD]
-    # A name before a colon begins the shapes of a command: one, or several with words about each.
-    names = list(re.finditer(r"((?:`[a-z][a-z -]*`(?:,| and) )*`[a-z][a-z -]* --json`):", section))
-    ends = [*(each.start() for each in names[1:]), section.index("\nExit codes")]
-    for name, end in sorted(zip(names, ends, strict=True), key=lambda each: each[0][1]):
-        parts += [f"## {' '.join(name[1].split())}", ""]
-        before = name.end()
-        for shape in re.finditer(r"`(\{[^`]*\}|\"[^`]*\})`( or null)?", section[:end]):
-            if shape.start() < before:
-                continue
-            words = " ".join(section[before : shape.start()].split()).strip(" ,;:.").replace("](", "](../")
-            if words and before == name.end():
-                parts += [f"{words}:", ""]
-            elif words:
-                parts += [f"… {words}:", ""]
-            parts += ["```", *_drawn(shape[1]), "```", ""]
-            before = shape.end()
+def state_page() -> str:
+    parts = [STATE_HEAD, "## States", "", _sentence(states.__doc__), ""]
+    for kind, following in states.TRANSITIONS.items():
+        said = _docstrings(states, kind.__name__)
+        parts += [
+            f"### {kind.__name__}",
+            "",
+            _sentence(kind.__doc__),
+            "",
+            "| state | meaning | may become |",
+            "|---|---|---|",
+        ]
+        for state in kind:
+            after = ", ".join(f"`{each.value}`" for each in kind if each in following[state]) or "–"
+            parts.append(f"| `{state.value}` | {_cell(said.get(state.name, ''))} | {after} |")
+        parts.append("")
+    parts += ["## Tables", "", _sentence(schema.__doc__), ""]
+    names = _docstrings(schema)
+    for name, table in schema.metadata.tables.items():
+        parts += [f"### `{name}`", "", _sentence(names.get(name)), "", "| column | type | |", "|---|---|---|"]
+        for column in table.columns:
+            notes = [*(["primary key"] if column.primary_key else []), *(["unique"] if column.unique else [])]
+            notes += [f"→ `{key.target_fullname}`" for key in column.foreign_keys]
+            notes += ["may be NULL"] if column.nullable else []
+            parts.append(f"| `{column.name}` | {column.type} | {', '.join(notes)} |")
+        parts.append("")
     return "\n".join(parts)
 
 
-def _drawn(shape: str) -> list[str]:
-    """A shape with one key a line."""
-    lines, indent = [""], 0
-    for token in re.findall(r"\{\w+: n\}|\"[^\"]*\"|[{}\[\],]|[^\s{}\[\],\"]+", shape):
-        if token == "{":
-            lines[-1] += f" {token}" if lines[-1].endswith(":") else token
-            indent += 2
-            lines.append(" " * indent)
-        elif token == "}":
-            indent -= 2
-            lines += [" " * indent + token]
-        elif token == ",":
-            lines[-1] += token
-            lines.append(" " * indent)
-        elif token in "[]:":
-            lines[-1] += token if token != "[" or lines[-1].endswith("[") else f" {token}"
-        else:
-            lines[-1] += (" " if lines[-1].strip() and not lines[-1].endswith("[") else "") + token
-    return [line.rstrip() for line in lines if line.strip()]
+def _docstrings(module: ModuleType, class_name: str = "") -> dict[str, str]:
+    """The texts that follow assignments in a module, or in one of its classes, by name."""
+    body = ast.parse(inspect.getsource(module)).body
+    if class_name:
+        (body,) = [each.body for each in body if isinstance(each, ast.ClassDef) and each.name == class_name]
+    found = dict[str, str]()
+    for node, following in pairwise(body):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            names = [each.id for each in ast.walk(node.targets[0]) if isinstance(each, ast.Name)]
+            found |= dict.fromkeys(names, str(following.value.value))
+    return found
 
 
 if __name__ == "__main__":
     configuration_page.write()
     CLI_PAGE.write_text(cli_page())
-    JSON_PAGE.write_text(json_page())
+    STATE_PAGE.write_text(state_page())

@@ -87,12 +87,14 @@ def test_a_name_that_does_not_exist_is_noticed() -> None:
     assert not resolves("flywheel.records.trace.NoSuchName")
 
 
-def test_every_file_that_the_architecture_page_names_exists() -> None:
+def test_every_file_that_the_pages_on_the_program_name_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    named = set(re.findall(r"`([\w.-]+/[\w./-]*\.py|flywheel/[\w./-]+)`", text))
+    pages = (text, *(page.read_text() for page in (ROOT / "docs" / "explanation").glob("*.md")))
+    named = {name for page in pages for name in re.findall(r"`([\w.-]+/[\w./-]*\.py|flywheel/[\w./-]+)`", page)}
     places = (ROOT, PACKAGE, PACKAGE / "training")
     assert len(named) > 80
     assert {name for name in named if not any((place / name).exists() for place in places)} == set()
+    assert len(text.split()) <= 3500
     _, _, questions = text.partition("## Where is …?")
     assert len(re.findall(r"^\| … .+ \| `flywheel/", questions, re.MULTILINE)) >= 30
 

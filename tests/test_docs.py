@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from flywheel.cli.app import MODULES, app
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import parse
 from flywheel.judge.filters.chain import FILTERS, load_chain
@@ -27,13 +25,13 @@ from flywheel.judge.filters.pii import Pii
 from flywheel.judge.filters.rules import Rules
 from flywheel.judge.rubric.criterion import KINDS
 from flywheel.judge.rubric.file import parse_rubric
-from flywheel.records.states import SkipReason, TaskState
+from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
 from flywheel.serving.client.replica_errors import Condition
 from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
 from flywheel.system.files import DOCUMENTATION_KINDS
 from flywheel.training.data.formats import FORMATS
 from scripts.configuration_page import PAGE, page
-from scripts.reference_pages import CLI_PAGE, JSON_PAGE, cli_page, json_page
+from scripts.reference_pages import CLI_PAGE, STATE_PAGE, cli_page, state_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,9 +41,17 @@ def test_the_configuration_page_is_the_settings() -> None:
     assert PAGE.read_text() == page(), "run: python -m scripts.configuration_page"
 
 
-def test_the_page_of_commands_is_the_commands_and_that_of_json_is_what_the_architecture_page_says() -> None:
+def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() -> None:
     assert CLI_PAGE.read_text() == cli_page(), "run: python -m scripts.reference_pages"
-    assert JSON_PAGE.read_text() == json_page(), "run: python -m scripts.reference_pages"
+    assert STATE_PAGE.read_text() == state_page(), "run: python -m scripts.reference_pages"
+
+
+def test_every_table_and_every_state_has_its_sentence() -> None:
+    page_text = state_page()
+    assert set(re.findall(r"^### `(\w+)`\n\n[^|\n]", page_text, re.MULTILINE)) == set(metadata.tables)
+    for states in TRANSITIONS:
+        for state in states:
+            assert re.search(rf"^\| `{state.value}` \| [^|]", page_text, re.MULTILINE)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed")
@@ -197,23 +203,5 @@ def test_every_variable_of_the_environment_that_is_ours_is_on_its_page() -> None
     assert set(read) - internal == set(re.findall(r"^\| `(FLYWHEEL_\w+)` \|", page_text, re.MULTILINE))
 
 
-def test_every_table_of_the_state_is_on_the_architecture_page() -> None:
-    page_text = (ROOT / "docs" / "architecture.md").read_text()
-    table = page_text.split("| table | what matters |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| ([a-z_, ]+) \|", table, re.MULTILINE)
-    assert {name for row in rows for name in row.split(", ")} == set(metadata.tables)
-
-
 def test_the_changelog_names_the_schema_of_the_state() -> None:
     assert f"schema version {SCHEMA_VERSION}" in " ".join((ROOT / "CHANGELOG.md").read_text().split())
-
-
-def test_every_command_in_the_architecture_page_exists_and_none_is_left_out() -> None:
-    page_text = (ROOT / "docs" / "architecture.md").read_text()
-    table = page_text.split("## Command line")[1].split("`ingest --json`")[0]
-    named = set(re.findall(r"`flywheel ([a-z-]+)", table))
-    for name in MODULES:
-        importlib.import_module(f"flywheel.cli.{name}")
-    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    groups = {group.name for group in app.registered_groups}
-    assert named == commands | groups

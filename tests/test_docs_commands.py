@@ -6,7 +6,6 @@ import importlib
 import re
 import shlex
 import signal
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,21 +91,6 @@ def test_the_page_lists_every_exit_code() -> None:
     listed = {int(code) for code in re.findall(r"\b\d+\b", page.split("Exit codes:")[1].split("\n\n")[0])}
     own = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert listed == own | {0, EXIT_INTERRUPTED, 128 + signal.SIGTERM, EXIT_UNREAD}
-
-
-def test_the_table_of_commands_has_every_option(root: TyperGroup) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.split("## Command line")[1].split("`ingest --json`")[0]
-    told: dict[int, set[str]] = defaultdict(set)
-    for row in re.findall(r"^\| (`(?:flywheel )?[a-z].*?) \| ", table, re.MULTILINE):
-        for span in re.findall(r"`(?:flywheel )?([^`]+)`", row):
-            command, rest = target(root, shlex.split(re.sub(r"[\[\]…]|\\\|", " ", span)))
-            told[id(command)].update(word for word in rest if word.startswith("--"))
-    every = [
-        each for command in root.commands.values() for each in getattr(command, "commands", {"": command}).values()
-    ]
-    for command in every:
-        assert told[id(command)] - OF_ALL == options(command) - OF_ALL, f"`flywheel … {command.name}`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

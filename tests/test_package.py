@@ -150,7 +150,7 @@ def test_the_base_install_shows_the_demo(installed: Path, tmp_path: Path) -> Non
     assert run("python", "-c", missing) == "[]\n"
     shown = run("flywheel", "demo", "--no-browser")
     assert "accepted" in shown and "100 replies" in shown
-    assert "flywheel demo" in run("flywheel", "docs", "architecture")
+    assert "flywheel demo" in run("flywheel", "docs", "cli")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The states of replies, tasks, rounds, adapters, deployments, dead letters and requests, and the legal transitions.
 
-Transitions are data: `TRANSITIONS` is their only definition, and the store refuses all others.
+Transitions are data: `TRANSITIONS` is their only definition, and the store refuses all others. A change is
+compare-and-set (`UPDATE … WHERE id = ? AND state = ?`), with a row in `events` in the same transaction.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ from typing import Final
 
 
 class ReplyState(StrEnum):
+    """The states of a reply."""
+
     OPEN = "open"
+    """its trace is incomplete or still changing"""
     CLOSED = "closed"
+    """its trace is complete"""
     CONVERTED = "converted"
+    """it is a task"""
     SKIPPED = "skipped"
+    """it never becomes a task, for a `SkipReason`; it is opened again if its trace goes on"""
     DEAD = "dead"
+    """it cannot be read: see its dead letter"""
 
 
 class SkipReason(StrEnum):
@@ -44,14 +52,24 @@ class SkipReason(StrEnum):
 
 
 class TaskState(StrEnum):
+    """The states of a task."""
+
     PENDING = "pending"
+    """it waits to be judged"""
     JUDGING = "judging"
+    """it is being filtered or judged; after a crash it is pending again"""
     ACCEPTED = "accepted"
+    """it is a sample, or a held-out task of the gate"""
     REJECTED = "rejected"
+    """the rubric, a filter or a person rejected it"""
     UNDECIDED = "undecided"
+    """the judge did not decide; it is judged again later"""
     RESERVED = "reserved"
+    """an unfinished round uses it"""
     CONSUMED = "consumed"
+    """a promoted round, or as many compared rounds as are allowed, have used it"""
     DEAD = "dead"
+    """it cannot be judged: see its dead letter"""
     HELD = "held"
     """set aside for a person: one of a burst of near-identical questions"""
     WITHDRAWN = "withdrawn"
@@ -64,38 +82,63 @@ class Split(StrEnum):
 
 
 class RoundState(StrEnum):
+    """The states of a round."""
+
     PLANNED = "planned"
+    """its specification is written; its worker is not running"""
     TRAINING = "training"
+    """its worker runs"""
     EVALUATING = "evaluating"
+    """its result is there; it is compared, decided and, if better, swapped in"""
     PROMOTED = "promoted"
+    """its adapter was shown to be better and is deployed"""
     REJECTED = "rejected"
+    """its adapter was not shown to be better"""
     FAILED = "failed"
+    """it ended with an error, or was refused"""
     ABANDONED = "abandoned"
+    """its worker died; it is planned again while attempts last"""
 
 
 class AdapterState(StrEnum):
+    """The states of an adapter."""
+
     STAGED = "staged"
+    """its files are written"""
     READY = "ready"
+    """its files are those that were evaluated, and it may be deployed"""
     RETIRED = "retired"
+    """it has served, and another adapter serves now"""
     CORRUPT = "corrupt"
+    """its files are not those that were evaluated"""
     REMOVED = "removed"
     """its files are removed or being removed: nothing needs them"""
 
 
 class DeploymentState(StrEnum):
+    """The states of a deployment, one swap of an alias."""
+
     REQUESTED = "requested"
+    """a swap was asked for"""
     LOADING = "loading"
+    """the servers load the adapter"""
     PROBING = "probing"
+    """the servers are asked which weights they answer with"""
     ACTIVE = "active"
+    """the alias is pointed at it"""
     DRAINING = "draining"
+    """another one is active; requests in flight end"""
     RETIRED = "retired"
+    """no request uses it"""
     FAILED = "failed"
+    """the swap failed before it was active, and the old adapter stays"""
 
 
 class DeadLetterState(StrEnum):
     """The states of a dead letter."""
 
     OPEN = "open"
+    """it waits for a person"""
     RETRIED = "retried"
     """tried again; if that fails too, it is opened again"""
     DROPPED = "dropped"
@@ -106,8 +149,11 @@ class RequestState(StrEnum):
     """The states of a request, an action that a person asks for."""
 
     OPEN = "open"
+    """it is not carried out yet"""
     DONE = "done"
+    """it was carried out, once"""
     FAILED = "failed"
+    """it could not be carried out; the error says why"""
 
 
 class Label(StrEnum):

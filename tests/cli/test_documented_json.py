@@ -1,4 +1,4 @@
-"""What `--json` prints has the keys that docs/architecture.md names, and no others."""
+"""What `--json` prints has the keys that docs/reference/json.md names, and no others."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ import pytest
 from tests.cli.conftest import Run
 from tests.sources.studio.writer import DATA
 
-PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "json.md").read_text()
+
+
+def blocks(command: str) -> list[str]:
+    """The shapes in the section of a command."""
+    section = re.search(rf"^## `{command} --json`\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert section is not None, command
+    return re.findall(r"```\n(.*?)```", section[1], re.DOTALL)
 
 
 def documented(command: str) -> Any:
-    """The shape behind `COMMAND --json`, with every key that stands alone leading to null."""
-    shape = re.search(rf"`{command} --json`:[^`]*`(\{{[^`]*\}})`", PAGE)
-    assert shape is not None, command
-    return parsed(shape[1])
+    """The shape that `COMMAND --json` prints, with every key that stands alone leading to null."""
+    return parsed(blocks(command)[0])
 
 
 def parsed(text: str) -> Any:
     text = " ".join(text.split())
     # `"key": "one" | "other"` names the values, `{"name": n}` any name: neither has keys of its own.
     text = re.sub(r"\{\w+: n\}|(?<=: )\"[\w -]+\"(?: \| \"[\w -]+\")*", "null", text).replace(" or null", "")
-    text = re.sub(r"(\"\w+\")(?=[,}\]])", r"\1: null", text)
+    text = re.sub(r"(\"\w+\")(?=\s*[,}\]])", r"\1: null", text)
     return json.loads(text)
 
 
@@ -78,15 +83,13 @@ def test_the_keys_are_those_of_the_page(flywheel: Run, config: Path, name: str, 
 
 
 def test_the_keys_of_a_deep_audit(flywheel: Run, config: Path) -> None:
-    more = re.search(r'adds\s+`("sources":[^`]*)`\s+and\s+`("task_file":[^`]*)`', PAGE)
-    assert more is not None
+    _, sources, task_file = blocks("audit")
     told = flywheel("audit", "--deep", "--json", "-c", config).json
-    compare(told, documented("audit") | parsed(f"{{{more[1]}, {more[2]}}}"), "audit --deep")
+    compare(told, documented("audit") | parsed(f"{{{sources}, {task_file}}}"), "audit --deep")
 
 
 def test_the_keys_of_why(flywheel: Run, config: Path) -> None:
     task = flywheel("tasks", "--state", "pending", "--limit", "1", "--json").json["tasks"][0]["task_id"]
-    keys = re.search(r"of anything else `(\{\"kind\": \"trace\"[^`]*)`", PAGE)
-    assert keys is not None
+    _, of_trace = blocks("why")
     told = flywheel("why", task, "--json").json
-    assert set(re.findall(r'"(\w+)"', keys[1])) == {*told, *told["replies"][0], "trace"}
+    assert set(re.findall(r'"(\w+)"', of_trace)) == {*told, *told["replies"][0], "trace"}

@@ -1,4 +1,9 @@
-"""The tables. Times are UTC in ISO 8601; JSON columns hold what varies in structure."""
+"""The tables of `state.db`. Times are UTC in ISO 8601; JSON columns hold what varies in structure.
+
+It is one SQLite database (WAL, `synchronous=FULL`, foreign keys on). One thread writes, a few read, and each
+transaction runs whole in its thread; short ones use aiosqlite. The state of another schema is refused before any
+write.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,7 @@ SCHEMA_VERSION: Final = 1
 metadata = MetaData()
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
+"""What there is once: the schema, the number of the last task in the task file, notes for `status`."""
 
 sources = Table(
     "sources",
@@ -47,6 +53,8 @@ sources = Table(
     Column("warning", Text, nullable=False, default=""),
     Column("read_at", Text),
 )
+"""Each source by its path. `identity` is device and inode, `fingerprint` that of Studio's schema, `generation`
+how often reading started over; `rowid_done` and `anchor` are the cursor; `swept_at` is the last full scan."""
 
 replies = Table(
     "replies",
@@ -66,7 +74,7 @@ replies = Table(
     UniqueConstraint("source_id", "span_id"),
     Index("replies_by_state", "source_id", "state", "skip_reason"),
 )
-"""`content` is the content hash of the reply, NULL in rows of older states."""
+"""The outcome of each reply. `content` is the content hash of the reply, NULL in rows of older states."""
 
 traces = Table(
     "traces",
@@ -135,7 +143,8 @@ tasks = Table(
     Index("tasks_for_rounds", "state", "split", "excluded", "target"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
-"""`excluded` says why rounds leave it out, see `flywheel.records.exclusion`; empty if they do not. `model` is the
+"""Each task once. `key` is a hash of trace and span, `payload` the line of the task file; `split` never changes.
+`excluded` says why rounds leave it out, see `flywheel.records.exclusion`; empty if they do not. `model` is the
 requested model, empty if it is unknown or the response's id names the version. `target` is the target whose samples
 it can be (`targets`), empty for none and without targets. `beginning` is a hash of the beginning of its conversation,
 for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
@@ -165,6 +174,7 @@ dead_letters = Table(
     Column("created_at", Text, nullable=False),
     UniqueConstraint("kind", "source_id", "subject"),
 )
+"""Units that could not be processed, with their last error and an excerpt; never deleted."""
 
 events = Table(
     "events",
@@ -178,6 +188,7 @@ events = Table(
     Column("detail", Text, nullable=False, default=""),
     Index("events_by_subject", "kind", "subject"),
 )
+"""Every change of state, append-only, written in the transaction that makes the change."""
 
 verdicts = Table(
     "verdicts",
@@ -201,7 +212,8 @@ verdicts = Table(
     # Counts by rubric, and comparisons of two, read no verdict.
     Index("verdicts_by_rubric", "rubric_hash", "task_id", "judge_hash", "outcome"),
 )
-"""`judgements` are the judge's answers that the verdict was made of, see `flywheel.records.verdict.Judgement`."""
+"""Verdicts by task, rubric and judge; `results` are those of the criteria. `judgements` are the judge's answers
+that the verdict was made of, see `flywheel.records.verdict.Judgement`."""
 
 judge_days = Table(
     "judge_days",
@@ -314,6 +326,7 @@ fingerprint_bands = Table(
     Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
     sqlite_with_rowid=False,
 )
+"""The bands by which nearly equal questions are found."""
 
 embeddings = Table(
     "embeddings",
@@ -368,7 +381,8 @@ calibrations = Table(
     Column("created_at", Text, nullable=False),
     Index("calibrations_by_rubric", "rubric_hash", "judge_hash"),
 )
-"""`kappa` is NULL if it is not defined: all labels or all verdicts are the same."""
+"""How far a rubric by a judge agreed with people. `kappa` is NULL if it is not defined: all labels or all
+verdicts are the same."""
 
 rounds = Table(
     "rounds",
@@ -392,9 +406,9 @@ rounds = Table(
     Column("created_at", Text, nullable=False),
     Column("finished_at", Text),
 )
-"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round. `target` is
-the target that it trains, empty without `targets`. `usage_read` is how many bytes of its `usage.jsonl` are counted in
-`judge_days`."""
+"""Training rounds. `live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live
+round. `target` is the target that it trains, empty without `targets`. `usage_read` is how many bytes of its
+`usage.jsonl` are counted in `judge_days`."""
 
 round_samples = Table(
     "round_samples",
@@ -403,6 +417,7 @@ round_samples = Table(
     Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
     Column("split", Text, nullable=False),
 )
+"""The tasks of each round, with the split in which the round uses them."""
 
 gate_tests = Table(
     "gate_tests",
@@ -452,6 +467,8 @@ adapters = Table(
     Column("probe", JSON),
     Column("created_at", Text, nullable=False),
 )
+"""What each round trained. `sha256` is that of the whole directory; `probe` proves on a server which weights it
+serves."""
 
 deployments = Table(
     "deployments",
@@ -470,5 +487,5 @@ deployments = Table(
     Column("activated_at", Text),
     Column("retired_at", Text),
 )
-"""`active_alias` is the alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is
-the base model."""
+"""What each alias was pointed at, and when. `report` says how the swap went on each server. `active_alias` is the
+alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model."""
