@@ -113,7 +113,7 @@ class Commands(Group):
 app = typer.Typer(
     name="flywheel",
     cls=Commands,
-    help="A closed loop for LLM agents: traces, judged samples, GRPO rounds, tested adapters.",
+    help="For LLM agents: judge their replies, train LoRA adapters on accepted ones, deploy better ones.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -126,7 +126,7 @@ ConfigOption = Annotated[
         "-c",
         "--config",
         metavar="FILE",
-        help="Configuration. Default: $FLYWHEEL_CONFIG, ./flywheel.yaml.",
+        help="The configuration file. Default: $FLYWHEEL_CONFIG, else ./flywheel.yaml.",
         readable=False,  # an unreadable file is a wrong configuration, not wrong usage
     ),
 ]
@@ -148,14 +148,15 @@ _given_first: ContextVar[Path | None] = ContextVar("_given_first", default=None)
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.", envvar="FLYWHEEL_LOG")
+        str,
+        typer.Option(metavar="LEVEL", help="Level of the log: DEBUG, INFO, WARNING or ERROR.", envvar="FLYWHEEL_LOG"),
     ] = "INFO",
     log_format: Annotated[
         Literal["text", "json"],
-        typer.Option(help="Log lines for people, or one JSON object each.", envvar="FLYWHEEL_LOG_FORMAT"),
+        typer.Option(help="Format of the log: text, or one JSON object per line.", envvar="FLYWHEEL_LOG_FORMAT"),
     ] = "text",
     config: ConfigOption = None,
 ) -> None:

@@ -37,10 +37,11 @@ ERROR_SHOWN: Final = 200
 @app.command(name="dead-letters")
 def dead_letters(
     action: Annotated[
-        Literal["show", "retry", "drop"], typer.Argument(metavar="show|retry|drop", help="What to do with them.")
+        Literal["show", "retry", "drop"],
+        typer.Argument(metavar="show|retry|drop", help="What to do with the dead letters."),
     ] = "show",
-    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that are open; with show, also the closed.")] = False,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Numbers of dead letters.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All open ones; with show, closed ones as well.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:

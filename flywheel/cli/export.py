@@ -74,19 +74,21 @@ def export(
     config: ConfigOption = None,
     out: Annotated[
         str,
-        typer.Option(metavar="PATH", help="The file; `-` is stdout. Default: FORMAT.jsonl or FORMAT.parquet, here."),
+        typer.Option(
+            metavar="PATH", help="The file; `-` is stdout. Default: FORMAT.jsonl or .parquet in this directory."
+        ),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     state: Annotated[
         States | None,
-        typer.Option(help="Which tasks. Default: accepted (those that a round took are among them)."),
+        typer.Option(help="State of the tasks. Default: accepted, including tasks that a round has used."),
     ] = None,
-    split: Annotated[Splits, typer.Option(help="Which split.")] = "train",
+    split: Annotated[Splits, typer.Option(help="Split of the tasks.")] = "train",
     margin: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="M", help="trl-dpo: how far a pair's scores are apart at least."),
+        typer.Option(min=0, max=1, metavar="M", help="trl-dpo: minimum difference between the scores of a pair."),
     ] = None,
-    target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this one of `targets`.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this target.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write tasks as a file for another trainer."""

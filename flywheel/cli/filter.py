@@ -59,24 +59,27 @@ class _Options:
 @app.command(name="filter")
 def filter_tasks(
     config: ConfigOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but write nothing.")] = False,
-    rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this rubric.", readable=False)] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge this many tasks at most.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but store nothing.")] = False,
+    rubric: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Use this rubric instead of the configured one.", readable=False),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge at most this many tasks.")] = None,
     rejudge: Annotated[
-        bool, typer.Option("--rejudge", help="Also judge tasks again that another rubric or judge decided.")
+        bool, typer.Option("--rejudge", help="Also judge tasks that another rubric or judge has decided.")
     ] = False,
     against: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Dry run: compare with this rubric on all tasks; show which verdicts flip, and why.",
+            help="Compare with this rubric on all tasks, show which verdicts change and why; store nothing.",
             readable=False,
         ),
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Make no call: estimate calls, tokens and cost.")
+        bool, typer.Option("--estimate", help="Estimate calls, tokens and cost without calling the judge.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies of the configured sources, then judge pending tasks with the rubric."""

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def ingest(
     config: ConfigOption = None,
     source: Annotated[
-        list[Path] | None, typer.Option(metavar="DB", help="Read this database instead of the configured ones.")
+        list[Path] | None, typer.Option(metavar="DB", help="Read this database instead of the configured sources.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the tasks here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the tasks to this file.")] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Full scan: compare all rows with the ledger, not only new ones.")
     ] = False,

@@ -52,21 +52,21 @@ def init(
     source: Annotated[
         str | None,
         typer.Option(
-            metavar="SOURCE", help="Path of a Studio database or of a .jsonl file, `otlp`, or `calls` of the server."
+            metavar="SOURCE", help="A Studio database, a .jsonl file, `otlp`, or `calls` (the server's call log)."
         ),
     ] = None,
     judge: Annotated[
         str | None,
-        typer.Option(metavar="'URL [MODEL]'", help="The judge's endpoint, and its model."),
+        typer.Option(metavar="'URL [MODEL]'", help="Endpoint and model of the judge."),
     ] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model: a hub name or a directory.")] = None,
     server: Annotated[str | None, typer.Option(metavar="URL", help="The vLLM server of your agents.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take what is found, or the default.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; use what is found, else the default.")] = False,
     systemd: Annotated[bool, typer.Option("--systemd", help="Also write systemd units.")] = False,
 ) -> None:
     """Write flywheel.yaml, rubrics and filters to edit, and check the installation.
 
-    On a terminal, it asks for what no option says. Existing files are not changed.
+    On a terminal, it asks for the settings that no option gives. Existing files are not changed.
     """
     config = directory / "flywheel.yaml"
     given = {"source": source, "judge": judge, "base": base, "server": server}

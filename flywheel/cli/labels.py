@@ -43,15 +43,15 @@ def label(
     task: Annotated[str, typer.Argument(metavar="TASK", help="Id of a task.")],
     verdict: Annotated[
         Literal["accept", "reject", "unsure"],
-        typer.Argument(metavar="accept|reject|unsure", help="What you say of the reply."),
+        typer.Argument(metavar="accept|reject|unsure", help="Your label."),
     ],
     criterion: Annotated[str, typer.Option(metavar="ID", help="Only this criterion. Default: the whole reply.")] = "",
-    comment: Annotated[str, typer.Option(metavar="TEXT", help="Why.")] = "",
-    by: Annotated[str, typer.Option(metavar="NAME", help="Who says so. Default: you, by your user name.")] = "",
+    comment: Annotated[str, typer.Option(metavar="TEXT", help="The reason for your label.")] = "",
+    by: Annotated[str, typer.Option(metavar="NAME", help="Who labels. Default: your user name.")] = "",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a reply is good, beside the judge's verdict. Your last label on a task counts."""
+    """Label a reply, independently of the judge's verdict. Your last label on a task counts."""
     from flywheel.store.requests import Kind
 
     settings = load_config(config)
@@ -70,20 +70,22 @@ def label(
 @app.command()
 def labels(
     config: ConfigOption = None,
-    by: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this person.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="NAME", help="Only labels by this person.")] = None,
     criterion: Annotated[
-        str | None, typer.Option(metavar="ID", help="Only those on this criterion; an empty ID: on whole replies.")
+        str | None,
+        typer.Option(metavar="ID", help="Only labels on this criterion; with an empty ID, on whole replies."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help=f"At most this many. Default: {SHOWN}; with --json all.")
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"Show at most this many. Default: {SHOWN}, or all with --json."),
     ] = None,
     out: Annotated[
         str, typer.Option(metavar="FILE", help="Write labelled replies for `rubric calibrate`; `-` is stdout.")
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List labels, newest first, and how far the judge agrees; or write them for `rubric calibrate`."""
+    """List labels, newest first, and the judge's agreement with them; or write them for `rubric calibrate`."""
     settings = load_config(config)
     if out:
         if as_json and out == "-":

@@ -32,7 +32,8 @@ WAIT_SECONDS = 120.0
 def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     keep_days: Annotated[
-        float | None, typer.Option(min=0, max=36_500, metavar="N", help="Instead of retention.keep_days.")
+        float | None,
+        typer.Option(min=0, max=36_500, metavar="N", help="Keep rounds for N days, instead of retention.keep_days."),
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,

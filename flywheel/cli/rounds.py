@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Swap: TypeAlias = Callable[[Deployer], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", metavar="NAME", help="The target, where `targets` has several.")
+    str | None, typer.Option("--target", metavar="NAME", help="The target, if there are several.")
 ]
 
 
@@ -48,7 +48,7 @@ def train_round(
     config: ConfigOption = None,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Rollouts and rewards only: no optimizer; only the judge's usage is stored."),
+        typer.Option("--debug", help="Make rollouts and rewards, train nothing; only the judge's usage is stored."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask for confirmation.")] = False,
@@ -243,7 +243,7 @@ def deploy(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Point the alias at an adapter: load it on every server, test it, then switch."""
+    """Deploy an adapter: load it on every server, verify it there, then point the alias at it."""
     from flywheel.store.deployments import BY_HAND
 
     settings = load_config(config)
@@ -260,12 +260,14 @@ def deploy(
 
 @app.command()
 def rollback(
-    to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="To this adapter, or to `base`.")] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="ADAPTER", help="Roll back to this adapter, or to `base`.")
+    ] = None,
     target: TargetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Point the alias back at the adapter that served before."""
+    """Roll back: point the alias at the previous adapter."""
     settings = load_config(config)
     attempted = f"roll {target or 'a target' if settings.targets else settings.model.alias} back"
     own = _settings_of(settings, target, to or "", attempted)

@@ -12,7 +12,9 @@ from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.system.files import write_atomic
 from flywheel.system.terminal import escape_terminal
 
-rubric = typer.Typer(cls=Group, help="Work on rubric files.", no_args_is_help=True, rich_markup_mode=None)
+rubric = typer.Typer(
+    cls=Group, help="Check, calibrate and draft rubrics.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(rubric, name="rubric")
 
 LabelsOption = Annotated[
@@ -63,12 +65,13 @@ def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.", readable=False)],
     labels: LabelsOption,
     config: ConfigOption = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Judge every label N times.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Judge each labelled reply N times.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Judge labelled replies, report how well the judge agrees with the labels, and store the result.
 
-    It prints the expected cost first, which counts in judge.budget. Exit 1 if judge.min_kappa is set and not reached.
+    The expected cost is printed first and counts towards judge.budget. Exit 1 if judge.min_kappa is set and not
+    reached.
     """
     from flywheel.cli import calibration
 
@@ -88,7 +91,7 @@ def suggest(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the rubric here. Default: print it.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Draft a rubric with the judge from labelled replies. It passes `flywheel rubric check`."""

@@ -32,12 +32,16 @@ WEB_STOP_SECONDS: Final = 10
 @app.command()
 def run(
     config: ConfigOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Do what is due now, then exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Do all due work, then exit.")] = False,
     max_rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Exit after this many finished rounds.")
     ] = None,
-    web: Annotated[bool, typer.Option("--web", help="Also start `flywheel web`, and stop it at the end.")] = False,
-    web_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the pages; 0 takes a free one.")] = 4400,
+    web: Annotated[
+        bool, typer.Option("--web", help="Also start `flywheel web`, and stop it with the daemon.")
+    ] = False,
+    web_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the web UI; 0 chooses a free port.")
+    ] = 4400,
 ) -> None:
     """Run the daemon: read sources, judge, train and swap until it is stopped."""
     tune_process()

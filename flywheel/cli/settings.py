@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.system.yaml_file import YamlDocument
 
-config_app = typer.Typer(cls=Group, help="Show the settings.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(
+    cls=Group, help="Show the settings and their JSON Schemas.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(config_app, name="config")
 
 SCHEMAS: Final[Mapping[str, str]] = {
@@ -67,7 +69,7 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 def schema(
     of: Annotated[
         Literal["config", "rubric", "filters"],
-        typer.Argument(metavar="config|rubric|filters", help="Of which files."),
+        typer.Argument(metavar="config|rubric|filters", help="The kind of file."),
     ] = "config",
 ) -> None:
     """Print the JSON Schema of configuration, rubric or filter files, for editors that complete and validate."""

@@ -37,7 +37,9 @@ def serve(config: ConfigOption = None) -> None:
 
 @app.command()
 def docs(
-    page: Annotated[str | None, typer.Argument(metavar="PAGE", help="A page's name; without it, list them.")] = None,
+    page: Annotated[
+        str | None, typer.Argument(metavar="PAGE", help="Name of a page. Default: list all pages.")
+    ] = None,
 ) -> None:
     """Show a page of the documentation."""
     pages = files.documentation_pages()

@@ -57,9 +57,9 @@ def status(
     config: ConfigOption = None,
     as_json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Print it in Prometheus' text format.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Print metrics in Prometheus' text format.")] = False,
 ) -> None:
-    """Show sources, tasks, samples, rounds and what is deployed."""
+    """Show sources, tasks, samples, rounds and the deployed adapter."""
     from flywheel.daemon.status import snapshot
 
     if watch + as_json + metrics > 1:

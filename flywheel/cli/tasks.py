@@ -50,16 +50,23 @@ WIDE = 120
 def show(
     context: typer.Context,
     config: ConfigOption = None,
-    state: Annotated[TaskState | None, typer.Option(help="Only this state.")] = None,
+    state: Annotated[TaskState | None, typer.Option(help="Only tasks in this state.")] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only of this adapter; `base`: the base model; `unrecorded`: not known."),
+        typer.Option(
+            metavar="NAME", help="Only tasks answered by this adapter, by `base`, or by an `unrecorded` one."
+        ),
     ] = None,
-    criterion: Annotated[str | None, typer.Option(metavar="ID", help="Only if it failed this criterion.")] = None,
-    text: Annotated[str | None, typer.Option(metavar="TEXT", help="Question or answer contains this.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this one of `targets`.")] = None,
+    criterion: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only tasks that failed this criterion.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only tasks with this text in question or answer.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this target.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help=f"At most this many. Default: {SHOWN}; with --json all.")
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"Show at most this many. Default: {SHOWN}, or all with --json."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,7 +156,7 @@ def reject(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Reject held tasks by hand."""
+    """Reject held tasks."""
     _decide(context, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
 
 

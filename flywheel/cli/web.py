@@ -19,13 +19,13 @@ SHORTEST_TOKEN = 16
 @app.command()
 def web(
     config: ConfigOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 4400,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port.")] = 4400,
     name: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST", help="Host name by which browsers reach it, for example behind a proxy."),
     ] = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything by the pages.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Allow no changes in the web UI.")] = False,
 ) -> None:
     """Open the web UI. The daemon need not be running."""
     from flywheel.system.server_limits import is_loopback

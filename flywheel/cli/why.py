@@ -21,7 +21,7 @@ def why(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which conversations made an adapter, or what became of a trace."""
+    """Show the conversations that an adapter was trained on, or the outcome of a trace."""
     from flywheel.store.views import lineage
 
     settings = load_config(config)

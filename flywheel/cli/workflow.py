@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from flywheel.cli.workflow_check import Checked
     from flywheel.config import Config
 
-workflow = typer.Typer(cls=Group, help="Work on the agent of rollouts.", no_args_is_help=True, rich_markup_mode=None)
+workflow = typer.Typer(
+    cls=Group, help="Check your own agent for rollouts.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(workflow, name="workflow")
 
 
@@ -47,14 +49,12 @@ def check(
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="The server, without /v1. Default: the first of serving.urls.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model that is asked. Default: the aliases.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model to ask. Default: the aliases.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the agent of rollouts once on a task against the server, and say what it did.
+    """Run your own agent once on a task against the server, and report what it did.
 
-    Without --task it has the task that a round would take first. Exit 1 if a round would fail on what was seen.
+    Without --task, it gets the task that a round would use first. Exit 1 if a round would fail on what was seen.
     """
     settings = load_config(config)
     is_file = task is not None and Path(task).expanduser().is_file()

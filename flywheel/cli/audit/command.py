@@ -33,11 +33,12 @@ def audit(
     config: ConfigOption = None,
     deep: Annotated[bool, typer.Option("--deep", help="Compare with the sources and the task file as well.")] = False,
     source: Annotated[
-        list[Path] | None, typer.Option(metavar="DB", help="With --deep: this database, not the configured ones.")
+        list[Path] | None,
+        typer.Option(metavar="DB", help="With --deep: read this database instead of the configured sources."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that every reply is accounted for; exit 1 if one is not."""
+    """Verify that every reply is accounted for. Exit 1 if one is not."""
     settings = load_config(config)
     if source and not deep:
         raise typer.BadParameter("it requires --deep", param_hint="--source")

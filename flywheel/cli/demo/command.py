@@ -47,12 +47,13 @@ DESKTOP: Final = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 @app.command()
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="Keep everything in this directory, which is new.")
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Keep everything in this directory, which must be new."),
     ] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="End after the table.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the pages; 0 takes a free one.")] = 0,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Exit after printing the table.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the web UI; 0 chooses a free port.")] = 0,
 ) -> None:
-    """Read and judge 100 replies that Flywheel ships, print a table, and open the pages."""
+    """Read and judge 100 replies that Flywheel ships, print a table, and open the web UI."""
     from flywheel.cli.demo import judge
 
     tune_process()

@@ -32,7 +32,7 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the installation and report what it lacks; nothing is changed.
+    """Check the installation and report problems. Nothing is changed.
 
     Checks packages, configuration, state, sources, rubric, judge, servers, model and machine. Exit 1 when something
     failed, 78 when configuration, rubric or filter file is wrong.
