@@ -16,8 +16,6 @@ from flywheel.errors import ConfigError, ReceiverError
 from flywheel.system.server_limits import App, RefusedError, Scope, ServerLimits, header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import uvicorn
 
 log = logging.getLogger(__name__)
@@ -52,11 +50,9 @@ def check_token(scope: Scope, token: str | None) -> None:
         raise RefusedError(401, why, {"WWW-Authenticate": "Bearer"})
 
 
-def web_server(
-    app: App, limits: ServerLimits | None, *, stop_seconds: int, at_end: Callable[[], None] = lambda: None
-) -> uvicorn.Server:
-    """A server of `app`. `limits` are those of its connections; the app applies the others. When it is to stop,
-    `at_end` is called, and open requests get `stop_seconds`."""
+def web_server(app: App, limits: ServerLimits | None, *, stop_seconds: int) -> uvicorn.Server:
+    """A server of `app`. `limits` are those of its connections; the app applies the others. When it is to stop, open
+    requests get `stop_seconds`."""
     # Imported here: a process that listens nowhere does not load it.
     import uvicorn
 
@@ -66,10 +62,6 @@ def web_server(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             asyncio.get_running_loop().set_exception_handler(handle_accept_errors)
             await super().startup(sockets)
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            at_end()
-            await super().shutdown(sockets)
 
     settings: dict[str, Any] = {
         "http": "auto" if limits is None else partial(Protocol, Connections(limits)),

@@ -28,7 +28,6 @@ from flywheel.web import (
     gate,
     labels,
     lineage,
-    live,
     overview,
     rollouts,
     rounds,
@@ -93,15 +92,13 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/gate/{round}/{task:path}", gate.show_pair),
     Route("/lineage", lineage.show),
     Route("/deployments/{number}", lineage.show_deployment),
-    Route("/live", live.show),
     Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
 )
 
 
 async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], None]) -> None:
     """Serve the pages until the process is told to stop."""
-    # Open pages have streams, which would keep it from stopping.
-    server = web_server(app, LIMITS, stop_seconds=GRACE_SECONDS, at_end=live.stop)
+    server = web_server(app, LIMITS, stop_seconds=GRACE_SECONDS)
     announce()
     trimming = asyncio.create_task(_trim())
     try:

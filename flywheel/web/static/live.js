@@ -1,40 +1,27 @@
 // Keeps the elements that are marked `data-live`, each with an id, up to date while the page is open.
 //
-// The server says that something has changed; the page is then fetched again, and what differs in these elements is
-// replaced. Elements in them that are marked `data-keep` belong to other scripts and stay as they are. A form that is
-// being used stays as it is until it is left. After each update the document gets the event `live:updated`.
+// The page is fetched again every few seconds, and what differs in these elements is replaced. Elements in them that
+// are marked `data-keep` belong to other scripts and stay as they are. A form that is being used stays as it is until
+// it is left. After each update the document gets the event `live:updated`.
 "use strict";
 (() => {
-  const RETRY_MS = 30000; // after an answer that is no stream
+  const POLL_MS = 2000;
   const REST = 4; // how many times as long as an update took the next one waits, so that slow pages cost little
   const LONGEST_REST_MS = 10000;
   const FORM_MS = 1000; // until a form that was in use is looked at again
   const IN_USE = "form:focus-within, form:hover";
-  let stream = null, isFetching = false, isStale = false, retry = 0, later = 0;
+  let polling = 0, isFetching = false, isStale = false, later = 0;
 
   const marked = () => document.querySelectorAll("[data-live][id]");
 
   function open() {
-    clearTimeout(retry);
-    if (stream || document.hidden || !marked().length) return;
-    const page = location.pathname + location.search;
-    stream = new EventSource("/live?page=" + encodeURIComponent(page));
-    // Something may have changed since the page was made, or while the stream was lost.
-    stream.addEventListener("open", refresh);
-    stream.addEventListener("changed", refresh);
-    stream.addEventListener("error", () => {
-      if (!stream || stream.readyState !== EventSource.CLOSED) return;
-      close();
-      refresh(); // finds out whether the sign-in has ended
-      retry = setTimeout(open, RETRY_MS);
-    });
+    close();
+    if (document.hidden || !marked().length) return;
+    polling = setInterval(refresh, POLL_MS);
+    refresh();
   }
 
-  function close() {
-    clearTimeout(retry);
-    if (stream) stream.close();
-    stream = null;
-  }
+  const close = () => clearInterval(polling);
 
   async function refresh() {
     isStale = true;
@@ -49,7 +36,7 @@
         await new Promise((done) => setTimeout(done, rest));
       }
     } catch {
-      // The server is gone or restarts: the stream says when it is back.
+      // The server is gone or restarts: the next poll tries again.
     } finally {
       isFetching = false;
     }
@@ -121,5 +108,5 @@
   addEventListener("pagehide", close);
   addEventListener("pageshow", open);
   // htmx has exchanged a part of the page, and perhaps its address.
-  document.addEventListener("htmx:after:history:update", () => { close(); open(); });
+  document.addEventListener("htmx:after:history:update", open);
 })();
