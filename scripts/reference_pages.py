@@ -40,6 +40,7 @@ failed and what to do. A user's mistake never causes a traceback.
 
 `-c FILE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`, `rubric schema` and
 `config schema` need no configuration. `judge` is another name of `filter`, `train` of `round` and `explain` of `why`.
+`--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
 """
 
 STATE_HEAD = """# States and tables

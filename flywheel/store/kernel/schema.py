@@ -335,8 +335,8 @@ embeddings = Table(
     Column("text", Text, primary_key=True),
     Column("vector", LargeBinary, nullable=False),
 )
-"""One float32 vector of length 1 per text and model, of the same dimension for a model; `text` is a hash. A vector is
-empty if the endpoint returned none."""
+"""One float32 vector of length 1 per text and model, of the same dimension for a model (a model's are replaced
+when it changes); `text` is a hash. A vector is empty if the endpoint returned none."""
 
 duplicates = Table(
     "duplicates",
