@@ -20,8 +20,7 @@ from flywheel.store import dead_letters, requests
 from flywheel.store.requests import Kind
 from flywheel.web import actions
 from flywheel.web.actions import field
-from flywheel.web.paging import is_number
-from flywheel.web.site import site_of
+from flywheel.web.site import is_number, site_of
 
 SHOWN: Final = 5
 """Dead letters of an error that the list shows; the page of the error has more."""

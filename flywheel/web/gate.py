@@ -27,8 +27,7 @@ from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.gate.gate import decide, misses_of
 from flywheel.web import forest_plot
 from flywheel.web.gate_sentence import compared_with, later, level, sentence
-from flywheel.web.paging import position
-from flywheel.web.site import site_of
+from flywheel.web.site import position, site_of
 
 PER_PAGE: Final = 30
 PAIRS: Final = 3

@@ -17,8 +17,7 @@ from flywheel.records.states import Split
 from flywheel.store import deployments, rounds
 from flywheel.store.views import ancestry
 from flywheel.store.views.ancestry import Subject
-from flywheel.web.paging import is_number, position
-from flywheel.web.site import site_of
+from flywheel.web.site import is_number, position, site_of
 
 ADAPTERS: Final = 15
 DEPLOYMENTS: Final = 15

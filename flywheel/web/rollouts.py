@@ -30,8 +30,7 @@ from flywheel.store.kernel.schema import rounds, tasks
 from flywheel.training.data import rollout_file
 from flywheel.training.data.rollout_file import DROPPED, IndexedGroup, IndexedRollout
 from flywheel.web import tokens
-from flywheel.web.paging import is_number
-from flywheel.web.site import Site, site_of
+from flywheel.web.site import Site, is_number, site_of
 
 PER_PAGE: Final = 25
 NEWEST_ROUNDS: Final = 50

@@ -9,6 +9,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import jinja2
 from sqlalchemy import Connection
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
@@ -17,6 +19,24 @@ from flywheel.config import Config
 from flywheel.store.kernel.database import Reader
 from flywheel.system.terminal import duration
 from flywheel.web import text
+
+MOST_DIGITS: Final = 18
+"""Of numbers that the database can hold."""
+
+
+def is_number(given: str) -> bool:
+    return given.isascii() and given.isdigit() and len(given) <= MOST_DIGITS
+
+
+def position(query: QueryParams, name: str) -> int | None:
+    """The number of a row from which a list goes on; None for its begin. Raises HTTPException."""
+    given = query.get(name, "")
+    if not given:
+        return None
+    if not is_number(given):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the list: {given[:100]}.")
+    return int(given)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.views import funnel, lineage
 from flywheel.web import actions, labels
-from flywheel.web.paging import position
-from flywheel.web.site import site_of
+from flywheel.web.site import position, site_of
 
 PER_PAGE: Final = 50
 SEARCH_SECONDS: Final = 0.05
