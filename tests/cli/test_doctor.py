@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -11,52 +10,27 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection
 
-from flywheel.records.states import Split
-from flywheel.records.trace import Reply
-from flywheel.store import claims, ledger
-from flywheel.store.kernel.database import Store
-from flywheel.system import files
 from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
 from tests.judge_server import JudgeServer
-from tests.samples import accepted, batch, replies_on, reply, settle
-from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica, running, with_middleware
+from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
-
-
-class Vllm(FakeVllm):
-    """Also answers to who asks for a path that can only be posted to, as vLLM's framework does."""
-
-    tool_answer: tuple[int, Any] = (200, None)
-    with_tools: Callable[[dict[str, Any]], tuple[int, Any]] | None = None
-
-    async def chat(self, wanted: dict[str, Any], send: Any) -> None:
-        if self.with_tools is None:
-            return await super().chat(wanted, send)
-        await answer(send, *self.with_tools(wanted))
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["method"] == "GET" and scope["path"] == "/v1/load_lora_adapter" and self.lora:
-            await answer(send, 405, {"detail": "Method Not Allowed"})
-            return
-        await super().__call__(scope, receive, send)
 
 
 class Bench:
     """An installation that is well, to be spoilt."""
 
-    def __init__(self, flywheel: Run, folder: Path, judge: JudgeServer, vllm: Vllm, url: str) -> None:
+    def __init__(self, flywheel: Run, folder: Path, judge: JudgeServer, vllm: FakeVllm, url: str) -> None:
         self.run, self.folder, self.judge, self.vllm = flywheel, folder, judge, vllm
         shutil.copytree(POLICY, folder / BASE)
         shutil.copy(STUDIO / "new_v2.sqlite", folder / "studio.sqlite")
@@ -86,7 +60,7 @@ class Bench:
 
 @pytest.fixture
 def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
-    vllm = Vllm()
+    vllm = FakeVllm()
     with JudgeServer() as judge, replica(vllm) as url:
         yield Bench(flywheel, tmp_path, judge, vllm, url)
 
@@ -109,7 +83,6 @@ def test_an_installation_that_is_well(bench: Bench) -> None:
     assert found["source"]["figures"]["spans"] > 0
     assert found["disk"]["figures"]["free_bytes"] > 0
     assert "agent → tiny" in found["server"]["found"]
-    assert found["tools"]["found"] == "requests with tools are accepted"
     assert "requires no key" in found["judge"]["found"]
     assert found["model"]["figures"]["weight_bytes"] > 0
     assert bench.judge.calls == 0, "nothing was paid for"
@@ -141,7 +114,7 @@ def test_nothing_is_changed(bench: Bench, with_state: bool) -> None:
         assert everything(bench.folder) == before
     assert (bench.folder / "state").exists() == with_state
     assert bench.vllm.loaded == {}
-    assert {call for call in bench.vllm.calls if not call.startswith("GET ")} == {"POST /v1/chat/completions"}
+    assert all(call.startswith("GET ") for call in bench.vllm.calls)
 
 
 @pytest.mark.slow
@@ -162,7 +135,7 @@ def test_it_looks_beside_the_daemon(bench: Bench) -> None:
     bench()
     with instance_lock(bench.folder / "state"):
         found = bench()
-    assert found["daemon"]["figures"] == {"pid": os.getpid()}
+    assert found["state"]["figures"] == {"pid": os.getpid()}
 
 
 def test_a_wrong_configuration_ends_with_78_and_the_rest_is_told(bench: Bench) -> None:
@@ -171,8 +144,7 @@ def test_a_wrong_configuration_ends_with_78_and_the_rest_is_told(bench: Bench) -
     found = {check["name"]: check for check in ran.json["checks"]}
     assert ran.code == 78
     assert_failed(found["configuration"], "line 2: unknown key `judge.modell`", "line 3: `training.steps`")
-    assert found["python"]["result"] == found["packages"]["result"] == "ok"
-    assert found["judge"]["result"] == found["state"]["result"] == "skipped"
+    assert found.keys() == {"training extra", "configuration", "service"}
     assert bench.run("doctor").code == 78
 
 
@@ -193,22 +165,21 @@ def test_no_configuration_at_all_is_a_warning(flywheel: Run, tmp_path: Path) -> 
 def test_a_state_that_cannot_be(bench: Bench) -> None:
     (bench.folder / "file").write_text("")
     assert_failed(bench(state={"dir": "file/below"})["state"], "is not a directory", "state.dir")
-    assert_failed(bench(state={"dir": "state"}, ingest={"output": "file/tasks.jsonl"})["task file"], "ingest.output")
 
 
 def test_a_state_of_another_version(bench: Bench) -> None:
     bench()
     assert bench.run("ingest").code == 0
-    assert bench()["schema"]["result"] == "ok"
+    assert "schema version" in bench()["state"]["found"]
     with closing(sqlite3.connect(bench.folder / "state" / "state.db")) as conn, conn:
         conn.execute("UPDATE meta SET value = 99 WHERE key = 'schema_version'")
-    assert_failed(bench()["schema"], "version 99", "Upgrade Flywheel")
+    assert_failed(bench()["state"], "version 99", "Upgrade Flywheel")
 
 
 def test_a_state_that_is_no_database(bench: Bench) -> None:
     (bench.folder / "state").mkdir()
     (bench.folder / "state" / "state.db").write_text("not a database, but long enough to be looked at " * 100)
-    assert_failed(bench()["schema"], "not a database")
+    assert_failed(bench()["state"], "not a database")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +272,7 @@ def test_a_judge_with_another_model(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("listing", "words", "result"),
-    [(None, "lists no models", "warning"), ({"hello": "world"}, "is not a list of models", "failed")],
+    [(None, "lists no models (HTTP 404)", "warning"), ({"hello": "world"}, "lists no models (HTTP 200)", "warning")],
 )
 def test_a_judge_that_lists_nothing(bench: Bench, listing: Any, words: str, result: str) -> None:
     bench.judge.models = listing
@@ -347,14 +318,9 @@ def test_a_backup_is_looked_at_too(bench: Bench) -> None:
 def test_servers(bench: Bench) -> None:
     bench.vllm.loaded = {f"agent@r000{number}": "/x" for number in range(1, 5)}
     assert bench()["server"]["result"] == "ok"
-    bench.vllm.loaded = {f"other@r000{number}": "/x" for number in range(1, 4)}
-    assert_failed(bench()["server"], "other@r0003 may leave no slot of 4", "serving.max_loras", result="warning")
     bench.vllm.loaded = {}
     bench.vllm.faults = {"/health": (503, "dead")}
     assert_failed(bench()["server"], "not healthy")
-    bench.vllm.faults = {}
-    bench.vllm.lora = False
-    assert_failed(bench()["server"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 
 
 def test_a_server_of_another_kind(bench: Bench) -> None:
@@ -392,34 +358,6 @@ def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.Mon
         key.write_text("admin-s3cret\n")
         found = bench(serving={"admin_key_env": None})
     assert found["server"]["result"] == "ok"
-    assert found["tools"]["result"] == "ok"
-
-
-@pytest.mark.slow
-def test_a_server_that_takes_no_tools(bench: Bench) -> None:
-    asked: dict[str, Any] = {}
-
-    def chat(wanted: dict[str, Any]) -> tuple[int, Any]:
-        asked.update(wanted)
-        return bench.vllm.tool_answer
-
-    bench.vllm.with_tools = chat
-    why = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-    bench.vllm.tool_answer = (400, {"error": {"message": why}})
-    assert_failed(bench()["tools"], "--tool-call-parser", "flywheel serve", "hermes")
-    assert asked["tools"][0]["type"] == "function"
-    assert_failed(bench(serving={"tool_call_parser": "none"})["tools"], "Set serving.tool_call_parser")
-    bench.vllm.tool_answer = (500, {"error": {"message": "engine"}})
-    assert_failed(bench()["tools"], "engine", "log")
-    name = asked["tools"][0]["function"]["name"]
-    leaked = {"content": f'<tool_call>{{"name": "{name}"}}</tool_call>', "tool_calls": []}
-    bench.vllm.tool_answer = (200, {"choices": [{"message": leaked}]})
-    assert_failed(bench()["tools"], "comes back as text", name, "serving.tool_call_parser", result="warning")
-    bench.vllm.tool_answer = (200, [])
-    assert_failed(bench()["tools"], "not what vLLM answers", result="warning")
-    bench.vllm.tool_answer = (200, {"choices": [{"message": {"tool_calls": [{"id": "1"}], "content": None}}]})
-    found = bench()["tools"]
-    assert (found["result"], found["found"]) == ("ok", "a request with a tool is answered with a call")
 
 
 def test_an_adapter_that_a_restart_would_lose(bench: Bench) -> None:
@@ -438,7 +376,7 @@ def test_settings_that_serve_refuses(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("config.json", "has no config.json"),
+        ("config.json", "lacks a config.json"),
         ("tokenizer.json", "lacks a tokenizer"),
         ("chat_template.jinja", "lacks a chat template"),
         ("model.safetensors", "lacks weights"),
@@ -466,10 +404,7 @@ def test_a_model_that_is_not_here(bench: Bench, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_settings_that_do_not_go_together(bench: Bench) -> None:
-    assert "up to 64" in bench()["rank"]["found"]
     assert_failed(bench(serving={"max_lora_rank": 8})["configuration"], "serving.max_lora_rank 8")
-    bench.settings["serving"]["max_lora_rank"] = 64
-    assert_failed(bench(rollout={"max_model_len": 9_000_000})["context"], "rollout.max_model_len is 9,000,000")
 
 
 @pytest.mark.slow
@@ -486,84 +421,3 @@ def test_people_get_a_table(bench: Bench) -> None:
         assert seen.code == 1
         assert max(map(len, seen.lines)) <= columns
         assert "…" not in seen.screen
-
-
-def judged(folder: Path, *replies: Reply) -> None:
-    """A state in which these were read and accepted."""
-
-    async def fill() -> None:
-        store = await Store.open(folder / "state")
-
-        def put(conn: Connection) -> None:
-            source = ledger.source_id(conn, "/a")
-            ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-            for task in claims.claim(conn, 1000, "r", "j"):
-                settle(conn, task.id, accepted(), "r", "j", 0.0)
-
-        await store.write(put)
-        await store.close()
-
-    asyncio.run(fill())
-
-
-def test_whether_a_round_could_be_filled_is_computed_from_the_state(bench: Bench) -> None:
-    chain = files.shipped_folder() / "filters" / "default.yaml"
-    enough: dict[str, Any] = {
-        "trigger": {"min_samples": 8}, "gate": {"min_tasks": 2, "min_power": 0}, "filter": {"chain": str(chain)}
-    }  # fmt: skip
-    assert bench(**enough)["samples"]["result"] == "skipped", "nothing was read"
-
-    few = replies_on(Split.TRAIN, 2)
-    told = [reply(100 + n, conversation_id=few[n % 2].conversation_id, turn=n) for n in range(10)]
-    judged(bench.folder, *told[:6], *replies_on(Split.HELD_OUT, 1))
-    found = bench()["samples"]
-    assert (found["result"], found["figures"]["usable"]) == ("ok", 6)
-    assert found["found"] == "not enough for a round yet: 6 of 8 samples are free; 1 of 2 held-out tasks are judged"
-
-    judged(bench.folder, *told[6:], replies_on(Split.HELD_OUT, 2)[1])
-    found = bench()["samples"]
-    assert found["result"] == "ok"
-    assert found["found"].startswith(
-        "a round could be filled: 10 of 8 samples are free; 2 of 2 held-out tasks are judged"
-    )
-    assert "one conversation may be 50% of a round, more than `influence` allows" in found["found"]
-
-    strangers = chain.with_name("open-to-strangers.yaml")
-    found = bench(filter={"chain": str(strangers)})["samples"]
-    assert_failed(found, "no round could be filled: 1 of 8 samples are free; 9 over their share", result="warning")
-    assert_failed(found, f"`widen: true` for `influence` in {strangers}", result="warning")
-    assert {key: found["figures"][key] for key in ("usable", "needed", "over_share")} == {
-        "usable": 1, "needed": 8, "over_share": 9
-    }  # fmt: skip
-
-
-def test_what_keeps_a_round_from_being_filled_for_ever_is_a_warning(bench: Bench) -> None:
-    enough: dict[str, Any] = {"trigger": {"min_samples": 8}, "gate": {"min_tasks": 2, "min_power": 0}}
-    judged(bench.folder, *replies_on(Split.TRAIN, 3))
-    why = "no round could be filled: 3 of 8 samples are free; 0 of 2 held-out tasks are judged; no task is held out: "
-    assert_failed(bench(**enough)["samples"], why, "ingest.train_ratio", result="warning")
-    judged(bench.folder, *replies_on(Split.HELD_OUT, 2))
-    assert bench()["samples"]["result"] == "ok"
-    with closing(sqlite3.connect(bench.folder / "state" / "state.db")) as conn, conn:
-        conn.execute("UPDATE tasks SET state = 'held' WHERE id < 3")
-    held = "2 tasks of bursts wait for a person"
-    assert_failed(bench()["samples"], held, "flywheel tasks --state held", result="warning")
-    (bench.folder / "chain.yaml").write_text("no chain")
-    assert bench(filter={"chain": "chain.yaml"})["samples"]["result"] == "failed"
-
-
-def test_the_agent_of_rollouts_loads(bench: Bench) -> None:
-    (bench.folder / "agent.py").write_text(
-        "async def run(task, model):\n    return 1.0\n\ndef plain(task):\n    pass\n"
-    )
-    assert bench()["agent"]["result"] == "skipped"
-    finding = bench(rollout={"agent": {"workflow": "agent.py:run"}})["agent"]
-    assert finding["result"] == "ok"
-    assert f"async def run(task, model) in {bench.folder}/agent.py" in finding["found"]
-    ran, report = bench.report(rollout={"agent": {"workflow": "agent.py:plain"}})
-    [finding] = [check for check in report["checks"] if check["name"] == "agent"]
-    assert_failed(finding, "plain", "is not an async function")
-    assert ran.code == 78
-    named = {"agent": {"workflow": "agent.py:run"}, "auxiliary_models": {"user": {"base_url": "http://user/v1",
-             "model": "u", "api_key_env": "NO_SUCH_KEY"}}}  # fmt: skip
-    assert_failed(bench(rollout=named)["agent"], "rollout.auxiliary_models.user", "NO_SUCH_KEY")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.cli.doctor import recordings
-from flywheel.cli.doctor.finding import Finding, Result
-from flywheel.cli.doctor.recordings import check_recordings
+from flywheel.cli.doctor import Finding, Result, data
+from flywheel.cli.doctor.data import check_recordings
 from flywheel.config import Config
 from flywheel.records.states import Split
 from flywheel.records.trace import Reply
@@ -45,7 +44,7 @@ async def found(store: Store, config: Config, *replies: Reply) -> Finding:
 
 async def test_without_tools_there_is_nothing_to_check(tmp_path: Path, store: Store) -> None:
     finding = await found(store, made(tmp_path), *replies_on(Split.TRAIN, 2))
-    assert (finding.result, finding.found) == (Result.SKIPPED, "no task was offered tools")
+    assert (finding.result, finding.text) == (Result.SKIPPED, "no task was offered tools")
     nowhere = made(tmp_path, state={"dir": str(tmp_path / "none")})
     assert (await check_recordings(nowhere)).result is Result.SKIPPED
 
@@ -56,7 +55,7 @@ async def test_the_expected_hit_rate_is_told_by_tool(tmp_path: Path, store: Stor
     sums = [called(number, tools=both, a=number, b=1) for number in range(12)]
     finding = await found(store, parsing(tmp_path), *sums, called(20, "look_up", both, about="the weather"))
     assert finding.result is Result.OK
-    assert finding.found == (
+    assert finding.text == (
         "13 tasks with tools: 13 with recorded results; expected hit rate 92% (add 100%, look_up 0%), estimated from"
         " 13 calls by whether the conversation shows their arguments, as no question was asked twice; no recorded"
         " result of never"
@@ -67,13 +66,13 @@ async def test_the_expected_hit_rate_is_told_by_tool(tmp_path: Path, store: Stor
 async def test_repeated_questions_are_the_better_estimate(tmp_path: Path, store: Store) -> None:
     one, same = (changed(each, query="What is 1 plus 2?") for each in asked(Split.TRAIN, "3", "3"))
     finding = await found(store, parsing(tmp_path), one, same)
-    assert "expected hit rate 100% (add 100%), estimated from 2 calls that other replies to the same" in finding.found
+    assert "expected hit rate 100% (add 100%), estimated from 2 calls that other replies to the same" in finding.text
 
 
 async def test_tasks_without_recordings_are_counted(tmp_path: Path, store: Store) -> None:
     uncalled, unrecorded = reply(1, tools=(ADD,)), reply(2, tools=(ADD,), trajectory=steps((call(), None)))
     finding = await found(store, parsing(tmp_path), uncalled, unrecorded)
-    assert finding.found == (
+    assert finding.text == (
         "2 tasks with tools: 1 without a call, 1 whose calls have no recorded result; no recorded call to estimate"
         " the hit rate from; no recorded result of add"
     )
@@ -104,7 +103,7 @@ async def test_a_rate_that_would_drop_groups_is_a_warning(
     assert finding.result is result
     assert finding.figures["expected_hits_percent"] == 50
     shares = "rollouts are expected to have no miss, and" if repeated else "traces have only such calls; "
-    is_told = f"0% of {shares}" in finding.found and "fewer than 75% have none are dropped" in finding.found
+    is_told = f"0% of {shares}" in finding.text and "fewer than 75% have none are dropped" in finding.text
     assert is_told == (result is Result.WARNING)
     assert ("rollout.tools.on_miss" in finding.remedy) == (result is Result.WARNING)
     assert ("round --debug" in finding.remedy) == (result is Result.WARNING and not repeated)
@@ -126,26 +125,26 @@ async def test_calls_that_no_parser_reads_are_a_warning(
     finding = await found(store, made(tmp_path, serving=serving), called(1, a=1))
     assert (finding.result is Result.OK) == is_parsed
     if not is_parsed:
-        assert "no parser is known for the tool calls of" in finding.found
+        assert "no parser is known for the tool calls of" in finding.text
         assert "serving.tool_call_parser" in finding.remedy
 
 
 async def test_rounds_of_single_messages_need_no_recordings(tmp_path: Path, store: Store) -> None:
     finding = await found(store, made(tmp_path, rollout={"agent": "reply"}), called(1, a=1))
     assert (finding.result, finding.figures) == (Result.OK, {"tools_tasks": 1})
-    assert "rounds leave them out (`rollout.agent: reply`)" in finding.found
+    assert "rounds leave them out (`rollout.agent: reply`)" in finding.text
 
 
 async def test_the_sample_is_of_the_newest_and_bounded(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recordings, "SAMPLED", 3)
+    monkeypatch.setattr(data, "SAMPLED", 3)
     replies = [called(number, a=number) for number in range(5, 10)] + [called(number, a=0) for number in range(3)]
     finding = await found(store, parsing(tmp_path), *replies)
-    assert "8 tasks with tools" in finding.found
+    assert "8 tasks with tools" in finding.text
     assert finding.figures["expected_hits_percent"] == 33
-    monkeypatch.setattr(recordings, "SAMPLED_CHARACTERS", 1)
-    assert "no recorded call to estimate" in (await check_recordings(parsing(tmp_path))).found
+    monkeypatch.setattr(data, "SAMPLED_CHARACTERS", 1)
+    assert "no recorded call to estimate" in (await check_recordings(parsing(tmp_path))).text
 
 
 async def test_a_wrong_chain_fails_the_check(tmp_path: Path, store: Store) -> None:

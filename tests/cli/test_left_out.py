@@ -81,25 +81,6 @@ def test_why_names_every_reason(flywheel: Run, ingested: Path) -> None:
     assert plain["task"]["left_out"] == []
 
 
-def test_the_doctor_warns_of_the_hidden_message(flywheel: Run, ingested: Path) -> None:
-    def found() -> dict[str, Any]:
-        checks = flywheel("doctor", "--json").json["checks"]
-        return next(check for check in checks if check["name"] == "prompts")
-
-    told = found()
-    assert told["result"] == "warning"
-    assert "inject_runtime_state=False" in told["do"]
-    figures = {"tasks": 46, "exact": 20}
-    assert told["figures"] == {**figures, "hidden_tasks": 26, "model_tasks": 6}
-    write(ingested, rollout={"agent": "reply"})
-    told = found()
-    assert told["found"].startswith("20 of 46 tasks (43%) have an exact prompt; ")
-    assert told["figures"] == {**figures, "hidden_tasks": 26, "tools_tasks": 6, "model_tasks": 6}
-    write(ingested, training={"inexact_prompts": "use"})
-    told = found()
-    assert (told["result"], told["figures"]) == ("ok", {**figures, "model_tasks": 6})
-
-
 def test_a_source_can_take_other_models(flywheel: Run, tmp_path: Path) -> None:
     write(tmp_path / "flywheel.yaml", models={"include": ["helper-*"], "exclude": ["my-agent"]})
     assert flywheel("ingest").code == 0

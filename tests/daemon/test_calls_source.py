@@ -16,8 +16,8 @@ import yaml
 from sqlalchemy import Connection, select
 
 from flywheel.cli.audit.ledger_audit import deep_audit
-from flywheel.cli.doctor.finding import Result
-from flywheel.cli.doctor.sources import check_sources
+from flywheel.cli.doctor import Result
+from flywheel.cli.doctor.data import check_sources
 from flywheel.config import CallsSource, Config, parse
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
@@ -337,7 +337,7 @@ async def test_the_doctor_says_what_was_found(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         (finding,) = check_sources(config)
-        assert (finding.result, finding.found) == (Result.OK, "no reply was found in recorded calls yet")
+        assert (finding.result, finding.text) == (Result.OK, "no reply was found in recorded calls yet")
         server.log.append(turn(1, 0))
         await ingest(config)
     (finding,) = check_sources(config)

@@ -1,4 +1,4 @@
-"""Files of the state are for their user alone, whatever the umask is; the doctor names those that are not."""
+"""Files of the state are for their user alone, whatever the umask is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flywheel.cli.doctor.finding import Finding, Result
-from flywheel.cli.doctor.state import check_state
 from flywheel.config import Config, parse
 from flywheel.daemon.rounds.worker_process import WorkerProcess
 from flywheel.records.round import ERROR_FILE, LOG_FILE, SPEC_FILE
 from flywheel.serving.server.alias_table import AliasTable, Target
-from flywheel.store.kernel.database import Store
-from flywheel.system.files import write_json
 from flywheel.system.lock import instance_lock
 from tests.daemon.following import Following, exported, until
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
@@ -109,26 +105,3 @@ async def test_the_aliases_of_a_server_are_for_its_user_alone(tmp_path: Path) ->
     file = tmp_path / "aliases.json"
     await AliasTable(["agent"], "base", file, ["r0001"], {}).point("agent", Target("r0001"))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
-def permissions(config: Config) -> Finding:
-    (found,) = (each for each in check_state(config) if each.name == "permissions")
-    return found
-
-
-async def test_the_doctor_names_what_others_may_look_at(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    await (await Store.open(config.state_dir)).close()
-    assert permissions(config).result is Result.OK
-    config.state_dir.chmod(0o755)
-    (config.state_dir / "state.db").chmod(0o644)
-    for name in ("a", "b", "c"):
-        write_json(config.state_dir / f"{name}.json", {})
-        (config.state_dir / f"{name}.json").chmod(0o640)
-    (config.state_dir / "link").symlink_to("/etc/passwd")
-    found = permissions(config)
-    assert found.result is Result.WARNING
-    assert f"{config.state_dir}, {config.state_dir}/a.json, {config.state_dir}/b.json and 2 more" in found.found
-    assert found.figures == {"wide": 5}
-    subprocess.run(found.remedy, shell=True, check=True)
-    assert permissions(config).result is Result.OK

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.cli.doctor.finding import Result
-from flywheel.cli.doctor.judge import JudgeChecks
+from flywheel.cli.doctor import Result
+from flywheel.cli.doctor.judge import check_judge
 from flywheel.config import Config, parse
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -52,5 +52,4 @@ async def test_a_round_is_planned_and_the_doctor_does_not_warn(tmp_path: Path, k
         assert (await store.read(planner.spec_of, row, config, rubric)).rubric["criteria"][0]["type"] == kind
     finally:
         await store.close()
-    found = next(each for each in JudgeChecks(config).findings() if each.name == "rubric")
-    assert found.result is Result.OK
+    assert next(check for check in check_judge(config) if check.name == "rubric").result is Result.OK

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from flywheel import __version__
 from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, print_json, run_async
+from flywheel.cli.doctor import Finding, Result
 from flywheel.cli.tables import print_facts, short_path
-from flywheel.errors import EXIT_CONFIG, EXIT_FAILED
+from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.system.terminal import escape_terminal
-
-if TYPE_CHECKING:
-    from flywheel.cli.doctor.finding import Finding
 
 COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
 
@@ -34,7 +32,7 @@ def doctor(
 ) -> None:
     """Check the installation and report problems. Nothing is changed.
 
-    Checks packages, configuration, state, sources, rubric, judge, servers, model and machine. Exit 1 when something
+    Checks packages, configuration, state, sources, rubric, judge, model, servers and machine. Exit 1 when something
     failed, 78 when configuration, rubric or filter file is wrong.
     """
     path = find_config(config)
@@ -60,9 +58,43 @@ def doctor(
 
 async def examined(path: Path | None, ask_judge: bool) -> list[Finding]:
     """Every finding about the configuration at `path`."""
-    from flywheel.cli.doctor.checkup import checkup
+    return [finding async for finding in _checks(path, ask_judge)]
 
-    return [finding async for finding in checkup(path, ask_judge=ask_judge)]
+
+async def _checks(path: Path | None, ask_judge: bool) -> AsyncIterator[Finding]:
+    """All checks, in the order in which people fix things. Most need a configuration that can be read."""
+    from flywheel.cli.doctor import data, judge, machine, serving
+    from flywheel.config import defaults, load
+
+    yield machine.check_extra()
+    try:
+        config = defaults() if path is None else load(path)
+    except ConfigError as error:
+        yield Finding.from_error("configuration", error)
+        yield machine.check_unit(None, path)
+        return
+    yield _configuration(path)
+    for finding in (*data.check_state(config), *data.check_sources(config)):
+        yield finding
+    yield await data.check_recordings(config)
+    for finding in judge.check_judge(config, ask=ask_judge):
+        yield finding
+    base = serving.base_of(config.model.base)
+    yield serving.check_model(config, base)
+    yield serving.check_serve(config)
+    async for finding in serving.check_servers(config):
+        yield finding
+    yield machine.check_gpu(config, base)
+    for finding in machine.check_notify(config):
+        yield finding
+    yield machine.check_unit(config, path)
+
+
+def _configuration(path: Path | None) -> Finding:
+    if path is None:
+        remedy = "Name one with -c, $FLYWHEEL_CONFIG or ./flywheel.yaml; `flywheel init` writes one."
+        return Finding("configuration", Result.WARNING, "none: the defaults apply", remedy)
+    return Finding("configuration", Result.OK, str(path.absolute()))
 
 
 def show(findings: Sequence[Finding], counts: Counter[str]) -> None:
@@ -74,7 +106,7 @@ def show(findings: Sequence[Finding], counts: Counter[str]) -> None:
 
 
 def _text(finding: Finding) -> str:
-    """The subject, what was found, and what to do."""
+    """The subject, the text, and what to do."""
     shown: dict[str, Any] = escape_terminal(finding.as_json(), one_line=True)
     subject = short_path(shown["subject"]) if shown["subject"].startswith("/") else shown["subject"]
     remedy = f"→ {shown['do']}" if shown["do"] and finding.result not in ("ok", "skipped") else ""

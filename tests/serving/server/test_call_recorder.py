@@ -20,8 +20,6 @@ import httpx2
 import openai
 import pytest
 
-from flywheel.cli.doctor.servers import check_servers
-from flywheel.config.file import parse
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
@@ -29,7 +27,7 @@ from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from flywheel.serving.server import call_recorder
 from flywheel.serving.server.call_recorder import CallInProgress, CallRecorder
 from flywheel.system.server_limits import Message, Receive, Scope, Send
-from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
+from tests.serving.fake_vllm import BASE, running, with_middleware
 from tests.waiting import wait_for
 
 CHAT = {"model": "agent", "messages": [{"role": "user", "content": "¿Qué? \U0001f600"}]}
@@ -538,17 +536,3 @@ def test_the_log_keeps_its_limit_however_fast_it_is_written(tmp_path: Path, monk
             assert log.state().oldest > 200
     middleware._recorder.close()
     assert max(sizes) <= limit
-
-
-def test_the_doctor_does_not_ask_the_alias(tmp_path: Path) -> None:
-    app = FakeVllm()
-    with running(with_middleware(app, **{CALL_LOG_VARIABLE: settings(tmp_path / "calls.db")})) as url:
-        raw = {"serving": {"urls": [url]}, "model": {"alias": "agent", "base": f"/m/{BASE}"}}
-        config = parse(raw, "x", tmp_path)
-
-        async def check() -> list[str]:
-            return [finding.name async for finding in check_servers(config)]
-
-        assert "tools" in asyncio.run(check())
-        assert "POST /v1/chat/completions" in app.calls
-        assert httpx2.get(f"{url}/flywheel/calls").json()["newest"] == 0
