@@ -8,7 +8,7 @@ WORKDIR /src
 RUN python -m venv /opt/flywheel/.venv
 ENV PATH=/opt/flywheel/.venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY requirements/ requirements/
-RUN if [ "$EXTRA" != base ]; then pip install -r "requirements/$EXTRA.txt"; fi
+RUN pip install -r "requirements/$EXTRA.txt"
 COPY . .
 RUN pip install .
 

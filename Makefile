@@ -2,17 +2,20 @@
 # `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
 # versions that pyproject.toml permits, in .venv-lowest. `make docs` builds the documentation as a site, `make
-# screenshots` its images of the page. All of them install into .venv what is missing; `make install EXTRA=gpu` prepares
-# a machine with a GPU.
+# screenshots` its images of the page. All of them install into .venv what is missing, as the last `make install` there
+# did: `make install EXTRA=gpu` prepares a machine with a GPU, `make install EXTRA=dev` leaves out what training needs.
+# `VENV=.venv-dev` names another environment.
 
 PYTHON ?= python3
-EXTRA ?= cpu
 VENV := .venv
+EXTRA ?= $(or $(patsubst $(VENV)/installed-%,%,$(firstword $(wildcard $(VENV)/installed-*))),cpu)
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PIP := $(INSTALL) --no-deps
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-LISTS := $(if $(filter cpu,$(EXTRA)),requirements/torch-cpu.txt) requirements/$(EXTRA).txt requirements/dev.txt
+PACKAGES := $(if $(filter dev,$(EXTRA)),base,$(EXTRA))
+LISTS := $(if $(filter cpu,$(EXTRA)),requirements/torch-cpu.txt) \
+  $(patsubst %,requirements/%.txt,$(sort base $(PACKAGES) dev))
 READY := $(VENV)/installed-$(EXTRA)
 
 PYTEST := $(BIN)/python -m pytest
@@ -35,9 +38,10 @@ ifeq ($(EXTRA),cpu)
 	  || $(PIP) --index-url $(TORCH_INDEX) -r requirements/torch-cpu.txt \
 	  || { cat $(VENV)/torch.log; exit 1; }
 endif
-	$(if $(filter cpu,$(EXTRA)),$(PIP),$(INSTALL)) -r requirements/$(EXTRA).txt
+	$(if $(filter gpu,$(EXTRA)),$(INSTALL),$(PIP)) -r requirements/$(PACKAGES).txt
 	$(PIP) -r requirements/dev.txt
 	$(PIP) --no-build-isolation --editable .
+	rm -f $(VENV)/installed-*
 	touch $@
 
 demo: $(READY)
@@ -82,4 +86,4 @@ screenshots: $(READY)
 	$(BIN)/python -m scripts.screenshots
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run
+	rm -rf $(VENV) .venv-dev $(LOWEST) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run

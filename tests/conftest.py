@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +50,14 @@ GROUPS = {
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
+
+TRAINING = ("accelerate", "datasets", "peft", "pyarrow", "ray", "safetensors", "tensorboardX", "tokenizers", "torch",
+            "transformers", "trl", "vllm")  # fmt: skip
+"""Packages that `make install EXTRA=dev` leaves out."""
+MISSING = [name for name in TRAINING if find_spec(name) is None]
+OF_TRAINING = {"adapters", "load"}
+"""Fixtures that import such a package."""
+NEEDS_TRAINING = "needs a package for training that is not installed"
 
 OF_THE_MACHINE = re.compile(
     "(?!FLYWHEEL_SOAK_SECONDS$)(FLYWHEEL|HF|TRANSFORMERS|OPENAI|OTEL|RAY|VLLM|TRL|OMP|TORCH|XDG|WATCHDOG|LC)_"
@@ -227,16 +236,42 @@ def module_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A module that imports a package for training at its top is skipped where that package is missing."""
+    report: Any = yield
+    error = report.call.excinfo and report.call.excinfo.value.__cause__
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in MISSING:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), None, f"Skipped: {NEEDS_TRAINING}")
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [each for each in terminalreporter.stats.get("skipped", []) if NEEDS_TRAINING in str(each.longrepr)]
+    if skipped and MISSING:
+        modules = sum(isinstance(each, pytest.CollectReport) for each in skipped)
+        terminalreporter.write_line(
+            f"{len(skipped) - modules} tests and {modules} whole modules skipped without the packages for training "
+            f"({', '.join(MISSING)})"
+        )
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is slow begins first, so that no worker is left with a long module at the end.
 
+    Tests marked `training`, and those with such a fixture, are skipped where a package for training is missing.
     A test whose server or browser did not start is run again once, and the summary of the run names it (`RERUN`).
     No other test is run again.
     """
     slow = {module_of(item) for item in items if item.get_closest_marker("slow")}
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[StartError.__name__]))
+        if OF_TRAINING.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("training")
+        if MISSING and item.get_closest_marker("training"):
+            item.add_marker(pytest.mark.skip(reason=NEEDS_TRAINING))
     groups = list(GROUPS)
 
     def place(item: pytest.Item) -> tuple[bool, int]:

@@ -190,6 +190,7 @@ def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_
     assert f"process {os.getpid()}" in said
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("is_deployed", [False, True])
 def test_serve_asks_the_state_what_is_deployed(
     flywheel: Run, tmp_path: Path, two_adapters: None, monkeypatch: pytest.MonkeyPatch, is_deployed: bool

@@ -20,7 +20,6 @@ from flywheel.store import dead_letters, verdicts
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
-from flywheel.training.worker.rollout_grading import Grading, PauseLimits
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
 from tests.daemon.judging.test_judging import RUBRIC, config, states, store, tell
@@ -174,7 +173,10 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
             await running
 
 
+@pytest.mark.training
 def test_a_round_fails_instead_of_paying_for_every_rollout(tmp_path: Path) -> None:
+    from flywheel.training.worker.rollout_grading import Grading, PauseLimits
+
     with JudgeServer(behaviour=PROSE) as judge:
         settings = JudgeSettings(model="m", base_url=judge.base_url, max_unreadable=3)
         grader = Grader(parse_rubric(RUBRIC, "r"), settings)

@@ -48,6 +48,7 @@ def routes_of_vllm() -> set[str]:
     return {"".join(paths) for source in sources for paths in route.findall(source.read_text())}
 
 
+@pytest.mark.training
 def test_every_route_of_vllm_is_somebodys() -> None:
     """A new vLLM has new routes: each is the agents' or it is not, and somebody has said so."""
     paths = routes_of_vllm()

@@ -46,6 +46,7 @@ def after(arguments: list[str], flag: str) -> str:
     return arguments[arguments.index(flag) + 1]
 
 
+@pytest.mark.training
 def test_the_command(make: Callable[..., Config]) -> None:
     config = make(port=8123, max_loras=3, max_lora_rank=32, max_model_len=777, extra_args=["--enforce-eager"])
     arguments, environment = inference_server.command(config)
@@ -234,6 +235,7 @@ def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path:
     assert "--enable-auto-tool-choice" not in arguments
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("kind", ["tool_call", "reasoning"])
 def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str) -> None:
     setting = f"{kind}_parser"
@@ -246,6 +248,7 @@ def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str
     assert "qwne" in arguments
 
 
+@pytest.mark.training
 def test_a_model_whose_tool_calls_nobody_can_read_is_named(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +260,7 @@ def test_a_model_whose_tool_calls_nobody_can_read_is_named(
     assert "parser" not in caplog.text
 
 
+@pytest.mark.training
 def test_the_call_log_is_announced_with_its_place(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -304,6 +308,7 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
 
 
+@pytest.mark.training
 def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], tmp_path: Path) -> None:
     config = make()
     raw = config.model_dump(mode="json", exclude={"model": {"alias"}}) | {
@@ -417,6 +422,7 @@ def test_what_the_servers_own_file_names_is_not_waited_for(
     assert waiting(config, agent="agent@r0008") == {}
 
 
+@pytest.mark.training
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
@@ -429,12 +435,14 @@ def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.Monk
             inference_server.serve(make(host="::1", port=port))
 
 
+@pytest.mark.training
 def test_a_host_that_has_no_address(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
     with pytest.raises(ServeError, match=r"listen on no-such-host\.invalid:8000: (?!Unknown error)"):
         inference_server.serve(make(host="no-such-host.invalid", api_key_env="MY_KEY"))
 
 
+@pytest.mark.training
 def test_a_port_in_use(make: Callable[..., Config]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -444,6 +452,7 @@ def test_a_port_in_use(make: Callable[..., Config]) -> None:
     assert "serving.port" in refused.value.hint
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("folder", ["missing", "empty"])
 def test_a_model_that_is_not_there(make: Callable[..., Config], tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -458,6 +467,7 @@ def test_vllm_is_not_installed(make: Callable[..., Config], monkeypatch: pytest.
     assert "agentscope-flywheel[gpu]" in refused.value.hint
 
 
+@pytest.mark.training
 def test_serve_becomes_the_server(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))

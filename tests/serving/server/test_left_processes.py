@@ -75,6 +75,7 @@ def killed(server: subprocess.Popen[str]) -> None:
     server.wait(30)
 
 
+@pytest.mark.training
 def test_what_a_killed_server_leaves_is_named_and_then_ended(
     config: Config,
     start: Start,

@@ -17,6 +17,7 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
+@pytest.mark.training
 def test_every_parser_is_one_of_vllms() -> None:
     tools, reasoning = (_known(f"serving.{kind}_parser", []) for kind in ("tool_call", "reasoning"))
     assert {"hermes", "mistral", "llama3_json"} <= tools

@@ -50,6 +50,7 @@ def bad_parent(path: Path, digest: str) -> dict[str, Any]:
     return {"parent": AdapterRef(name="r0000", path=str(path), sha256=digest)}
 
 
+@pytest.mark.training
 @pytest.mark.parametrize(
     ("changes", "error", "hint"),
     [
@@ -79,6 +80,7 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.training
 def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -> None:
     done = worker(tmp_path, None)
     assert done.returncode == 1
@@ -87,6 +89,7 @@ def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -
     assert worker(tmp_path / "nowhere", None).returncode == 1
 
 
+@pytest.mark.training
 def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "worker.lock").mkdir()
     done = worker(tmp_path, spec())
@@ -96,6 +99,7 @@ def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: 
     assert json.loads((tmp_path / "error.json").read_text())["retryable"] is True
 
 
+@pytest.mark.training
 def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flywheel.training import worker
 
@@ -110,6 +114,7 @@ def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest
         worker.work(tmp_path, worker.build_grade)
 
 
+@pytest.mark.training
 def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +135,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
     assert left == {"spec.json", "rollouts.jsonl", "worker.log", "worker.lock"}
 
 
+@pytest.mark.training
 def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
     adapter = tmp_path / "parent"
     adapter.mkdir()
@@ -141,6 +147,7 @@ def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
     assert "have changed" in done.stderr
 
 
+@pytest.mark.training
 def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
     with alone_in(tmp_path):
         with pytest.raises(LockedError, match="another worker"), alone_in(tmp_path):
@@ -153,6 +160,7 @@ def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.training
 def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()

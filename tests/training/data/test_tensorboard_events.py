@@ -38,6 +38,7 @@ def events_of(data: bytes) -> Iterator[Any]:
         data = data[16 + length :]
 
 
+@pytest.mark.training
 def test_each_step_has_its_numbers(tmp_path: Path) -> None:
     events = TensorBoardEvents(tmp_path / "r0001")
     events.step(300, FIGURES)
@@ -48,6 +49,7 @@ def test_each_step_has_its_numbers(tmp_path: Path) -> None:
     assert (step, figures["large"], math.isnan(figures["none"])) == (301, math.inf, True)
 
 
+@pytest.mark.training
 def test_metrics_write_them_beside_their_lines(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, tmp_path / "events")
     metrics.step(300, 500, FIGURES)
@@ -57,6 +59,7 @@ def test_metrics_write_them_beside_their_lines(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "events"}
 
 
+@pytest.mark.training
 def test_a_directory_that_cannot_be_written_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

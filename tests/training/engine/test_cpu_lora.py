@@ -19,7 +19,7 @@ from flywheel.training.engine import vllm_plugin
 from tests.conftest import POLICY, ROOT, MadeAdapter
 
 # vLLM's imports and torch's warn of their own deprecations.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

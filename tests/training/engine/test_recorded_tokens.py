@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flywheel.training.data.prompts import TOLERANCE, Prompt, asked
 from tests.conftest import POLICY
 from tests.sources.studio.test_prompt_reason import FIXTURE, line_of, replies
 from tests.training.data.rollouts import task
 
 
+@pytest.mark.training
 def test_only_prompts_without_a_hidden_message_are_as_long_as_what_was_sent() -> None:
     from transformers import AutoTokenizer
 

@@ -21,7 +21,7 @@ from flywheel.training.data.samples import Row, Sample
 from tests.training.data.rollouts import batch
 from tests.training.data.test_round_directory import POLICY
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TRAINING = {
     "steps": 1,

@@ -15,7 +15,7 @@ from flywheel.training.data.samples import CallTokens, Sample, timelines
 from tests.training.data.rollouts import request, verdict
 from tests.training.optim.test_grpo import SHIFTS, Trained, assert_equal, exact, gradients, logps_of, policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def model_call(

@@ -37,8 +37,8 @@ class VerlWriter(JsonLinesWriter):
 
     def __init__(self, file: BinaryIO, typed: frozenset[str]) -> None:
         try:
-            import pyarrow as pa  # type: ignore[import-untyped]
-            import pyarrow.parquet  # type: ignore[import-untyped]
+            import pyarrow as pa
+            import pyarrow.parquet
         except ImportError as error:
             raise ExportError(
                 "write parquet",

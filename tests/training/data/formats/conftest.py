@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["flywheel"]
 
 TRL = importlib.util.find_spec("trl")
-assert TRL is not None and TRL.origin is not None
-TEMPLATES = Path(TRL.origin).parent / "chat_templates"
+TEMPLATES = Path(TRL.origin).parent / "chat_templates" if TRL and TRL.origin else Path("without-trl")
 """The chat templates that TRL ships. TRL and `datasets` take seconds to import: tests do it when they run."""
 
 Exported = Callable[..., Path]

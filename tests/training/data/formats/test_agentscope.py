@@ -48,6 +48,7 @@ def test_agentjet_gets_every_kind_of_task(exported: Exported) -> None:
         assert by_id[expected["task_id"]].model_dump() == {key: expected[key] for key in Task.model_fields}
 
 
+@pytest.mark.training
 def test_agentjet_makes_its_data_set_of_the_tasks(exported: Exported) -> None:
     """As its `task_to_standard_dataset` does."""
     rows = lines(exported("agentjet", [good(told) for told in every_kind()]))
@@ -80,6 +81,7 @@ def read(path: Path, cache: Path) -> list[dict[str, Any]]:
     return list(datasets.load_dataset(str(path.parent), split="train", cache_dir=str(cache)))
 
 
+@pytest.mark.training
 def test_trinity_workflows_get_question_and_answer(exported: Exported, tmp_path: Path) -> None:
     rows = read(exported("trinity", [good(reply(1)), good(later_turn(2))]), tmp_path / "cache")
     assert [(row["question"], row["answer"]) for row in rows] == [
@@ -90,6 +92,7 @@ def test_trinity_workflows_get_question_and_answer(exported: Exported, tmp_path:
     assert [len(json.loads(row["prompt"])) for row in rows] == [2, 4]
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_5_nothink", "llama3_1"])
 def test_trinity_trains_on_messages_and_tools(exported: Exported, tmp_path: Path, template: str) -> None:
     """Its SFT formatter decodes both columns and renders them, and all but the last message as the prompt."""
@@ -112,6 +115,7 @@ def test_trinity_trains_on_messages_and_tools(exported: Exported, tmp_path: Path
         assert "None" not in whole
 
 
+@pytest.mark.training
 def test_trinity_columns_have_one_type_however_rows_differ(exported: Exported, tmp_path: Path) -> None:
     entries = [good(reply(number)) for number in range(100)] + [good(with_tools(200)), good(after_tools(201))]
     path = exported("trinity", entries)

@@ -68,6 +68,7 @@ def test_scores_may_be_missing_and_answers_empty(exported: Exported, load: Load)
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["", "\\boxed{3}"]
 
 
+@pytest.mark.training
 def test_rows_are_written_in_groups_and_all_of_them() -> None:
     file = io.BytesIO()
     table = VerlWriter(file, frozenset({"prompt"}))

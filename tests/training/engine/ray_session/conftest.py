@@ -9,12 +9,13 @@ import psutil
 import pytest
 
 from flywheel.config import Config
-from flywheel.training.engine import ray_cluster
 
 
 @pytest.fixture(scope="package", autouse=True)
 def ray_session() -> Iterator[None]:
     """A round's, of two CPUs: two actors live at a time. It leaves no process and ends no earlier one."""
+    from flywheel.training.engine import ray_cluster
+
     with subprocess.Popen(["sleep", "infinity"]) as earlier:
         try:
             before = {process.pid for process in psutil.Process().children(recursive=True)}
