@@ -185,6 +185,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_round_without_a_daemon(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from tests.training.data.formats.filling import (
     reply,
 )
 
-FORMATS = ["agentjet", "trinity", "trl-grpo", "trl-sft", "trl-dpo", "verl"]
+VERL = pytest.param("verl", marks=pytest.mark.training)
+FORMATS = ["agentjet", "trinity", "trl-grpo", "trl-sft", "trl-dpo"]
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, VERL])
 def test_each_format_makes_a_file_and_leaves_the_state_alone(flywheel: Run, home: Path, name: str) -> None:
     before = snapshot(home)
     ran = flywheel("export", "--format", name, "--json")
@@ -137,7 +138,7 @@ def test_the_richest_line_is_the_first(flywheel: Run, tmp_path: Path) -> None:
 def test_an_unknown_format_names_those_there_are(flywheel: Run, home: Path) -> None:
     ran = flywheel("export", "--format", "csv")
     assert ran.code == 2
-    assert all(name in ran.err for name in FORMATS)
+    assert all(name in ran.err for name in (*FORMATS, "verl"))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def run_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trl-sft", "verl"])
+@pytest.mark.parametrize("name", ["trl-sft", VERL])
 def test_a_full_disk_leaves_no_file(home: Path, name: str) -> None:
     code, err = run_alone(home, "export", "--format", name, "--out", "out", limit=1000)
     assert code == 1
@@ -238,7 +239,7 @@ def test_a_full_disk_leaves_no_file(home: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trl-sft", "verl"])
+@pytest.mark.parametrize("name", ["trl-sft", VERL])
 def test_a_full_device_and_a_full_stdout_are_errors(home: Path, name: str) -> None:
     code, err = run_alone(home, "export", "--format", name, "--out", "/dev/full")
     assert (code, len(err.splitlines())) == (1, 1)

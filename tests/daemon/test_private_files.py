@@ -74,6 +74,7 @@ async def test_a_task_file_elsewhere_is_for_whom_the_umask_lets(tmp_path: Path) 
     assert stat.S_IMODE((tmp_path / "shared.jsonl").stat().st_mode) == 0o644
 
 
+@pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.usefixtures("_umask")
 @pytest.mark.parametrize("_umask", [0o000], indirect=True)
@@ -87,6 +88,7 @@ async def test_what_a_round_writes_is_for_its_user_alone(tmp_path: Path) -> None
     assert set(found.values()) == {0}, found
 
 
+@pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.usefixtures("_umask")
 @pytest.mark.parametrize("_umask", [0o000], indirect=True)

@@ -20,6 +20,7 @@ from flywheel.records.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server
 
 pytestmark = [
+    pytest.mark.training,
     pytest.mark.slow,
 ]
 

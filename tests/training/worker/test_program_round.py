@@ -13,7 +13,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.records.round import RoundTask
 from tests.training.worker.test_round import GROUP, PROMPTS, STEPS, run, spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NOWHERE = "http://127.0.0.1:9/v1"
 WORKFLOW = """

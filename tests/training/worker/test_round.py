@@ -39,6 +39,7 @@ from tests.training.data.test_round_directory import POLICY
 from tests.waiting import wait_for
 
 pytestmark = [
+    pytest.mark.training,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     # It has the time of the rounds.

@@ -19,7 +19,7 @@ from tests.training.worker.test_round import Done, judge_url, run, spec, tasks
 
 __all__ = ["judge_url"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORKFLOW = Path(__file__).parents[2] / "demo" / "two_agents.py"
 STEPS, PROMPTS, GROUP = 2, 3, 6
