@@ -15,8 +15,8 @@ from starlette.responses import RedirectResponse, Response
 
 from flywheel.records.states import Split
 from flywheel.store import deployments, rounds
-from flywheel.store.views import ancestry
-from flywheel.store.views.ancestry import Subject
+from flywheel.store.views import lineage
+from flywheel.store.views.lineage import Subject
 from flywheel.web.site import is_number, position, site_of
 
 ADAPTERS: Final = 15
@@ -59,14 +59,14 @@ def address(name: str = "", **parts: object) -> str:
 
 
 def _index(adapters_before: int | None, deployments_before: int | None, conn: Connection) -> dict[str, Any]:
-    adapters = ancestry.listed(conn, ADAPTERS + 1, adapters_before)
+    adapters = lineage.listed(conn, ADAPTERS + 1, adapters_before)
     deployed = deployments.listed(conn, DEPLOYMENTS + 1, deployments_before)
     shown = adapters[:ADAPTERS]
     active = deployments.all_active(conn)
     return {
         "active": [(row, _line(conn, row.adapter) if row.adapter else []) for row in active],
         "adapters": shown,
-        "samples": ancestry.samples(conn, [row.round_id for row in shown]),
+        "samples": lineage.samples(conn, [row.round_id for row in shown]),
         "services": deployments.services(conn, [row.name for row in shown]),
         "older_adapters": shown[-1].id if len(adapters) > ADAPTERS else None,
         "deployments": deployed[:DEPLOYMENTS],
@@ -78,7 +78,7 @@ def _index(adapters_before: int | None, deployments_before: int | None, conn: Co
 
 def _line(conn: Connection, adapter: str) -> list[str]:
     """An adapter and what it goes back to."""
-    return [adapter, *ancestry.ancestors(conn, adapter)]
+    return [adapter, *lineage.ancestors(conn, adapter)]
 
 
 def _lineage(wanted: str, after: int, conn: Connection) -> tuple[str, dict[str, Any]]:
@@ -86,7 +86,7 @@ def _lineage(wanted: str, after: int, conn: Connection) -> tuple[str, dict[str, 
     row = rounds.by_name(conn, wanted.rpartition("@")[2])
     if row is not None:
         return "lineage_round.html", _of_round(conn, row, after)
-    found = ancestry.subject(conn, wanted)
+    found = lineage.subject(conn, wanted)
     if found is not None:
         return "lineage_subject.html", _of_subject(conn, found, after)
     return ALIAS if deployments.history(conn, wanted, 1) else "", {}
@@ -97,9 +97,9 @@ def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
     line = [row.name, *(_line(conn, row.parent) if row.parent else [])]
     ids = {each.name: each.round_id for name in line[:SHOWN] if (each := rounds.adapter(conn, name)) is not None}
     ids[row.name] = row.id
-    samples = ancestry.samples(conn, list(ids.values()))
-    younger = ancestry.descendants(conn, [row.name])
-    conversations = ancestry.conversations_of(conn, row.id, PER_PAGE + 1, after)
+    samples = lineage.samples(conn, list(ids.values()))
+    younger = lineage.descendants(conn, [row.name])
+    conversations = lineage.conversations_of(conn, row.id, PER_PAGE + 1, after)
     return {
         "round": row,
         "adapter": adapter,
@@ -117,10 +117,10 @@ def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
 
 
 def _of_subject(conn: Connection, found: Subject, after: int) -> dict[str, Any]:
-    replies = ancestry.replies_of(conn, found, PER_PAGE + 1, after)
-    uses = ancestry.uses(conn, found)
+    replies = lineage.replies_of(conn, found, PER_PAGE + 1, after)
+    uses = lineage.uses(conn, found)
     trained = [use.adapter for use in uses if use.adapter and use.split == Split.TRAIN and use.tasks > use.left_out]
-    younger = {name: parent for name, parent in ancestry.descendants(conn, trained).items() if name not in trained}
+    younger = {name: parent for name, parent in lineage.descendants(conn, trained).items() if name not in trained}
     adapters = [(name, None) for name in trained] + list(younger.items())
     return {
         "subject": found,

@@ -11,7 +11,7 @@ from flywheel.records.states import RoundState, Split
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, rounds, tasks
-from flywheel.store.views import ancestry
+from flywheel.store.views import lineage
 from tests.samples import batch, reply
 from tests.web.gate_rounds import comparison, put_round
 
@@ -53,14 +53,14 @@ def put(conn: Connection, directory: Path) -> list[str]:
 
 async def test_what_an_adapter_was_trained_on(store: Store, tmp_path: Path) -> None:
     keys = await store.write(put, tmp_path)
-    assert await store.read(ancestry.samples, [1, 2, 3]) == {1: 3, 2: 1, 3: 0}, "one was left out"
+    assert await store.read(lineage.samples, [1, 2, 3]) == {1: 3, 2: 1, 3: 0}, "one was left out"
     anonymous = reply(4).trace_id
-    used = await store.read(ancestry.conversations_of, 1, 10)
+    used = await store.read(lineage.conversations_of, 1, 10)
     expected = [(1, "a", keys[0]), (2, "a", keys[1]), (4, anonymous, keys[3])]
     assert [(each.number, each.conversation, each.task) for each in used] == expected
     assert used[0].question == "What is 1 plus 1?"
-    assert await store.read(ancestry.conversations_of, 1, 1, 2) == used[2:]
-    assert await store.read(ancestry.conversations_of, 1, 1, 4) == []
+    assert await store.read(lineage.conversations_of, 1, 1, 2) == used[2:]
+    assert await store.read(lineage.conversations_of, 1, 1, 4) == []
 
 
 async def test_the_line_of_an_adapter(store: Store, tmp_path: Path) -> None:
@@ -68,21 +68,21 @@ async def test_the_line_of_an_adapter(store: Store, tmp_path: Path) -> None:
     await store.write(
         partial(put_round, number=5, state=PROMOTED, directory=tmp_path, seen=comparison(), parent="r0002")
     )
-    assert await store.read(ancestry.ancestors, "r0005") == ["r0002", "r0001"]
-    assert await store.read(ancestry.ancestors, "r0001") == []
-    assert await store.read(ancestry.descendants, ["r0001"]) == {"r0002": "r0001", "r0003": "r0001", "r0005": "r0002"}
-    assert await store.read(ancestry.descendants, []) == {}
-    assert [row.name for row in await store.read(ancestry.listed, 2, 5)] == ["r0003", "r0002"]
+    assert await store.read(lineage.ancestors, "r0005") == ["r0002", "r0001"]
+    assert await store.read(lineage.ancestors, "r0001") == []
+    assert await store.read(lineage.descendants, ["r0001"]) == {"r0002": "r0001", "r0003": "r0001", "r0005": "r0002"}
+    assert await store.read(lineage.descendants, []) == {}
+    assert [row.name for row in await store.read(lineage.listed, 2, 5)] == ["r0003", "r0002"]
 
 
 async def test_what_an_id_names_and_which_rounds_used_it(store: Store, tmp_path: Path) -> None:
     keys = await store.write(put, tmp_path)
 
     def uses(conn: Connection, name: str) -> tuple[str, int, list[tuple[object, ...]]]:
-        found = ancestry.subject(conn, name)
+        found = lineage.subject(conn, name)
         assert found is not None
-        rows = [(use.round, use.split, use.tasks, use.left_out, use.adapter) for use in ancestry.uses(conn, found)]
-        return found.kind, len(ancestry.replies_of(conn, found, 10)), rows
+        rows = [(use.round, use.split, use.tasks, use.left_out, use.adapter) for use in lineage.uses(conn, found)]
+        return found.kind, len(lineage.replies_of(conn, found, 10)), rows
 
     first, held_out = ("r0001", "train"), ("r0001", "held-out", 1, 0, "r0001")
     failed = ("r0004", "train", 1, 0, None)
@@ -92,14 +92,14 @@ async def test_what_an_id_names_and_which_rounds_used_it(store: Store, tmp_path:
     assert await store.read(uses, keys[3]) == ("task", 1, [(*first, 1, 0, "r0001")])
     assert await store.read(uses, "trace of two") == ("trace", 2, [held_out])
     assert await store.read(uses, reply(6).span_id) == ("span", 1, [held_out])
-    assert await store.read(ancestry.subject, "nothing") is None
+    assert await store.read(lineage.subject, "nothing") is None
 
 
 async def test_replies_come_in_parts(store: Store, tmp_path: Path) -> None:
     keys = await store.write(put, tmp_path)
-    found = await store.read(ancestry.subject, "a")
+    found = await store.read(lineage.subject, "a")
     assert found is not None
-    first = await store.read(ancestry.replies_of, found, 1)
+    first = await store.read(lineage.replies_of, found, 1)
     assert [row.key for row in first] == keys[:1]
-    rest = await store.read(ancestry.replies_of, found, 5, first[0].id)
+    rest = await store.read(lineage.replies_of, found, 5, first[0].id)
     assert [row.key for row in rest] == keys[1:2]
