@@ -1,4 +1,4 @@
-"""`flywheel rollouts`: the conversations of a round's rollouts, with rewards, failed criteria and tokens."""
+"""`flywheel rollouts`: the conversations of a round's rollouts, with rewards and failed criteria."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
     from flywheel.config import Config
 
-LIKELY: Final = ("green", "cyan", "yellow", "red")
-"""The colours of trained tokens, by `rollout_file.PROBABILITIES`."""
-NO_LOGPROB: Final = "reverse magenta"
-CONTEXT: Final = "dim"
 QUESTION_EXCERPT: Final = 60
 ANSWER_EXCERPT: Final = 100
 """Characters of an excerpt in the table."""
@@ -38,12 +34,14 @@ def rollouts(
     task: Annotated[str | None, typer.Option(metavar="ID", help="Only rollouts of this task.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only rollouts of this step.")] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Tokens with their probabilities, and which are trained on.")
+        bool, typer.Option("--tokens", help="With --json: the tokens and their logprobs, too.")
     ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the rollouts of a round: conversations, rewards and failed criteria."""
+    if tokens and not as_json:
+        raise typer.BadParameter("it requires --json; `flywheel web` shows tokens", param_hint="--tokens")
     directory = _directory(load_config(config), name)
     groups = _groups(directory, task, step)
     if as_json:
@@ -51,16 +49,14 @@ def rollouts(
         print_json({"round": name, "groups": shown})
         return
     console = stdout()
-    found = 0
+    shown_groups = 0
     for group in groups:
-        if not found and tokens:
-            console.print(_legend(console))
         console.print()
-        _print_group(console, escape_terminal(group), with_tokens=tokens)
-        found += 1
-    if not found:
-        wanted = " and ".join(filter(None, (f"task {task}" if task else "", f"step {step}" if step else "")))
-        why = f"none is of {wanted}" if wanted else "there is none yet"
+        _print_group(console, escape_terminal(group))
+        shown_groups += 1
+    if not shown_groups:
+        asked = " and ".join(filter(None, (f"task {task}" if task else "", f"step {step}" if step else "")))
+        why = f"none is of {asked}" if asked else "there is none yet"
         raise StoreError(f"show rollouts of {name}", why, f"`flywheel rollouts {name}` shows all.")
 
 
@@ -76,7 +72,7 @@ def table_of(directory: Path) -> list[dict[str, Any]]:
             "steps": rollout["steps"],
             "answer": rollout["answer"],
             "reward": rollout["reward"],
-            "failed": [each["criterion"] for each in rollout["criteria"] if not each["passed"]],
+            "failed": [item["criterion"] for item in rollout["criteria"] if not item["passed"]],
             "error": rollout["error"],
         }
         for group in (_groups(directory, None, None) if (directory / ROLLOUTS_FILE).exists() else ())
@@ -131,12 +127,14 @@ def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dic
     from flywheel.training.data.rollout_file import prompts_of, read_rollouts
 
     prompts = prompts_of(directory)
-    wanted = (
+    selected = (
         rollout
         for rollout in read_rollouts(directory / ROLLOUTS_FILE)
         if task in (None, rollout["task_id"]) and step in (None, rollout["step"])
     )
-    for (number, _, task_id), members in groupby(wanted, lambda each: (each["step"], each["group"], each["task_id"])):
+    for (number, _, task_id), members in groupby(
+        selected, lambda line: (line["step"], line["group"], line["task_id"])
+    ):
         prompt, rollouts = prompts.get(task_id, {}), list(members)
         yield {
             "step": number,
@@ -145,24 +143,24 @@ def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dic
             "question": prompt.get("query", ""),
             "dropped": rollouts[0]["dropped"],
             "rollouts": [
-                {key: value for key, value in each.items() if key not in ("step", "task_id", "group", "dropped")}
-                for each in rollouts
+                {key: value for key, value in item.items() if key not in ("step", "task_id", "group", "dropped")}
+                for item in rollouts
             ],
         }
 
 
 def _without_tokens(group: dict[str, Any]) -> dict[str, Any]:
-    kept = [{key: value for key, value in each.items() if key != "samples"} for each in group["rollouts"]]
+    kept = [{key: value for key, value in item.items() if key != "samples"} for item in group["rollouts"]]
     return {**group, "rollouts": kept}
 
 
-def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: bool) -> None:
+def _print_group(console: Console, group: Mapping[str, Any]) -> None:
     from rich.text import Text
 
     from flywheel.training.data.rollout_file import DROPPED
 
     members = group["rollouts"]
-    rewards = [each["reward"] for each in members if each["reward"] is not None]
+    rewards = [item["reward"] for item in members if item["reward"] is not None]
     mean = f", mean reward {math.fsum(rewards) / len(rewards):.2f}" if rewards else ", no reward"
     title = f"step {group['step']}, {group['task_id']}: {quantity(len(members), 'rollout')}{mean}"
     console.print(Text(title, style="bold"))
@@ -174,17 +172,11 @@ def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: boo
     for number, rollout in enumerate(members, 1):
         console.print(_headline(number, rollout))
         _print_section(console, "Steps", "\n".join(turns(rollout["steps"])), 4)
-        if with_tokens:
-            for place, sample in enumerate(rollout["samples"], 1):
-                several = f" {place} of {len(rollout['samples'])}" if len(rollout["samples"]) > 1 else ""
-                count = f"{sum(sample['loss_mask']):,} of {quantity(len(sample['token_ids']), 'token')} trained"
-                _print_section(console, f"Sample{several}, {count}", _token_text(console, sample), 4)
-        else:
-            _print_section(console, "Answer", rollout["answer"] or "(empty)", 4)
-        for each in rollout["criteria"]:
-            if not each["passed"]:
-                chosen = f": {each['choice']}" if each["choice"] else ""
-                line = Text.assemble(("✗ ", "red"), f"{each['criterion']}{chosen}  {each['reason']}".rstrip())
+        _print_section(console, "Answer", rollout["answer"] or "(empty)", 4)
+        for item in rollout["criteria"]:
+            if not item["passed"]:
+                chosen = f": {item['choice']}" if item["choice"] else ""
+                line = Text.assemble(("✗ ", "red"), f"{item['criterion']}{chosen}  {item['reason']}".rstrip())
                 _print_indented(console, line, 4)
         if rollout["error"]:
             _print_indented(console, Text(f"no reward: {rollout['error']}", style="yellow"), 4)
@@ -203,12 +195,12 @@ def _headline(number: int, rollout: Mapping[str, Any]) -> Text:
     return Text.assemble(f"  {number}. ", (", ".join(facts), "bold"), f", seed {rollout['seed']}")
 
 
-def _print_section(console: Console, name: str, text: str | Text, indent: int) -> None:
+def _print_section(console: Console, name: str, text: str, indent: int) -> None:
     from rich.text import Text
 
     if text:
         console.print(Text(f"{'':{indent}}{name}", style="dim"))
-        _print_indented(console, text if isinstance(text, Text) else Text(text), indent + 2)
+        _print_indented(console, Text(text), indent + 2)
 
 
 def _print_indented(console: Console, text: Text, indent: int) -> None:
@@ -216,49 +208,3 @@ def _print_indented(console: Console, text: Text, indent: int) -> None:
 
     for line in text.wrap(console, max(1, console.width - indent), overflow="fold"):
         console.print(Text(" " * indent).append_text(line))
-
-
-def _in_colour(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color
-
-
-def _legend(console: Console) -> Text:
-    from rich.text import Text
-
-    from flywheel.training.data.rollout_file import PROBABILITIES
-
-    if not _in_colour(console):
-        return Text("⟦text|logprob⟧ is a trained token; all others are context")
-    legend = Text.assemble(("context", CONTEXT), "; trained tokens by probability: ")
-    likely = zip(PROBABILITIES, LIKELY, strict=True)
-    names = [Text(f"{least:g} or more" if least else "less", style=style) for least, style in likely]
-    return legend.append(Text(", ").join([*names, Text("unknown", style=NO_LOGPROB)]))
-
-
-def _token_text(console: Console, sample: Mapping[str, Any]) -> Text:
-    """The tokens of a sample, coloured or, without colours, marked. A token without text is shown by its id."""
-    from rich.text import Text
-
-    coloured, shown = _in_colour(console), Text()
-    for token, mask, logprob, text in zip(
-        sample["token_ids"], sample["loss_mask"], sample["logprobs"], sample["text"], strict=True
-    ):
-        words = f"<{token}>" if text is None else text
-        if not mask:
-            shown.append(words, style=CONTEXT)
-            continue
-        # A line feed is a token to be seen, too. The line still ends there.
-        ends = "\n" if words.endswith("\n") else ""
-        words = words.replace("\n", "↵")
-        if coloured:
-            shown.append(words, style=_style(logprob))
-        else:
-            shown.append(f"⟦{words}|{'null' if logprob is None else f'{logprob:.2f}'}⟧")
-        shown.append(ends)
-    return shown
-
-
-def _style(logprob: float | None) -> str:
-    from flywheel.training.data.rollout_file import probability_class
-
-    return NO_LOGPROB if logprob is None else LIKELY[probability_class(logprob)]

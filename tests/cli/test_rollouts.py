@@ -145,42 +145,18 @@ def test_a_dropped_group_says_why(flywheel: Run, folder: Path) -> None:
     assert "t-2: 1 rollout, mean reward 0.25\n  not trained on: its rewards are equal\n" in shown
 
 
-def test_tokens_in_a_pipe_are_marked_by_mask_and_logprob(flywheel: Run, folder: Path) -> None:
-    write(folder / "state", rollout(samples=[sample(), sample(text=[None] * 6)]))
-    shown = flywheel("rollouts", "r0007", "--tokens").out
-    assert shown.startswith("⟦text|logprob⟧ is a trained token; all others are context\n")
-    assert (
-        """
-    Sample 1 of 2, 4 of 6 tokens trained
-      What?
-      ⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧
-      ⟦ 7|-3.00⟧
-    Sample 2 of 2, 4 of 6 tokens trained
-      <1><2>⟦<3>|-0.05⟧⟦<4>|-0.50⟧⟦<5>|null⟧⟦<6>|-3.00⟧
-"""
-        in shown
-    )
-    assert "Answer" not in shown
-
-
-def test_tokens_on_a_terminal_are_coloured_by_mask_and_logprob(folder: Path) -> None:
+def test_tokens_need_json(flywheel: Run, folder: Path) -> None:
     write(folder / "state", rollout())
-    asked = ["rollouts", "r0007", "--tokens"]
-    coloured = in_terminal(folder, asked, columns=80, home=folder).coloured
-    dim, green, cyan, red, unknown = "\x1b[2m", "\x1b[32m", "\x1b[36m", "\x1b[31m", "\x1b[7;35m"
-    for style, text in ((dim, "What?"), (green, "It"), (cyan, " is"), (unknown, "↵"), (red, " 7")):
-        assert f"{style}{text}\x1b[0m" in coloured, text
-    assert "⟦" not in coloured
-    plain = in_terminal(folder, asked, columns=80, home=folder, variables={"NO_COLOR": "1"})
-    assert "⟦It|-0.05⟧" in plain.screen
+    ran = flywheel("rollouts", "r0007", "--tokens")
+    assert ran.code == 2
+    assert "requires --json" in ran.err
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("more", [[], ["--tokens"]])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(folder: Path, columns: int, more: list[str]) -> None:
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(folder: Path, columns: int) -> None:
     long = sample(text=["What? " * 30, "\n", "你好" * 60, " is", "\n", " 7"])
     write(folder / "state", rollout(answer="你好" * 60, samples=[long]))
-    seen = in_terminal(folder, ["rollouts", "r0007", *more], columns=columns, home=folder)
+    seen = in_terminal(folder, ["rollouts", "r0007"], columns=columns, home=folder)
     assert seen.code == 0
     assert max(map(cell_len, seen.lines)) <= columns
     words = " ".join(" ".join(seen.lines).split())
@@ -198,10 +174,9 @@ def test_what_a_model_wrote_does_not_command_the_terminal(flywheel: Run, folder:
     tokens = sample(text=[EVIL] * 6)
     evil = rollout(answer=EVIL, criteria=criteria, steps=steps, error=EVIL, samples=[tokens])
     write(folder / "state", evil)
-    for arguments in ([], ["--tokens"]):
-        shown = flywheel("rollouts", "r0007", *arguments).out
-        assert not COMMANDS.search(shown)
-        assert "evil" in shown
+    shown = flywheel("rollouts", "r0007").out
+    assert not COMMANDS.search(shown)
+    assert "evil" in shown
     assert flywheel("rollouts", "r0007", "--json").json["groups"][0]["rollouts"][0]["answer"] == EVIL
 
 
