@@ -28,8 +28,8 @@ from flywheel.records.trace import Cursor, Selection
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.spans.extraction_process import ExtractionProcess
 from flywheel.sources.spans.replies import extract
-from flywheel.sources.studio.open_traces import FOREVER_NS
 from flywheel.sources.studio.reader import Checkpoints, StudioReader
+from flywheel.sources.studio.trace_completion import FOREVER_NS
 from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.kernel.database import Store
 

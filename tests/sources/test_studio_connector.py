@@ -20,7 +20,7 @@ from flywheel.records.trace import Cursor
 from flywheel.sources import studio_connector
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.spans import extraction_process
-from flywheel.sources.studio import database, open_traces
+from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import BATCH_ROWS, UNCOMMITTED
 from flywheel.sources.studio_connector import JOINED_BATCHES, QUEUED_BATCHES, StudioConnector
@@ -45,7 +45,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "PAGE_ROWS", 10)
     monkeypatch.setattr(database, "HOLD_SECONDS", 60.0)
     monkeypatch.setattr(reading, "BATCH_ROWS", 20)
-    monkeypatch.setattr(open_traces, "NEAR_ROWS", 5)
+    monkeypatch.setattr(reading, "NEAR_ROWS", 5)
     monkeypatch.setattr(studio_connector, "LONG_ROWS", 40)
     monkeypatch.setattr(studio_connector, "JOINED_BATCHES", 1)
 
@@ -214,7 +214,7 @@ async def test_large_rows_are_not_read_far_ahead(
     monkeypatch.setattr(studio_connector, "QUEUED_BYTES", 50_000)
     monkeypatch.setattr(database, "PAGE_ROWS", 1)
     monkeypatch.setattr(reading, "BATCH_ROWS", 1)
-    monkeypatch.setattr(open_traces, "NEAR_ROWS", 1)
+    monkeypatch.setattr(reading, "NEAR_ROWS", 1)
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*(agent(f"a{number}", "q", "x" * 10_000, trace=f"t{number}") for number in range(30)))
     connector = StudioConnector(studio.path, config_of(studio.path, tmp_path), store)

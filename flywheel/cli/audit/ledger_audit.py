@@ -31,7 +31,7 @@ from flywheel.sources.jsonl_connector import with_ids
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.audit_reader import AuditReader, Group
 from flywheel.sources.studio.database import shown
-from flywheel.sources.studio.open_traces import digest_of
+from flywheel.sources.studio.schema import digest_of
 from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import ledger, reply_calls
 from flywheel.store.kernel.database import Store

@@ -13,8 +13,7 @@ from typing import Final, NamedTuple, Self
 
 from flywheel.records.trace import DeadRow
 from flywheel.sources.studio.database import Database
-from flywheel.sources.studio.open_traces import is_id, unnamed
-from flywheel.sources.studio.schema import packed, schema_of
+from flywheel.sources.studio.schema import is_id, packed, schema_of, unnamed
 
 _ID_COLUMNS: Final = ("id", "traceId", "NULL", "NULL", "NULL", "NULL", "NULL")
 """In place of the columns that a page is measured by, NULL."""

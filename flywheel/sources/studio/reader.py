@@ -10,19 +10,21 @@ that changed, or was missed, is handed on like a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.records.batch import Batch, RawTrace
+from flywheel.records.request_id import recorded_in
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
-from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row
-from flywheel.sources.studio.open_traces import DIGEST_BITS, FAR_ROWS, FOREVER_NS, OpenTrace, Scan, is_id
-from flywheel.sources.studio.schema import Schema, schema_of
+from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row, shown
+from flywheel.sources.studio.schema import DIGEST_BITS, Schema, hash_of, is_id, packed, schema_of, unnamed
+from flywheel.sources.studio.trace_completion import FOREVER_NS, CallSizes, Completion, OpenTrace, TraceCompletion
 
 BATCH_ROWS: Final = 500
 """Rows per batch. Small batches waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as
@@ -33,14 +35,117 @@ CLOSED_BYTES: Final = 2 * BATCH_BYTES
 UNCOMMITTED: Final = 8_000
 """Checkpoints remembered because they may not be stored yet. At most fourteen batches of 500 rows are read ahead,
 each row may be a trace, and a checkpoint is about 400 bytes."""
-
+NEAR_ROWS: Final = 100
+"""While more rows follow, a trace with a row this close to the end of the scan may continue."""
+FAR_ROWS: Final = 5_000
+"""While more rows follow, an incomplete trace is not abandoned within this many rows of its last one."""
+HELD_BYTES: Final = 16 * 1024 * 1024
+"""Contents kept until their traces are closed. Above it, the largest are dropped and read again when needed."""
 
 Checkpoints = Callable[[Sequence[str] | None], Mapping[str, Checkpoint]]
 """Looks up the stored checkpoints of one source, by trace id: those of some traces, or (None) of all open ones."""
 
 
-CallSizes = Callable[[Collection[str]], Mapping[str, int]]
-"""Looks up how many bytes recorded calls have, by request id, as far as they are there."""
+class Scan:
+    """A scan of the span table that begins behind row `start`, and the traces that are open on it."""
+
+    def __init__(self, start: int, schema: Schema, anchor: str = "") -> None:
+        self.at = start
+        self.anchor = anchor
+        self.schema = schema
+        self.traces: dict[str, OpenTrace] = {}
+        self.new: dict[str, OpenTrace] = {}
+        """Traces met for the first time, whose checkpoints have not been looked up."""
+        self.grown: dict[str, OpenTrace] = {}
+        """Traces with new rows, whose checkpoints have not been written."""
+        self._near: dict[str, OpenTrace] = {}
+        self._held = 0
+
+    def add(self, rows: Sequence[Row], now_ns: int) -> list[DeadRow]:
+        """Add a page; returns the rows whose ids cannot be read."""
+        if not rows:
+            return []
+        self.at = rows[-1][0]
+        self.anchor = shown(rows[-1][1])
+        try:
+            ids = {row[2] for row in rows} | {row[1] for row in rows}
+            # Nearly all pages have ASCII ids only, which one check proves.
+            dead = [] if all(ids) and b"".join(ids).isascii() else unnamed(rows)
+        except TypeError:
+            dead = unnamed(rows)
+        excluded = {row.rowid for row in dead}
+        by_trace: defaultdict[Any, list[Row]] = defaultdict(list)
+        for row in rows:
+            if not excluded or row[0] not in excluded:
+                by_trace[row[2]].append(row)
+        for name, own in by_trace.items():
+            trace_id = name.decode()
+            trace = self.traces.get(trace_id)
+            if trace is None:
+                self.traces[trace_id] = self.new[trace_id] = trace = OpenTrace(trace_id, now_ns)
+            trace.seen_ns = now_ns
+            self.extend(trace, own)
+        return dead
+
+    def extend(self, trace: OpenTrace, rows: Iterable[Row]) -> None:
+        """Add rows to a trace, in order of their numbers. When too many bytes are held, drop the contents of the
+        largest traces."""
+        rowid = size = 0
+        for row in rows:
+            rowid = row[0]
+            trace.ids[rowid] = (row[1], row[3])
+            trace.ends.append(row[4])
+            trace.rows[rowid] = data = packed(row)
+            trace.hashes += hash_of(data)
+            size += len(data)
+            if references := recorded_in(data):
+                trace.call_references.update(references)
+        trace.held += size
+        trace.size += size
+        trace.last_rowid = max(trace.last_rowid, rowid)
+        self._near[trace.trace_id] = self.grown[trace.trace_id] = trace
+        self._held += trace.held
+        if self._held > HELD_BYTES:
+            # An estimate: contents dropped since, and traces that have grown more than once, are still counted.
+            held = sorted(self._near.values(), key=lambda one: one.held)
+            self._held = sum(one.held for one in held)
+            while self._held > HELD_BYTES // 2:
+                largest = held.pop()
+                self._held -= largest.held
+                largest.drop_contents()
+
+    def adopt(self, trace: OpenTrace) -> None:
+        """Take over a trace that another scan met."""
+        mine = self.traces.setdefault(trace.trace_id, trace)
+        if mine is not trace:
+            mine.merge(trace)
+        mine.drop_contents()
+        self._near[mine.trace_id] = self.grown[mine.trace_id] = mine
+
+    def candidates(self, *, more: bool) -> Iterator[OpenTrace]:
+        """Traces that may be complete: all of them at the end, else those that the scan has just left behind."""
+        if not more:
+            yield from list(self.traces.values())
+            return
+        left = {name: trace for name, trace in self._near.items() if trace.last_rowid <= self.at - NEAR_ROWS}
+        yield from left.values()
+        for name, trace in list(self.traces.items()):
+            # In the order in which they were last met: the first one that is near ends the search.
+            if self.at - trace.last_rowid < FAR_ROWS:
+                break
+            if name not in left:  # across a gap in the numbers a trace becomes near and far at once
+                yield trace
+
+    def wait(self, trace: OpenTrace) -> None:
+        """Keep a trace open. It becomes a candidate again when it grows, or at the end."""
+        trace.drop_contents()
+        if self._near.pop(trace.trace_id, None) is not None:
+            self.traces[trace.trace_id] = self.traces.pop(trace.trace_id)
+
+    def close(self, trace: OpenTrace) -> None:
+        """The trace is no longer open on this scan."""
+        self.traces.pop(trace.trace_id, None)
+        self._near.pop(trace.trace_id, None)
 
 
 class StudioReader:
@@ -104,32 +209,20 @@ class StudioReader:
         # Opening the file can change the token.
         token = self.database.change_token() if changed else token
         self._token = None
-        settle_ns = 0 if final else self._settle_ns
+        completion = self._completion(scan.schema)
+        deciding = replace(completion, settle_ns=0) if final else completion
         more = changed
-
-        def is_open(trace: OpenTrace) -> bool | None:
-            is_whole = trace.is_whole()
-            if is_whole:
-                is_closed = not settle_ns or trace.quiet_ns(scan.schema, now_ns) >= settle_ns
-            else:
-                is_far = not more or scan.at - trace.last_rowid >= FAR_ROWS
-                is_closed = is_far and trace.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
-            trace.awaits_calls = is_closed and self._awaits_calls(trace, now_ns)
-            if is_closed and not trace.awaits_calls:
-                return False
-            scan.wait(trace)
-            return True if final and not more and not is_whole else None
-
         stored = False
         try:
             while True:
                 dead, read, more = self._next_rows(scan, checkpoints, now_ns) if more else ([], 0, False)
-                yield from self._batches(scan, is_open, dead, read, more=more)
+                ready = self._ready(scan, deciding, now_ns, more=more, final=final)
+                yield from self._batches(scan, ready, dead, read, more=more)
                 if not more:
                     break
             for trace in scan.traces.values():
                 trace.drop_contents()
-            self.due_ns = scan.next_due(self._settle_ns, self._abandon_ns, self._calls_wait_ns)
+            self.due_ns = min(map(completion.due_ns, scan.traces.values()), default=FOREVER_NS)
             self.awaits_calls = any(trace.awaits_calls for trace in scan.traces.values())
             self._token = token
             stored = True
@@ -149,51 +242,27 @@ class StudioReader:
             return
         now_ns = int(now.timestamp() * 1e9)
         scan = Scan(0 if last is None else max(0, tail.at - last), tail.schema)
-
-        def is_open(trace: OpenTrace) -> bool | None:
-            is_closed = (
-                trace.known is not None or trace.is_whole() or trace.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
-            )
-            is_new = trace.known is None
-            if is_closed and trace.trace_id not in tail.traces and not (is_new and self._awaits_calls(trace, now_ns)):
-                return False
-            # The next pass closes it.
-            tail.adopt(trace)
-            self.due_ns = 0
-            scan.close(trace)
-            return None
-
         stored = False
         try:
             more = True
             while more and self._tail is tail:
                 _, read, more = self._next_rows(scan, checkpoints, now_ns, last=tail.at)
-                yield from self._batches(scan, is_open, (), read, more=more)
+                yield from self._batches(scan, self._missed(scan, tail, now_ns, more=more), (), read, more=more)
             stored = True
         finally:
             self.database.rest()
             if not stored:
                 self.forget()
 
-    def _awaits_calls(self, trace: OpenTrace, now_ns: int) -> bool:
-        """Whether a call that the trace names may still be pulled."""
-        if self._call_sizes is None or not trace.call_references:
-            return False
-        if trace.quiet_ns(self._schema, now_ns) >= self._calls_wait_ns:
-            return False
-        return len(self._call_sizes(trace.call_references)) < len(trace.call_references)
+    def _completion(self, schema: Schema) -> TraceCompletion:
+        return TraceCompletion(schema, self._settle_ns, self._abandon_ns, self._calls_wait_ns, self._call_sizes)
 
     def _calls_arrived(self) -> bool:
         """Whether the calls of a trace that awaits them are there now."""
-        if self._call_sizes is None or self._tail is None:
+        if self._tail is None:
             return False
-        awaiting = [trace.call_references for trace in self._tail.traces.values() if trace.awaits_calls]
-        return any(len(self._call_sizes(call_references)) == len(call_references) for call_references in awaiting)
-
-    @property
-    def _schema(self) -> Schema:
-        assert self.schema is not None
-        return self.schema
+        completion = self._completion(self._tail.schema)
+        return any(trace.awaits_calls and completion.has_calls(trace) for trace in self._tail.traces.values())
 
     def _begin(self, cursor: Cursor, checkpoints: Checkpoints, now_ns: int) -> Scan:
         """The scan to continue, from the cursor if that is still about this file, else from the beginning."""
@@ -260,27 +329,50 @@ class StudioReader:
         names = {trace.encode() for trace in trace_ids}
         return (row for row in self.database.rows(self.schema.columns, rowids) if row[2] in names)
 
+    def _candidates(self, scan: Scan, *, more: bool) -> Iterator[OpenTrace]:
+        """Traces that may be complete, except those of which the scan has not reached all known rows."""
+        for trace in scan.candidates(more=more):
+            if not (more and trace.awaits(scan.at, self._cursor.generation)):
+                yield trace
+
+    def _ready(
+        self, scan: Scan, completion: TraceCompletion, now_ns: int, *, more: bool, final: bool
+    ) -> Iterator[tuple[OpenTrace, bool]]:
+        """The traces that a pass hands on, each with whether it is still open; the others wait."""
+        for trace in self._candidates(scan, more=more):
+            state = completion.decide(trace, now_ns, is_near=more and scan.at - trace.last_rowid < FAR_ROWS)
+            trace.awaits_calls = state is Completion.AWAITS_CALLS
+            if state is Completion.COMPLETE:
+                yield trace, False
+                continue
+            scan.wait(trace)
+            if final and not more and not trace.is_whole():
+                yield trace, True
+
+    def _missed(self, scan: Scan, tail: Scan, now_ns: int, *, more: bool) -> Iterator[tuple[OpenTrace, bool]]:
+        """The traces that a re-scan compares with their checkpoints, or hands on because no pass has met them. The
+        others are left to the next pass."""
+        completion = replace(self._completion(scan.schema), settle_ns=0)
+        for trace in self._candidates(scan, more=more):
+            is_closed = trace.known is not None or completion.decide(trace, now_ns) is Completion.COMPLETE
+            if is_closed and trace.trace_id not in tail.traces:
+                yield trace, False
+            else:
+                tail.adopt(trace)
+                self.due_ns = 0
+                scan.close(trace)
+
     def _batches(
-        self,
-        scan: Scan,
-        is_open: Callable[[OpenTrace], bool | None],
-        dead: Sequence[DeadRow],
-        rows: int,
-        *,
-        more: bool,
+        self, scan: Scan, ready: Iterable[tuple[OpenTrace, bool]], dead: Sequence[DeadRow], rows: int, *, more: bool
     ) -> Iterator[Batch]:
-        """Batches of the candidates. `is_open` says of each whether it is handed on as closed (False), as open
-        (True), or not yet (None)."""
+        """Batches of the traces that are handed on."""
         chosen: list[tuple[OpenTrace, bool]] = []
         size = 0
-        for trace in scan.candidates(more=more):
-            if more and trace.awaits(scan.at, self._cursor.generation):
-                continue
-            if (open_still := is_open(trace)) is not None:
-                chosen.append((trace, open_still))
-                size += trace.size
-                if self._call_sizes is not None and trace.call_references:
-                    size += sum(self._call_sizes(trace.call_references).values())
+        for trace, is_open in ready:
+            chosen.append((trace, is_open))
+            size += trace.size
+            if self._call_sizes is not None and trace.call_references:
+                size += sum(self._call_sizes(trace.call_references).values())
             if size >= CLOSED_BYTES:
                 yield self._batch(scan, chosen, dead, rows, more=True)
                 chosen, dead, rows, size = [], (), 0, 0

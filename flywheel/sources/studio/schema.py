@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import marshal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import orjson
+import xxhash
 
 from flywheel.records.trace import LATEST_NS, DeadRow, SpanStatus, get_path
 from flywheel.sources.spans.attributes import attributes_of, with_first_argument
@@ -22,6 +23,8 @@ from flywheel.sources.spans.span import NOTHING, Attributes, Span, SpanKind
 from flywheel.sources.studio.database import MAX_CELL, TABLE, Database, Row, fault, shown
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+hash_of: Final = xxhash.xxh3_64_intdigest
+DIGEST_BITS: Final = 2**63 - 1
 
 
 class RowError(ValueError):
@@ -144,6 +147,34 @@ def packed(row: Row) -> bytes:
     """A row without its rowid. Equal values give equal bytes, which are hashed, kept and sent."""
     # Version 2 of marshal: later versions also encode which objects are shared.
     return marshal.dumps(tuple(row[1:]), 2)
+
+
+def digest_of(rows: Iterable[bytes]) -> int:
+    """A hash of packed rows in any order: 63 bits, never 0."""
+    return (sum(map(hash_of, rows)) & DIGEST_BITS) or 1
+
+
+def is_id(value: object) -> bool:
+    """Whether a value can be an id: a text that is not empty."""
+    try:
+        return bool(text_in(value, "id", required=True))
+    except (RowError, UnicodeDecodeError):
+        return False
+
+
+def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
+    """The rows whose span id or trace id cannot be read, as dead rows."""
+    found: list[DeadRow] = []
+    for row in rows:
+        try:
+            text_in(row[1], "id", required=True)
+            text_in(row[2], "traceId", required=True)
+        except (RowError, UnicodeDecodeError) as error:
+            why = str(error) if isinstance(error, RowError) else "an id is not UTF-8"
+            # The same row gets the same name in every scan.
+            name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
+            found.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500]))
+    return found
 
 
 def excerpt_of(data: bytes) -> str:

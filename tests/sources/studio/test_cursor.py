@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from flywheel.config import IngestSettings
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Cursor, Reply
-from flywheel.sources.studio import database, open_traces
+from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
@@ -89,7 +89,7 @@ def test_commits_passes_and_crashes_in_any_order(
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             # As if rows were large: what is read is let go of, and what ends together is told bit by bit.
-            patch.setattr(open_traces, "HELD_BYTES", 20_000)
+            patch.setattr(reading, "HELD_BYTES", 20_000)
             patch.setattr(reading, "CLOSED_BYTES", data.draw(st.sampled_from([1, 30_000])))
         reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
         while at < len(spans):
@@ -280,8 +280,7 @@ def pages_of(rows: int, monkeypatch: pytest.MonkeyPatch, *, near: int = 1, far: 
     monkeypatch.setattr(reading, "BATCH_ROWS", rows)
     # On a busy machine a page would be cut off by time.
     monkeypatch.setattr(database, "HOLD_SECONDS", 60.0)
-    monkeypatch.setattr(open_traces, "NEAR_ROWS", near)
-    monkeypatch.setattr(open_traces, "FAR_ROWS", far)
+    monkeypatch.setattr(reading, "NEAR_ROWS", near)
     monkeypatch.setattr(reading, "FAR_ROWS", far)
 
 
@@ -451,7 +450,7 @@ def test_large_rows_are_held_and_extracted_within_bounds(tmp_path: Path, monkeyp
     monkeypatch.setattr(database, "PAGE_ROWS", 4)
     monkeypatch.setattr(reading, "BATCH_BYTES", 100_000)
     monkeypatch.setattr(reading, "CLOSED_BYTES", 200_000)
-    monkeypatch.setattr(open_traces, "HELD_BYTES", 300_000)
+    monkeypatch.setattr(reading, "HELD_BYTES", 300_000)
     studio = Studio(tmp_path / "studio.sqlite")
     given_ = [message("user", part("q"))]
     studio.write(*(chat(f"c{n}", given_, "x" * 20_000, parent=f"a{n}", trace=f"t{n}") for n in range(40)))

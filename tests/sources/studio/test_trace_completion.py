@@ -1,0 +1,63 @@
+"""A trace is complete when its parents are there, it has been quiet, and its calls were pulled or are too late."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from flywheel.sources.studio.schema import SCHEMAS
+from flywheel.sources.studio.trace_completion import Completion, OpenTrace, TraceCompletion
+from tests.cases import for_each
+
+ENDED = 1_700_000_000 * 10**9
+COMPLETION = TraceCompletion(SCHEMAS["generation 2"], settle_ns=5, abandon_ns=600, calls_wait_ns=60)
+AWAITING = TraceCompletion(
+    COMPLETION.schema, 5, 600, 60, call_sizes=lambda ids: {each: 1 for each in ids if each != "late"}
+)
+
+
+def trace(*calls: str, parent: bytes | None = b"agent") -> OpenTrace:
+    return OpenTrace(
+        "t",
+        seen_ns=ENDED + 1,
+        ids={1: (b"call", parent), 2: (b"agent", None)},
+        ends=[str(ENDED).encode()],
+        call_references=set(calls),
+    )
+
+
+ORPHAN = trace(parent=b"away")
+
+
+@for_each(
+    ("completion", "seen", "quiet_ns", "state"),
+    [
+        (COMPLETION, trace(), 4, Completion.INCOMPLETE),
+        (COMPLETION, trace(), 5, Completion.COMPLETE),
+        (COMPLETION, ORPHAN, 599, Completion.INCOMPLETE),
+        (COMPLETION, ORPHAN, 600, Completion.COMPLETE),
+        (COMPLETION, trace("late"), 5, Completion.COMPLETE),
+        (AWAITING, trace("late"), 4, Completion.INCOMPLETE),
+        (AWAITING, trace("there", "late"), 5, Completion.AWAITS_CALLS),
+        (AWAITING, trace("there"), 5, Completion.COMPLETE),
+        (AWAITING, trace("there", "late"), 60, Completion.COMPLETE),
+    ],
+)
+def test_a_trace_is_decided_without_changing_it(
+    completion: TraceCompletion, seen: OpenTrace, quiet_ns: int, state: Completion
+) -> None:
+    before = deepcopy(seen)
+    assert completion.decide(seen, ENDED + quiet_ns) is state
+    for each in (seen, before):
+        each.ended_ns(completion.schema)  # the times of ends are parsed when they are first needed
+    assert seen == before
+
+
+def test_a_trace_without_its_parent_is_not_given_up_while_its_rows_may_follow() -> None:
+    assert COMPLETION.decide(ORPHAN, ENDED + 600, is_near=True) is Completion.INCOMPLETE
+    assert COMPLETION.decide(trace(), ENDED + 600, is_near=True) is Completion.COMPLETE
+
+
+@for_each(("open_trace", "awaits_calls", "due_ns"), [(trace(), False, 5), (trace(), True, 60), (ORPHAN, False, 600)])
+def test_a_trace_is_due_when_it_will_be_complete(open_trace: OpenTrace, awaits_calls: bool, due_ns: int) -> None:
+    open_trace.awaits_calls = awaits_calls
+    assert AWAITING.due_ns(open_trace) == ENDED + due_ns
