@@ -20,7 +20,7 @@ from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.call_log_copy import OK
 from flywheel.sources.calls.parsing import parse as parsed
 from flywheel.store.kernel.database import Store
-from tests.local_server import JsonHandler, LocalServer
+from tests.factories.local_server import JsonHandler, LocalServer
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tests.cli.conftest import Ran, Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 CRITERIA: list[dict[str, Any]] = [
     {"id": "boxed", "type": "regex", "value": "boxed", "weight": 1},

@@ -13,7 +13,7 @@ import pytest
 
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 WORDS = "tasks.jsonl was cut by another program"
 

@@ -13,7 +13,7 @@ import pytest
 from flywheel.cli.app import this_person
 from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import Studio, agent
 
 BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}

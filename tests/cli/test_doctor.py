@@ -21,7 +21,7 @@ from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"

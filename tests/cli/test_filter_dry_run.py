@@ -18,7 +18,7 @@ from flywheel.errors import EXIT_UNAVAILABLE
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import CRITERIA, Bench, says
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "good, without a box"
 PRICES = {"input_per_million": 1000.0, "output_per_million": 5000.0, "currency": "EUR"}

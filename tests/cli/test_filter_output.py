@@ -11,7 +11,7 @@ from flywheel.errors import EXIT_FAILED
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
 from tests.cli.terminal import in_terminal
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import CRITERIA, Bench, says
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
 

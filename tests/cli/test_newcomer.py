@@ -13,7 +13,7 @@ import pytest
 from flywheel.errors import EXIT_CONFIG
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 ROOT = Path(__file__).parent.parent.parent
 STUDIO = ROOT / "tests" / "data" / "studio"

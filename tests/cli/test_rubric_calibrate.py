@@ -14,7 +14,7 @@ import pytest
 
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.samples import START
 
 RUBRIC = """id: r

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "bad, without a box"
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests import waiting, warm
 from tests.conftest import POLICY
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 SOON = 120.0
 STUDIO = Path(__file__).parent.parent / "data" / "studio"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.cli.conftest import Ran, Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b2J\u202eevil\r"
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")

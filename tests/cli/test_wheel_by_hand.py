@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
 NAMES = ("old", "new_v1", "new_v2", "new_oldclient", "migrated")

@@ -19,7 +19,7 @@ from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
 from tests.cli.terminal import in_terminal
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 REASON = "the carry was forgotten in the second step, so that the sum is wrong by ten " * 3
 LONG = "is not JSON, as everybody can see who looks at this long line " * 3

@@ -13,8 +13,8 @@ from flywheel.config import Config, parse
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import flywheel
 from tests.daemon.filter_bench import RUBRIC, Make
-from tests.embedding_server import EmbeddingServer
-from tests.judge_server import JudgeServer
+from tests.factories.embedding_server import EmbeddingServer
+from tests.factories.judge_server import JudgeServer
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
 
 __all__ = ["flywheel"]

@@ -15,7 +15,7 @@ from flywheel.records.trace import Reply
 from flywheel.store import ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.embedding_server import EmbeddingServer
+from tests.factories.embedding_server import EmbeddingServer
 from tests.samples import START, batch, replies_on, reply
 
 Make = Callable[..., Config]

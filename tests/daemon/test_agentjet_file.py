@@ -16,7 +16,7 @@ from flywheel.judge.prompt import parse_sections
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import balance
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import DATA
 
 

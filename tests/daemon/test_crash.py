@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.waiting import wait_for
 
 DATA = Path(__file__).parent.parent / "data" / "studio"

@@ -20,7 +20,7 @@ from flywheel.store.kernel.database import Store
 from tests import warm
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.samples import settle, undecided
 
 COUNT = 10

@@ -25,8 +25,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
-from tests.embedding_server import EmbeddingServer
-from tests.judge_server import JudgeServer
+from tests.factories.embedding_server import EmbeddingServer
+from tests.factories.judge_server import JudgeServer
 from tests.samples import replies_on, reply
 
 EVERY: list[dict[str, Any]] = [

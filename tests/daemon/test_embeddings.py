@@ -13,8 +13,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import WORDY, Make, by_model, questions, run, states, tell
-from tests.embedding_server import EmbeddingServer, by_words
-from tests.judge_server import JudgeServer
+from tests.factories.embedding_server import EmbeddingServer, by_words
+from tests.factories.judge_server import JudgeServer
 
 
 async def lengths(store: Store) -> dict[int, int]:

@@ -38,8 +38,8 @@ from tests.daemon.filter_bench import (
     states,
     tell,
 )
-from tests.embedding_server import EmbeddingServer
-from tests.judge_server import JudgeServer
+from tests.factories.embedding_server import EmbeddingServer
+from tests.factories.judge_server import JudgeServer
 from tests.samples import batch, replies_on, reply
 
 

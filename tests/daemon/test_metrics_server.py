@@ -22,7 +22,7 @@ from flywheel.errors import ConfigError, ReceiverError, StoreError
 from flywheel.store.kernel.database import Store
 from flywheel.system.lock import instance_lock
 from tests.cli.test_metrics import by, parsed
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 SECONDS = 60.0
 

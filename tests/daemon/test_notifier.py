@@ -31,7 +31,7 @@ from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import create, move
 from tests.cli.conftest import Run
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0

@@ -20,8 +20,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import Make, by_model, states, tell
-from tests.embedding_server import EmbeddingServer
-from tests.judge_server import FAULTS, JudgeServer
+from tests.factories.embedding_server import EmbeddingServer
+from tests.factories.judge_server import FAULTS, JudgeServer
 from tests.samples import replies_on, reply
 
 WORDS = [

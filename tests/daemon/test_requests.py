@@ -18,7 +18,7 @@ from flywheel.config import load
 from flywheel.daemon import requests
 from flywheel.store.requests import Kind, Request
 from tests.daemon.test_service import Daemon, wait_for
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import Studio, agent
 
 BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests import waiting, warm
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import empty_like, insert, labels, rows
 
 SOON = 180.0

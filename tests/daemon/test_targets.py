@@ -29,7 +29,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import available_samples
 from flywheel.system import files
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.samples import accepted, batch, replies_on, reply, settle
 
 RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"

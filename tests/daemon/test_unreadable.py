@@ -23,7 +23,7 @@ from flywheel.store.views.balance import balance
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
 from tests.daemon.judging.test_judging import RUBRIC, config, states, store, tell
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 __all__ = ["store"]
 

@@ -20,7 +20,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
 from flywheel.system import model_http_client
-from tests.judge_server import JudgeServer, nonce_of
+from tests.factories.judge_server import JudgeServer, nonce_of
 
 RUBRIC = Rubric.model_validate(
     {"id": "test", "criteria": [{"id": "correct", "value": "It is right."}, {"id": "clear", "value": "It is clear."}]}

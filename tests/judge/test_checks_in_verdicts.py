@@ -13,7 +13,7 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange, Outcome
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 
 def settings(judge: JudgeServer, **values: object) -> JudgeSettings:

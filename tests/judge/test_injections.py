@@ -22,7 +22,7 @@ from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, escape, messages, ne
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
 from tests.cases import for_each
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 CORPUS = [
     json.loads(line) for line in (Path(__file__).parent.parent / "data" / "injections.jsonl").read_text().splitlines()

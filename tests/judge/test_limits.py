@@ -32,7 +32,7 @@ from flywheel.judge.thread_pool import MAX_WAITING, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system import model_http_client
 from flywheel.system.model_http_client import NEVER, CallError
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 RUBRIC = Rubric.model_validate({"id": "test", "criteria": [{"id": "correct", "value": "It is right."}]})
 CHECKED = Rubric.model_validate(

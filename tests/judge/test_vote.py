@@ -13,7 +13,7 @@ from flywheel.judge.grader import Grader, majority
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Judgement, Outcome
 from flywheel.system import model_http_client
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 
 Make = Callable[..., Grader]
 EXCHANGE = Exchange("What is 3 plus 4?", "\\boxed{7}")

@@ -21,7 +21,7 @@ from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import ledger, verdicts
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.samples import batch, reply
 
 RUBRIC: dict[str, Any] = {"id": "r", "threshold": 0.7, "criteria": [{"id": "correct", "value": "It is right."}]}

@@ -10,7 +10,7 @@ import pytest
 from flywheel.errors import FilterError
 from flywheel.judge.filters.embedder import Embedder
 from flywheel.judge.filters.fingerprint import Deduplication
-from tests.embedding_server import EmbeddingServer, by_words
+from tests.factories.embedding_server import EmbeddingServer, by_words
 
 
 @pytest.fixture

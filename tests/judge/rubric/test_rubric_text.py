@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flywheel.judge.rubric.rubric_text import text_of
 
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric
-from flywheel.judge.rubric.rubric_text import text_of
 from flywheel.system import files
 
 RUBRICS = sorted((files.shipped_folder() / "rubrics").glob("*.yaml"))

@@ -25,8 +25,8 @@ from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools, ToolSetup, roll_out
 from flywheel.training.recorded.recordings import Recording, results_of
 from tests.cases import for_each
+from tests.factories.judge_server import JudgeServer, nonce_of
 from tests.judge.rubric.test_shipped_rubrics import COMPLETION, INVENTED, SHIPPED
-from tests.judge_server import JudgeServer, nonce_of
 from tests.training.data.rollouts import prompt
 from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
 from tests.training.recorded.recordings import ADD, FINISH, call, recording, said, tool

@@ -16,7 +16,7 @@ from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.usage import Allowance, Purpose, UsageFile
 from flywheel.records.verdict import Exchange
 from flywheel.training.worker.rollout_grading import Grading, PauseLimits
-from tests.judge_server import JudgeServer
+from tests.factories.judge_server import JudgeServer
 from tests.waiting import wait_for
 
 RUBRIC = parse_rubric(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from tests.local_server import JsonHandler, LocalServer
+from tests.factories.local_server import JsonHandler, LocalServer
 
 SIZE = 64
 

@@ -17,7 +17,7 @@ from itertools import cycle
 from typing import Any
 
 from flywheel.judge.prompt import parse_sections
-from tests.local_server import JsonHandler, LocalServer
+from tests.factories.local_server import JsonHandler, LocalServer
 
 Verdict = Callable[[str, str], bool]
 

@@ -1,0 +1,1 @@
+"""Constructors of what tests need, by noun; every value has a default that keywords override."""
