@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from flywheel.records.round import Probe
 from flywheel.serving.server import inference_server
 from flywheel.serving.server.startup_adapters import alias_file, base_name
 from flywheel.serving.server_keys import admin_key
+from flywheel.store.kernel.database import Store
 from tests import warm
 from tests.waiting import StartError
 
@@ -180,6 +181,14 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait(10)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    """An empty state, which `make_config(tmp_path)` names as well."""
+    store = await Store.open(tmp_path / "state")
+    yield store
+    await store.close()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.web import server
 from flywheel.web.guard import LONGEST_ADDRESS
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 from tests.web.recorded_state import config_of, unpack
 
 NINES = "9" * 5000

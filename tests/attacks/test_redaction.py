@@ -20,7 +20,7 @@ from flywheel.store import dead_letters
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import balance
 from tests.daemon.test_metrics_server import running, until
-from tests.samples import reply
+from tests.factories.trace import reply
 
 ADDRESS = "jane.doe@example.org"
 NESTED = "[" * 60_000 + "]" * 60_000

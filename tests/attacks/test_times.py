@@ -24,7 +24,8 @@ from flywheel.store.kernel.schema import tasks
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import balance
 from flywheel.web.server import application
-from tests.samples import accepted, batch, reply, settle
+from tests.factories.trace import batch, reply
+from tests.factories.verdict import accepted, settle
 from tests.sources.studio.writer import DATA
 
 ISO = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,8 @@ from flywheel.records.trace import Reply
 from flywheel.store.kernel.database import Store
 from tests.daemon.rounds.test_planner import RUBRIC, made
 from tests.daemon.rounds.test_round_tasks import asked, changed, judged
-from tests.samples import replies_on, reply
+from tests.factories.trace import replies_on, reply
 from tests.training.recorded.recordings import ADD, call, steps, tool
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 def parsing(tmp_path: Path, **sections: Any) -> Config:

@@ -15,7 +15,7 @@ import pytest
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
 from tests.factories.judge_server import JudgeServer
-from tests.samples import START
+from tests.factories.trace import START
 
 RUBRIC = """id: r
 threshold: 0.7

@@ -21,7 +21,7 @@ from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from tests.cli.conftest import Run
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 
 def criterion(name: str, **values: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from flywheel.records.trace import Reply
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
-from tests.samples import batch, replies_on, reply
+from tests.factories.trace import batch, replies_on, reply
 
 
 def filled(home: Path, *replies: Reply, train_ratio: float = 0.7) -> None:

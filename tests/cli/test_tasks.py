@@ -18,7 +18,7 @@ from flywheel.store import bursts, deduplication, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 
 def change(tmp_path: Path, work: Callable[[Connection], Any]) -> Any:

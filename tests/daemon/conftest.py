@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from flywheel.config import Config, parse
-from flywheel.store.kernel.database import Store
 from tests.cli.conftest import flywheel
 from tests.daemon.filter_bench import RUBRIC, Make
 from tests.factories.embedding_server import EmbeddingServer
@@ -51,13 +50,6 @@ def make(tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) ->
         return parse(raw, "the test's configuration", tmp_path)
 
     return config
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from flywheel.store import ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from tests.factories.embedding_server import EmbeddingServer
-from tests.samples import START, batch, replies_on, reply
+from tests.factories.trace import START, batch, replies_on, reply
 
 Make = Callable[..., Config]
 RUBRIC = {"id": "r", "criteria": [{"id": "correct", "value": "The answer is right.", "required": True}]}

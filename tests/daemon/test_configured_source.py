@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,7 @@ from flywheel.records import exclusion
 from flywheel.store import ledger, samples
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.samples import batch, reply
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
+from tests.factories.trace import batch, reply
 
 
 def made(tmp_path: Path, *models: dict[str, Any], alias: str = "my-agent") -> Config:

@@ -21,7 +21,7 @@ from tests import warm
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
 from tests.factories.judge_server import JudgeServer
-from tests.samples import settle, undecided
+from tests.factories.verdict import settle, undecided
 
 COUNT = 10
 POISON = "What is the poisoned question?"

@@ -27,7 +27,7 @@ from flywheel.store.kernel.transitions import move
 from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
 from tests.factories.embedding_server import EmbeddingServer
 from tests.factories.judge_server import JudgeServer
-from tests.samples import replies_on, reply
+from tests.factories.trace import replies_on, reply
 
 EVERY: list[dict[str, Any]] = [
     {"id": "correct", "value": "The answer is right.", "weight": 10, "required": True},

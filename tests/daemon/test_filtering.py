@@ -40,7 +40,7 @@ from tests.daemon.filter_bench import (
 )
 from tests.factories.embedding_server import EmbeddingServer
 from tests.factories.judge_server import JudgeServer
-from tests.samples import batch, replies_on, reply
+from tests.factories.trace import batch, replies_on, reply
 
 
 async def test_what_repeats_is_rejected_unpaid_and_told_what_it_repeats(

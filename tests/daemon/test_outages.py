@@ -21,8 +21,9 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import Make, by_model, states, tell
 from tests.factories.embedding_server import EmbeddingServer
-from tests.factories.judge_server import FAULTS, JudgeServer
-from tests.samples import replies_on, reply
+from tests.factories.judge_faults import FAULTS
+from tests.factories.judge_server import JudgeServer
+from tests.factories.trace import replies_on, reply
 
 WORDS = [
     "alpha",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from flywheel.store.kernel.database import Store
 from tests.daemon.rounds.test_gate_planning import ended, filled, made, planned
 
 NEEDED = 4
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,11 @@ from flywheel.store.kernel.transitions import move
 from flywheel.store.views import available_samples
 from flywheel.system import files
 from tests.factories.judge_server import JudgeServer
-from tests.samples import accepted, batch, replies_on, reply, settle
+from tests.factories.trace import batch, replies_on, reply
+from tests.factories.verdict import accepted, settle
 
 RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
 TARGETS: dict[str, Any] = {"planner": {}, "worker": {"alias": "work", "agents": ["Doer"], "min_samples": 2}}
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:

@@ -13,47 +13,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 from flywheel.judge.prompt import parse_sections
+from tests.factories.judge_faults import ERROR_OBJECTS, REFUSALS, chat_completion, stream
 from tests.factories.local_server import JsonHandler, LocalServer
 
 Verdict = Callable[[str, str], bool]
-
-FAULTS = (
-    "401",
-    "403",
-    "404",
-    "400",
-    "422",
-    "429",
-    "429 with Retry-After",
-    "500",
-    "reset",
-    "truncated body",
-    "html",
-    "prose",
-    "truncated verdict",
-    "missing criterion",
-    "unknown criterion",
-    "unknown choice",
-    "empty choices",
-    "empty content",
-    "refusal",
-    "error object",
-    "no schema",
-    "too long",
-    "quoted verdict",
-    "cut off",
-    "stream",
-    "choices of text",
-    "content of thoughts",
-    "error object 429",
-    "billed error object",
-    "huge",
-    "cut off stream",
-)
 
 
 def boxed_sum(question: str, answer: str) -> bool:
@@ -174,69 +142,35 @@ def _handler(judge: JudgeServer) -> type[JsonHandler]:
             finally:
                 judge.end()
 
-        def play(self, behaviour: str, request: dict[str, Any]) -> None:  # noqa: PLR0912 - one branch per fault
-            if behaviour[:3].isdigit():
+        def play(self, behaviour: str, request: dict[str, Any]) -> None:
+            good = partial(self.completion, "good", request)
+            said_no = next((row for row in REFUSALS.get(behaviour, ()) if row[0](request)), None)
+            if said_no:
+                self.send(said_no[1], {"error": {"code": said_no[1], "message": said_no[2]}})
+            elif behaviour[:3].isdigit():
                 waits = {"Retry-After": "0", "in a minute": "60", "tomorrow": "86400"}
                 wait = next((wait for words, wait in waits.items() if words in behaviour), None)
                 headers = {"retry-after": wait} if wait is not None else {}
                 self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
-            elif behaviour == "no schema" and "response_format" in request:
-                self.send(400, {"error": {"message": "response_format is not supported"}})
-            elif behaviour == "no schema, no tools" and ("response_format" in request or "tools" in request):
-                what = "response_format" if "response_format" in request else "tools"
-                self.send(422, {"error": {"message": f"{what}: extra fields not permitted"}})
-            elif behaviour == "refuses silently" and "response_format" in request:
-                self.send(400, {"error": {"message": "Bad request"}})
-            elif behaviour == "no seed" and "seed" in request:
-                self.send(400, {"error": {"message": "Unsupported parameter: seed"}})
-            elif behaviour == "newer" and "max_tokens" in request:
-                self.send(400, {"error": {"message": "Use 'max_completion_tokens' instead of 'max_tokens'."}})
-            elif behaviour == "no temperature" and "temperature" in request:
-                said = "Unsupported value: 'temperature' does not support 0.0 with this model."
-                self.send(400, {"error": {"message": said}})
-            elif behaviour == "no max_tokens" and "max_tokens" in request:
-                self.send(400, {"error": {"message": "Unrecognized request argument supplied: max_tokens"}})
-            elif behaviour == "no system message" and request["messages"][0]["role"] == "system":
-                self.send(400, {"error": {"message": "System role not supported"}})
-            elif behaviour == "breaks on a system message" and request["messages"][0]["role"] == "system":
-                said = "System role not supported at row 1, column 46:\n{{ raise_exception('System role') }}"
-                self.send(500, {"error": {"code": 500, "message": said, "type": "server_error"}})
-            elif behaviour == "breaks on schema and tools" and "response_format" in request:
-                self.send(500, {"error": {"code": 500, "message": "failed to parse grammar"}})
-            elif behaviour == "breaks on schema and tools" and "tools" in request:
-                self.send(500, {"error": {"code": 500, "message": "tools param requires --jinja flag"}})
-            elif behaviour == "short answers only":
-                said = "max_tokens is too large: 2048. This model supports at most 1024 completion tokens."
-                self.send(400, {"error": {"message": said}})
-            elif behaviour == "moderated":
-                self.send(403, {"error": {"message": "Your input was flagged by moderation."}})
-            elif behaviour == "broken byte":
-                self.send(
-                    200, json.dumps(self.completion("good", request)).encode().replace(b"it is so", b"it is \xff")
-                )
+            elif behaviour in ERROR_OBJECTS:
+                self.send(200, ERROR_OBJECTS[behaviour])
             elif behaviour.startswith("error object, "):
                 self.send(200, {"error": {"message": "no", "code": behaviour.removeprefix("error object, ")}})
-            elif behaviour == "error object 429":
-                self.send(200, {"error": {"message": "slow down", "code": 429}})
-            elif behaviour == "billed error object":
-                self.send(200, {"error": {"message": "broke", "code": 502}, "usage": _completion("")["usage"]})
+            elif behaviour == "broken byte":
+                self.send(200, json.dumps(good()).encode().replace(b"it is so", b"it is \xff"))
             elif behaviour == "huge":
-                self.send(200, b" " * (5 << 20) + json.dumps(self.completion("good", request)).encode())
+                self.send(200, b" " * (5 << 20) + json.dumps(good()).encode())
+            elif behaviour == "truncated body":
+                self.send(200, json.dumps(chat_completion("x"))[:40].encode())
             elif behaviour in ("streamed", "cut off stream"):
-                events = _stream(self.text("good", request), whole=behaviour == "streamed")
+                events = stream(self.text("good", request), whole=behaviour == "streamed")
                 self.send(200, events, {"content-type": "text/event-stream"})
-            elif behaviour == "reset":
-                self.reset()
-            elif behaviour == "too long":
-                self.send(400, {"error": {"message": "This model's maximum context length is 4096 tokens."}})
             elif behaviour == "stream":
                 self.send(200, b"data: {}\n\ndata: [DONE]\n\n", {"content-type": "text/event-stream"})
             elif behaviour == "html":
                 self.send(200, b"<html><body>Sign in to the proxy</body></html>", {"content-type": "text/html"})
-            elif behaviour == "error object":
-                self.send(200, {"error": {"message": "overloaded", "code": 529}})
-            elif behaviour == "truncated body":
-                self.send(200, json.dumps(_completion("x"))[:40].encode())
+            elif behaviour == "reset":
+                self.reset()
             else:
                 self.send(200, self.completion(behaviour, request))
 
@@ -273,7 +207,7 @@ def _handler(judge: JudgeServer) -> type[JsonHandler]:
 
         def completion(self, behaviour: str, request: dict[str, Any]) -> dict[str, Any]:
             text = self.text(behaviour, request)
-            completion = _completion(text)
+            completion = chat_completion(text)
             choice = completion["choices"][0]
             if behaviour == "refusal":
                 choice["message"] = {"role": "assistant", "content": None, "refusal": "I cannot."}
@@ -316,26 +250,3 @@ def _handler(judge: JudgeServer) -> type[JsonHandler]:
             self.close_connection = True
 
     return Handler
-
-
-def _stream(text: str, *, whole: bool) -> bytes:
-    pieces: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": {"content": text[at : at + 7]}, "finish_reason": None}]}
-        for at in range(0, len(text), 7)
-    ]
-    if whole:
-        pieces.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        pieces.append({"choices": [], "usage": _completion("")["usage"]})
-    lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
-    return "".join([": hello\n\n", *lines, "data: [DONE]\n\n" if whole else ""]).encode()
-
-
-def _completion(text: str) -> dict[str, Any]:
-    return {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "judge",
-        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}],
-        "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
-    }

@@ -19,7 +19,8 @@ from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system import model_http_client
 from flywheel.system.model_http_client import CallError, parse_retry_after, retry_delay
-from tests.factories.judge_server import FAULTS, JudgeServer
+from tests.factories.judge_faults import FAULTS
+from tests.factories.judge_server import JudgeServer
 
 RUBRIC = Rubric.model_validate(
     {

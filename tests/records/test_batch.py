@@ -21,7 +21,7 @@ from flywheel.records.batch import Entry, entries_of, entry_of, exclusion_of_too
 from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply
-from tests.samples import START, reply
+from tests.factories.trace import START, reply
 
 # The formula, written as plainly as it can be. What is stored was made by it.
 

@@ -55,13 +55,6 @@ def config_of(path: Path, folder: Path) -> Config:
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = await Store.open(tmp_path / "state")
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def connector(store: Store, tmp_path: Path) -> AsyncIterator[StudioConnector]:
     path = DATA / "new_v2.sqlite"
     connector = StudioConnector(path, config_of(path, tmp_path), store)

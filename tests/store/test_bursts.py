@@ -16,7 +16,7 @@ from flywheel.records.states import TaskState
 from flywheel.store import bursts, deduplication, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.samples import START, batch, reply
+from tests.factories.trace import START, batch, reply
 
 SECONDS = 10.0
 QUERY = "one two three four five six seven eight nine ten"

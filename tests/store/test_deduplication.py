@@ -14,7 +14,7 @@ from flywheel.store.deduplication import Entry, Repeats
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 LONG = "one two three four five six seven eight nine ten"
 

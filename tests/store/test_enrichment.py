@@ -16,7 +16,7 @@ from flywheel.store import deployments, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import acceptance
-from tests.samples import START, batch, reply
+from tests.factories.trace import START, batch, reply
 
 ALIAS = TrainedModels("my-agent", "/models/base")
 

@@ -17,7 +17,8 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.verdicts import CHAIN
 from flywheel.store.verdicts import store as store_verdict
 from tests.daemon.rounds.test_rounds import put_tasks
-from tests.samples import rejected, reply, settle
+from tests.factories.trace import reply
+from tests.factories.verdict import rejected, settle
 from tests.store.test_reingestion import put
 
 

@@ -20,7 +20,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.store.views import balance
-from tests.samples import accepted, batch, rejected, replies_on, reply, settle, undecided
+from tests.factories.trace import batch, replies_on, reply
+from tests.factories.verdict import accepted, rejected, settle, undecided
 
 
 def put(conn: Connection, path: str, what: Batch) -> Recorded:

@@ -17,7 +17,8 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import events, replies, tasks
 from flywheel.store.ledger import Recorded
 from flywheel.store.views import balance
-from tests.samples import accepted, batch, rejected, reply, settle, undecided
+from tests.factories.trace import batch, reply
+from tests.factories.verdict import accepted, rejected, settle, undecided
 
 
 def put(conn: Connection, *some: Reply, source: str = "/a") -> Recorded:

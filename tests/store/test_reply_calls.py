@@ -14,7 +14,7 @@ from flywheel.store import ledger, reply_calls
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks, traces
 from flywheel.store.views.balance import balance
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 TRACE, CALLS = "/traces", "/calls"
 KINDS = {TRACE: "studio", "/copy": "studio", CALLS: "calls"}

@@ -17,7 +17,7 @@ from flywheel.store import gate_tests, ledger, samples, splits
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import recent_bands, signature_bands, tasks
 from flywheel.store.views.lineage import why
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 from tests.sources.studio.writer import DATA
 
 QUESTION = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"

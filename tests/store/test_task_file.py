@@ -20,7 +20,7 @@ from flywheel.store.kernel.bulk import CHUNK
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.task_file import FileState, TaskFile, exported_to
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 from tests.sources.studio.writer import DATA
 
 MANY = 2 * CHUNK + 7

@@ -27,7 +27,8 @@ from flywheel.store import dead_letters, judge_errors, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from tests.samples import batch, reply, settle, undecided
+from tests.factories.trace import batch, reply
+from tests.factories.verdict import settle, undecided
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from flywheel.store.views import gate_outcomes
 from flywheel.training.gate.gate import decide
 from flywheel.web.gate import known, of_live, of_next
 from flywheel.web.server import application
-from tests.samples import batch, replies_on
-from tests.web.gate_rounds import GATE, GUARDED, comparison, criterion, put_answers, put_deployment, put_round
+from tests.factories.round import GATE, GUARDED, comparison, criterion, put_answers, put_deployment, put_tested_round
+from tests.factories.trace import batch, replies_on
 from tests.web.recorded_state import HOSTILE, config_of
 
 
@@ -44,7 +44,7 @@ async def filled(tmp_path: Path) -> tuple[Config, list[str]]:
     directory = tmp_path / "rounds"
 
     async def put(number: int, state: RoundState, seen: Comparison | None, **values: object) -> None:
-        await store.write(partial(put_round, number=number, state=state, directory=directory, seen=seen, **values))  # type: ignore[arg-type]
+        await store.write(put_tested_round, number, state, directory, seen, **values)
 
     await put(1, RoundState.PROMOTED, comparison(keys=keys))
     vetoed = comparison(keys=keys, criteria=[criterion("safe", -0.02), criterion("correct", 0.1)])
@@ -129,7 +129,7 @@ async def test_a_decision_of_an_early_version_is_known_if_todays_settings_lead_t
     store = await Store.open(tmp_path / "state")
     vetoed = comparison(criteria=[criterion("safe", -0.02)])
     reason = decide(vetoed, GUARDED).reason
-    early = partial(put_round, directory=tmp_path, decided=False)
+    early = partial(put_tested_round, directory=tmp_path, decided=False)
     try:
         await store.write(partial(early, number=1, state=RoundState.REJECTED, seen=vetoed, reason=reason))
         await store.write(partial(early, number=2, state=RoundState.PROMOTED, seen=comparison(), reason="better: so"))
@@ -155,7 +155,7 @@ async def test_the_next_test(tmp_path: Path) -> None:
     )
     store = await Store.open(tmp_path / "state")
     try:
-        await store.write(partial(put_round, number=1, state=RoundState.TRAINING, directory=tmp_path))
+        await store.write(partial(put_tested_round, number=1, state=RoundState.TRAINING, directory=tmp_path))
         live = await store.read(gate_outcomes.by_name, "r0001")
     finally:
         await store.close()

@@ -14,8 +14,8 @@ from flywheel.records.states import RoundState, Split
 from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import gate_tests, round_samples, rounds, tasks
+from tests.factories.round import GUARDED, comparison, criterion, put_answers, put_deployment, put_tested_round
 from tests.web.conftest import WAIT_MILLISECONDS, Check, Visitor, serving
-from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
 from tests.web.recorded_state import HOSTILE, config_of, in_thread
 from tests.web.test_gate import put_held_out
 
@@ -25,8 +25,8 @@ def put_hostile(conn: Connection, directory: Path) -> list[str]:
     keys = put_held_out(conn)
     criteria = [criterion(HOSTILE, -0.2), criterion("safe", -0.02)]
     seen = comparison(keys=keys, criteria=criteria, method=HOSTILE)
-    put_round(conn, 1, RoundState.REJECTED, directory, seen, gate=GUARDED)
-    put_round(conn, 2, RoundState.FAILED, directory, reason=HOSTILE, parent="r0001")
+    put_tested_round(conn, 1, RoundState.REJECTED, directory, seen, gate=GUARDED)
+    put_tested_round(conn, 2, RoundState.FAILED, directory, reason=HOSTILE, parent="r0001")
     put_deployment(conn, "r0001", BY_HAND, error=HOSTILE, endpoints=[HOSTILE])
     put_deployment(conn, None, HOSTILE, retired_at="2026-11-22T11:00:00", alias=HOSTILE)
     ids = conn.execute(select(tasks.c.id)).scalars()
@@ -117,12 +117,12 @@ def test_a_decision_appears_while_its_page_is_open(visitor: Visitor, tmp_path: P
         finally:
             await store.close()
 
-    in_thread(write(partial(put_round, number=1, state=RoundState.TRAINING, directory=tmp_path)))
+    in_thread(write(partial(put_tested_round, number=1, state=RoundState.TRAINING, directory=tmp_path)))
 
     def promote(conn: Connection) -> None:
         conn.execute(delete(gate_tests))
         conn.execute(delete(rounds))
-        put_round(conn, 1, RoundState.PROMOTED, tmp_path, comparison())
+        put_tested_round(conn, 1, RoundState.PROMOTED, tmp_path, comparison())
 
     with serving(config) as address:
         page = visitor.open(f"{address}/gate/r0001")

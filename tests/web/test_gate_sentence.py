@@ -15,7 +15,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.views import gate_outcomes
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.web.gate_sentence import later, sentence
-from tests.web.gate_rounds import AT, GUARDED, comparison, criterion, put_deployment, put_round
+from tests.factories.round import AT, GUARDED, comparison, criterion, put_deployment, put_tested_round
 
 GAIN = "(99.5 % interval"
 CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
 
 async def outcome_of(tmp_path: Path, state: RoundState, **values: Any) -> tuple[Store, GateOutcome]:
     store = await Store.open(tmp_path / "state")
-    await store.write(partial(put_round, number=1, state=state, directory=tmp_path, **values))
+    await store.write(partial(put_tested_round, number=1, state=state, directory=tmp_path, **values))
     found = await store.read(gate_outcomes.by_name, "r0001")
     assert found is not None
     return store, found

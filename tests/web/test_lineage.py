@@ -19,8 +19,8 @@ from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, tasks
 from flywheel.web import lineage
-from tests.samples import batch, replies_on
-from tests.web.gate_rounds import AT, comparison, put_deployment, put_round
+from tests.factories.round import AT, comparison, put_deployment, put_tested_round
+from tests.factories.trace import batch, replies_on
 from tests.web.recorded_state import HOSTILE, config_of
 from tests.web.test_gate import client
 
@@ -29,9 +29,9 @@ def put_samples(conn: Connection, directory: Path) -> None:
     """Sixty conversations in the training of two adapters of a line."""
     replies = replies_on(Split.TRAIN, 60)
     ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.7, split_seed=42)
-    put_round(conn, 1, RoundState.PROMOTED, directory, comparison())
-    put_round(conn, 2, RoundState.PROMOTED, directory, comparison(), parent="r0001")
-    put_round(conn, 3, RoundState.TRAINING, directory, parent="r0002")
+    put_tested_round(conn, 1, RoundState.PROMOTED, directory, comparison())
+    put_tested_round(conn, 2, RoundState.PROMOTED, directory, comparison(), parent="r0001")
+    put_tested_round(conn, 3, RoundState.TRAINING, directory, parent="r0002")
     ids = list(conn.execute(select(tasks.c.id)).scalars())
     rows = [{"round_id": 1, "task_id": each, "split": Split.TRAIN.value} for each in ids]
     rows += [{"round_id": 2, "task_id": each, "split": Split.TRAIN.value} for each in ids[:2]]

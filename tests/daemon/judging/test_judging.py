@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from flywheel.store import ledger, verdicts
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from tests.factories.judge_server import JudgeServer
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 RUBRIC: dict[str, Any] = {"id": "r", "threshold": 0.7, "criteria": [{"id": "correct", "value": "It is right."}]}
 
@@ -31,13 +30,6 @@ RUBRIC: dict[str, Any] = {"id": "r", "threshold": 0.7, "criteria": [{"id": "corr
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 def config(folder: Path, judge: JudgeServer, rubric: dict[str, Any] = RUBRIC, **settings: Any) -> Config:

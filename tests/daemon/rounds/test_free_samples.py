@@ -17,7 +17,7 @@ from flywheel.store import rounds
 from flywheel.store.kernel.database import Store
 from flywheel.system import files
 from tests.daemon.filter_bench import Make, burst, run, states, tell
-from tests.samples import replies_on, reply
+from tests.factories.trace import replies_on, reply
 
 CHAINS = files.shipped_folder() / "filters"
 NEEDED: dict[str, Any] = {"trigger": {"min_samples": 40}, "gate": {"min_tasks": 2, "min_power": 0}}

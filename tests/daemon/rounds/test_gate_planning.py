@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from flywheel.system import files
 from flywheel.system.files import tree_sha256, write_json
 from flywheel.training.gate.alpha_spending import alpha_of
 from tests import warm
-from tests.samples import accepted, batch, replies_on, reply, settle
+from tests.factories.trace import batch, replies_on, reply
+from tests.factories.verdict import accepted, settle
 
 EVERY_ROUND: dict[str, Any] = {"min_tasks": 1, "min_power": 0}
 
@@ -51,13 +52,6 @@ def made(tmp_path: Path, **gate: Any) -> Config:
         "test",
         tmp_path,
     )
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 def judged(conn: Connection, *replies: Reply) -> None:

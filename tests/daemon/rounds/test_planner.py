@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,11 @@ from flywheel.store.kernel.transitions import move_all
 from flywheel.store.views import balance, lineage
 from flywheel.system import files
 from tests.cases import for_each
-from tests.samples import accepted, batch, rejected, replies_on, settle
+from tests.factories.trace import batch, replies_on
+from tests.factories.verdict import accepted, rejected, settle
 from tests.training.recorded.recordings import ADD, call, steps
 
 RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 def model(tmp_path: Path, name: str = "a") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,11 @@ from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded import recordings
 from flywheel.training.recorded.call_key import call_key, tools_by_name
 from tests.daemon.rounds.test_planner import RUBRIC, made
-from tests.samples import accepted, batch, rejected, replies_on, settle
+from tests.factories.trace import batch, replies_on
+from tests.factories.verdict import accepted, rejected, settle
 from tests.training.recorded.recordings import ADD, call, said, steps, tool
 
 SUM = {"a": 1, "b": 2}
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
 
 
 def key(arguments: dict[str, Any], of: dict[str, Any] = ADD) -> str:

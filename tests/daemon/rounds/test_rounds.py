@@ -30,7 +30,8 @@ from flywheel.store.kernel.transitions import move
 from flywheel.store.views import available_samples, balance, lineage
 from flywheel.system import files
 from flywheel.system.files import tree_sha256, write_json
-from tests.samples import accepted, batch, rejected, replies_on, settle
+from tests.factories.trace import batch, replies_on
+from tests.factories.verdict import accepted, rejected, settle
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
 
 

@@ -19,7 +19,7 @@ from flywheel.judge.filters.python_function import load_filter
 from flywheel.judge.rubric import pattern
 from flywheel.records.task import task_line
 from flywheel.system import files
-from tests.samples import reply
+from tests.factories.trace import reply
 
 PYTHON = """
 from __future__ import annotations

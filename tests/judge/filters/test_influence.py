@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flywheel.judge.filters.fingerprint import particulars, template
 from flywheel.judge.filters.influence import Candidate, Choice, Influence, choose, weigh, within_shares
 from flywheel.records.task import task_line
-from tests.samples import START, reply
+from tests.factories.trace import START, reply
 
 FREE = Influence(conversation=1, user=1, template=1)
 

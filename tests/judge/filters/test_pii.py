@@ -20,7 +20,7 @@ from flywheel.judge.filters.chain import load_chain, redactor_of
 from flywheel.judge.filters.fingerprint import particulars, template
 from flywheel.judge.filters.pii import Pii, find
 from flywheel.records.task import qa_hash, task_line
-from tests.samples import reply
+from tests.factories.trace import reply
 
 LABELS = sorted((Path(__file__).parents[2] / "data" / "studio").glob("*.labels.jsonl"))
 NOT_LOOKED_FOR = {"Alice Example", "203.0.113.42"}

@@ -19,7 +19,7 @@ from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks
 from flywheel.store.views import balance
-from tests.samples import reply
+from tests.factories.trace import reply
 from tests.sources.jsonl.reading import line
 
 

@@ -15,7 +15,7 @@ from flywheel.records.batch import Entry, entry_of, line_bytes
 from flywheel.records.states import SkipReason
 from flywheel.records.task import task_id, task_line, whole_line
 from flywheel.sources.jsonl.record import LineError, entry_of_line
-from tests.samples import reply
+from tests.factories.trace import reply
 
 NOW = datetime(2026, 5, 6, 7, 8, 9, tzinfo=UTC)
 SOURCE = Path("/data/tasks.jsonl")

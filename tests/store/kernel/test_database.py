@@ -20,7 +20,7 @@ from flywheel.store import claims, ledger
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store, read_once
 from flywheel.store.kernel.schema import tasks
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 
 def files(directory: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from flywheel.store.kernel.bulk import CHUNK
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import export_selection
-from tests.samples import batch, reply
+from tests.factories.trace import batch, reply
 
 COUNT = 2 * CHUNK + 100
 OLD_LIMIT = 999

@@ -18,7 +18,8 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import acceptance
-from tests.samples import START, accepted, batch, rejected, reply, settle
+from tests.factories.trace import START, batch, reply
+from tests.factories.verdict import accepted, rejected, settle
 
 
 @given(st.integers(1, 500).flatmap(lambda trials: st.tuples(st.integers(0, trials), st.just(trials))))

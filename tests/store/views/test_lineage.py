@@ -12,8 +12,8 @@ from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, rounds, tasks
 from flywheel.store.views import lineage
-from tests.samples import batch, reply
-from tests.web.gate_rounds import comparison, put_round
+from tests.factories.round import comparison, put_tested_round
+from tests.factories.trace import batch, reply
 
 PROMOTED = RoundState.PROMOTED
 
@@ -29,10 +29,10 @@ def put(conn: Connection, directory: Path) -> list[str]:
         reply(6, conversation_id="c", trace_id="trace of two"),
     ]
     ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*found), train_ratio=0.7, split_seed=42)
-    put_round(conn, 1, PROMOTED, directory, comparison())
-    put_round(conn, 2, PROMOTED, directory, comparison(), parent="r0001")
-    put_round(conn, 3, RoundState.REJECTED, directory, comparison(0.0), parent="r0001")
-    put_round(conn, 4, RoundState.FAILED, directory, reason="it ran too long", parent="r0002")
+    put_tested_round(conn, 1, PROMOTED, directory, comparison())
+    put_tested_round(conn, 2, PROMOTED, directory, comparison(), parent="r0001")
+    put_tested_round(conn, 3, RoundState.REJECTED, directory, comparison(0.0), parent="r0001")
+    put_tested_round(conn, 4, RoundState.FAILED, directory, reason="it ran too long", parent="r0002")
     keys = list(conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars())
     train, held_out = Split.TRAIN.value, Split.HELD_OUT.value
     used = {
@@ -66,7 +66,7 @@ async def test_what_an_adapter_was_trained_on(store: Store, tmp_path: Path) -> N
 async def test_the_line_of_an_adapter(store: Store, tmp_path: Path) -> None:
     await store.write(put, tmp_path)
     await store.write(
-        partial(put_round, number=5, state=PROMOTED, directory=tmp_path, seen=comparison(), parent="r0002")
+        partial(put_tested_round, number=5, state=PROMOTED, directory=tmp_path, seen=comparison(), parent="r0002")
     )
     assert await store.read(lineage.ancestors, "r0005") == ["r0002", "r0001"]
     assert await store.read(lineage.ancestors, "r0001") == []

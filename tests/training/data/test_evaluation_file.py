@@ -8,7 +8,7 @@ import pytest
 
 from flywheel.errors import StoreError
 from flywheel.training.data.rollout_file import read_answers
-from tests.web.gate_rounds import put_answers
+from tests.factories.round import put_answers
 
 
 def test_the_answers_about_some_tasks(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from flywheel.training.data.prompts import (
     schedule,
     seed_of,
 )
-from tests.samples import reply
+from tests.factories.trace import reply
 from tests.training.data.rollouts import prompt
 
 

@@ -16,7 +16,7 @@ from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks, verdicts
-from tests.samples import START, reply
+from tests.factories.trace import START, reply
 
 SYSTEM = {"role": "system", "content": "You do sums."}
 CALCULATE = {

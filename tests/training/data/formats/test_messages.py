@@ -10,7 +10,7 @@ from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
 from flywheel.training.data.formats import FORMATS, FormatName, LeftOut, Sample
 from flywheel.training.data.formats.messages import messages
-from tests.samples import reply
+from tests.factories.trace import reply
 from tests.training.data.formats.conftest import Exported
 from tests.training.data.formats.filling import bad, good, lines
 

@@ -1,4 +1,4 @@
-"""Rounds of every outcome of the gate, stored as the daemon stores them."""
+"""Rounds, their adapters and deployments, stored as the daemon stores them, and what the worker gets and writes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,38 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, insert, update
 
-from flywheel.config import GateSettings
-from flywheel.records.round import AdapterRef, Comparison, CriterionComparison, GateTest, RoundResult, Score
+from flywheel.config import Config, GateSettings
+from flywheel.records.round import (
+    AdapterRef,
+    Comparison,
+    CriterionComparison,
+    GateTest,
+    RoundResult,
+    RoundSpec,
+    Score,
+)
 from flywheel.records.states import AdapterState, DeploymentState, RoundState
 from flywheel.store import gate_tests
 from flywheel.store.kernel.schema import adapters, deployments, rounds
+from flywheel.system.files import tree_sha256
 from flywheel.training.gate.gate import decide
+from tests.factories.task import round_task
 
+POLICY = Path(__file__).parents[2] / "demo" / "policy"
+BOXED = {"version": 1, "id": "boxed", "criteria": [{"id": "boxed", "type": "contains", "value": "\\boxed{"}]}
 AT = "2026-11-22T10:00:00.000+00:00"
 GATE = GateSettings(min_tasks=8)
 GUARDED = GateSettings(min_tasks=8, non_inferiority_margins={"safe": 0.05})
+
+
+def round_spec(**values: Any) -> RoundSpec:
+    """What a worker gets, of one task."""
+    defaults: dict[str, Any] = {
+        "round_id": "r0001", "attempt": 1, "seed": 1, "debug": False, "base_model": str(POLICY), "parent": None,
+        "train": [round_task()], "held_out": [], "settings": Config().model_dump(mode="json"),
+        "rubric": BOXED,
+    }  # fmt: skip
+    return RoundSpec(**{**defaults, **values})
 
 
 def criterion(name: str, gain: float = 0.0, *, half: float = 0.04, tasks: int = 20) -> CriterionComparison:
@@ -44,6 +66,36 @@ def comparison(
 
 def put_round(
     conn: Connection,
+    number: int = 1,
+    state: RoundState = RoundState.PROMOTED,
+    path: Path | None = None,
+    **values: Any,
+) -> str:
+    """A round in the directory `path`; its name."""
+    name = f"r{number:04d}"
+    is_live = state not in (RoundState.PROMOTED, RoundState.REJECTED, RoundState.FAILED)
+    defaults: dict[str, Any] = {
+        "trigger": "test", "config_hash": "c", "rubric_hash": "r", "seed": number,
+        "dir": str(path or f"/rounds/{name}"), "created_at": AT, "finished_at": None if is_live else AT,
+        "live": 1 if is_live else None,
+    }  # fmt: skip
+    conn.execute(insert(rounds).values(id=number, name=name, state=state.value, **{**defaults, **values}))
+    return name
+
+
+def put_adapter(conn: Connection, number: int = 1, path: Path | None = None, **values: Any) -> str:
+    """The adapter of that round; its name. If its files exist, their hash is stored."""
+    name = f"r{number:04d}"
+    defaults: dict[str, Any] = {
+        "base_model": "a/base", "path": str(path or f"/rounds/{name}/adapter"), "state": AdapterState.READY.value,
+        "sha256": tree_sha256(path) if path and path.exists() else "0" * 64, "created_at": AT,
+    }  # fmt: skip
+    conn.execute(insert(adapters).values(name=name, round_id=number, **{**defaults, **values}))
+    return name
+
+
+def put_tested_round(
+    conn: Connection,
     number: int,
     state: RoundState,
     directory: Path,
@@ -55,29 +107,19 @@ def put_round(
     decided: bool = True,
     parent: str | None = None,
 ) -> None:
-    """A round; with a comparison it has an adapter, and if `decided` a decision, whose reason is the round's."""
-    name = f"r{number:04d}"
-    is_live = state not in (RoundState.PROMOTED, RoundState.REJECTED, RoundState.FAILED)
-    conn.execute(
-        insert(rounds).values(
-            id=number, name=name, state=state.value, trigger="min_samples: 67 samples are free", parent=parent,
-            config_hash="c", rubric_hash="r", seed=number, dir=str(directory / name), created_at=AT,
-            finished_at=None if is_live else AT, live=1 if is_live else None, reason=reason or "",
-        )
-    )  # fmt: skip
+    """A round with a test of the gate; with a comparison it has an adapter, and if `decided` a decision, whose
+    reason is the round's."""
+    path = directory / f"r{number:04d}"
+    trigger = "min_samples: 67 samples are free"
+    name = put_round(conn, number, state, path, trigger=trigger, parent=parent, reason=reason or "")
     gate_tests.plan(conn, number, GateTest(epoch=1, number=number, alpha=0.0024 / number**2))
     if seen is None:
         return
-    ref = AdapterRef(name=name, path=str(directory / name / "adapter"), sha256="0" * 64)
-    result = RoundResult(round_id=name, outcome="trained", adapter=ref, comparison=seen)
+    adapter = AdapterRef(name=name, path=str(path / "adapter"), sha256="0" * 64)
+    result = RoundResult(round_id=name, outcome="trained", adapter=adapter, comparison=seen)
     conn.execute(update(rounds).where(rounds.c.id == number).values(result=result.model_dump(mode="json")))
     gate_tests.spend(conn, number, seen)
-    conn.execute(
-        insert(adapters).values(
-            id=number, name=name, round_id=number, parent=parent, base_model="a/base", path=ref.path,
-            sha256=ref.sha256, state=AdapterState.READY.value, comparison=seen.model_dump(mode="json"), created_at=AT,
-        )
-    )  # fmt: skip
+    put_adapter(conn, number, path / "adapter", id=number, parent=parent, comparison=seen.model_dump(mode="json"))
     if decided:
         decision = decide(seen, gate)
         gate_tests.record_decision(conn, number, decision)
@@ -85,7 +127,7 @@ def put_round(
         conn.execute(update(rounds).where(rounds.c.id == number).values(reason=text))
 
 
-def put_deployment(conn: Connection, adapter: str | None, reason: str, **values: Any) -> None:
+def put_deployment(conn: Connection, adapter: str | None, reason: str = "test", **values: Any) -> None:
     """A deployment that is active, or retired if `retired_at` is given."""
     is_retired = "retired_at" in values
     report = {

@@ -1,0 +1,35 @@
+"""Tasks: those in a state, and those of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from flywheel.records.round import RoundTask
+from flywheel.store.kernel.schema import tasks
+
+
+def task_keys(conn: Connection) -> list[str]:
+    """The ids of all tasks, the oldest first."""
+    return list(conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars())
+
+
+def task_states(conn: Connection) -> list[str]:
+    """The states of all tasks, the oldest first."""
+    return list(conn.execute(select(tasks.c.state).order_by(tasks.c.id)).scalars())
+
+
+def task_line(name: str = "t-1", query: str = "What is 3 plus 4?", **metadata: Any) -> dict[str, Any]:
+    """A line of the task file."""
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}]
+    return {"task_id": name, "main_query": query, "prompt": prompt, "metadata": metadata}
+
+
+def round_task(name: str = "t-1", query: str = "What is 3 plus 4?", **values: Any) -> RoundTask:
+    defaults: dict[str, Any] = {
+        "answer": "\\boxed{7}",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
+        "history": [{"role": "system", "content": "Be brief."}],
+    }
+    return RoundTask(task_id=name, query=query, **{**defaults, **values})
