@@ -18,13 +18,13 @@ from pydantic import BaseModel
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import parse
 from flywheel.judge.filters.chain import FILTERS, load_chain
-from flywheel.judge.filters.fingerprint import Deduplication
+from flywheel.judge.filters.deduplication import Deduplication
 from flywheel.judge.filters.influence import Influence
 from flywheel.judge.filters.llm_evaluate import LlmEvaluate
 from flywheel.judge.filters.pii import Pii
 from flywheel.judge.filters.rules import Rules
-from flywheel.judge.rubric.criterion import KINDS
 from flywheel.judge.rubric.file import parse_rubric
+from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
 from flywheel.serving.client.replica_errors import Condition
 from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata

@@ -18,11 +18,11 @@ from flywheel.system.terminal import escape_terminal, quantity
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.judging.judging_report import Cost, JudgingEstimate
-    from flywheel.judge.budget import Budget
     from flywheel.judge.calibration import Calibration
     from flywheel.judge.grader import Grader
     from flywheel.judge.labels import Labels
     from flywheel.judge.rubric import Rubric
+    from flywheel.judge.usage import Budget
     from flywheel.records.verdict import Verdict
     from flywheel.store.kernel.database import Store
 
@@ -36,12 +36,11 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judge_setup import check_independence, judge_settings
     from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
-    from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.filters.chain import chain_of
     from flywheel.judge.grader import Grader
     from flywheel.judge.rubric.file import load_rubric
-    from flywheel.judge.usage import Purpose
+    from flywheel.judge.usage import Budget, BudgetSpentError, Purpose
     from flywheel.store import calibrations, verdicts
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
@@ -130,7 +129,7 @@ def _check_budget(replies: int, repeats: int, cost: Cost, attempted: str, budget
 
 
 def _over_budget(attempted: str, why: str) -> FlywheelError:
-    from flywheel.judge.budget import BudgetSpentError
+    from flywheel.judge.usage import BudgetSpentError
 
     hint = "Use fewer labels or repeats, wait until midnight UTC, or raise judge.budget. No calibration is stored."
     return BudgetSpentError(attempted, why, hint, retryable=True)

@@ -92,7 +92,7 @@ def labels(
             raise typer.BadParameter("stdout cannot hold the labels and the report; name a file", param_hint="--out")
         _write(settings, out, force, as_json)
         return
-    from flywheel.judge.agreement import agreement_json
+    from flywheel.judge.calibration import agreement_json
     from flywheel.store import labels
 
     def look(conn: Connection) -> tuple[list[Opinion], dict[str, Any]]:

@@ -151,8 +151,7 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     from flywheel.daemon.rounds.rounds import WorkerWatch, left
     from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
     from flywheel.daemon.status import metrics_of
-    from flywheel.judge.budget import Budget
-    from flywheel.judge.usage import UsageFile
+    from flywheel.judge.usage import Budget, UsageFile
     from flywheel.store.verdicts import book
     from flywheel.system.signals import StopSignals
 

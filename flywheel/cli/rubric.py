@@ -31,9 +31,7 @@ def check(
 
     Warnings are about likely mistakes, such as a pattern with a backspace; they are not errors.
     """
-    from flywheel.judge.rubric import lint
-    from flywheel.judge.rubric.file import read_rubric
-    from flywheel.judge.rubric.lint import contradictions
+    from flywheel.judge.rubric.file import contradictions, likely_mistakes, read_rubric
 
     wrong = False
     for file in files:
@@ -41,7 +39,7 @@ def check(
         problems = [*read.problems, *contradictions(read)]
         for problem in problems:
             typer.echo(escape_terminal(f"{file}:{problem}"))
-        for warning in lint.warnings(read):
+        for warning in likely_mistakes(read):
             typer.echo(escape_terminal(f"{file}:{warning.line}:{warning.column}: warning: {warning.message}"))
         if problems or read.rubric is None:
             wrong = True

@@ -20,7 +20,7 @@ import json_repair
 
 from flywheel.judge.chat_completions import strict_format, strict_object
 from flywheel.judge.rubric import Criterion
-from flywheel.judge.rubric.pattern import visible
+from flywheel.judge.rubric.text import visible
 from flywheel.records.batch import storable
 from flywheel.records.verdict import CriterionResult
 

@@ -9,8 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from flywheel.config.file import Config
 from flywheel.judge.filters.chain import FILTERS, ChainFile
-from flywheel.judge.rubric.criterion import KINDS, MODEL_TYPE, OPTIONS, Criterion
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import KINDS, MODEL_TYPE, OPTIONS, Criterion, Rubric
 
 DIALECT: Final = GenerateJsonSchema.schema_dialect
 

@@ -16,9 +16,9 @@ from flywheel.judge.chat_completions import storable_value, strict_format, stric
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import Label
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
-from flywheel.judge.rubric import Rubric, lint
+from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.file import validate
+from flywheel.judge.rubric.file import likely_mistakes, validate
 from flywheel.records.trace import ChatMessage
 from flywheel.system.model_http_client import NEVER
 from flywheel.system.yaml_file import YamlDocument
@@ -156,7 +156,7 @@ def _rubric_file(drafted: dict[str, Any], examples: Sequence[Label], name: str, 
     read = validate(YamlDocument(body), Path())
     if read.rubric is None:
         raise _InvalidDraftError("; ".join(problem.message for problem in read.problems))
-    problems = [warning.message for warning in lint.warnings(read)] or _contradictions(read.rubric, examples)
+    problems = [warning.message for warning in likely_mistakes(read)] or _contradictions(read.rubric, examples)
     if problems:
         raise _InvalidDraftError("; ".join(problems))
     accepted = sum(label.accept for label in examples)

@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader, PendingJudgeCall
-from flywheel.judge.usage import CallsInFlight
+from flywheel.judge.usage import Budget, CallsInFlight
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)

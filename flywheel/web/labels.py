@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from flywheel.daemon.requests import perform
-from flywheel.judge.agreement import agreement_json
+from flywheel.judge.calibration import agreement_json
 from flywheel.records.states import Label
 from flywheel.store import labels
 from flywheel.store.kernel.bulk import rows_in

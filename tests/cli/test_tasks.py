@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.cli.app import this_person
-from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.judge.filters.influence import weigh
 from flywheel.records.states import TaskState
 from flywheel.store import bursts, deduplication, ledger

@@ -17,8 +17,8 @@ from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingRepor
 from flywheel.daemon.judging.rubric_diff import RubricDiff
 from flywheel.daemon.rounds import planner
 from flywheel.judge.grader import CallEstimate
-from flywheel.judge.rubric.criterion import KINDS
 from flywheel.judge.rubric.file import load_rubric
+from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import Split, TaskState
 from flywheel.store import bursts
 from flywheel.store.kernel import schema

@@ -18,7 +18,7 @@ from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.errors import ConfigError, TrainError
-from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.exclusion import Exclusion, Scope
 from flywheel.records.round import Comparison, Score
 from flywheel.records.states import AdapterState, DeploymentState, RoundState, Split

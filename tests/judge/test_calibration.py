@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from flywheel.judge.agreement import agreement_json, confusion, kappa_of
-from flywheel.judge.calibration import consistency
+from flywheel.judge.calibration import agreement_json, confusion, consistency, kappa_of
 
 
 def pairs(both: int, only_people: int, only_judge: int, neither: int) -> tuple[list[bool], list[bool]]:

@@ -21,10 +21,11 @@ import regex
 
 import flywheel
 from flywheel.judge import prompt
-from flywheel.judge.filters import fingerprint, pii
+from flywheel.judge.filters import pii
+from flywheel.judge.filters.deduplication import particulars, template
 from flywheel.judge.rubric import Criterion, Rubric
-from flywheel.judge.rubric.checks import check, markdown, math_equal
-from flywheel.judge.rubric.pattern import visible
+from flywheel.judge.rubric.checks import check, math_equal
+from flywheel.judge.rubric.text import split, visible, words_only
 from flywheel.records.similarity import normalised, numbers, prompt_signatures, words
 from flywheel.records.verdict import Exchange
 from flywheel.system.terminal import escape_terminal
@@ -128,17 +129,17 @@ def checked(type_: str, text: str) -> None:
 
 FUNCTIONS: dict[str, Callable[[str], Any]] = {
     **{f"check {name}": partial(checked, name) for name in CHECKS},
-    "markdown.split": markdown.split,
-    "markdown.words_only": markdown.words_only,
+    "split": split,
+    "words_only": words_only,
     "math_equal.boxed": math_equal.boxed,
     "pii.find": lambda text: pii.find(text, regions=("US", "CN")),
-    "fingerprint.template": fingerprint.template,
-    "fingerprint.particulars": fingerprint.particulars,
+    "template": template,
+    "particulars": particulars,
     "similarity.words": words,
     "similarity.numbers": numbers,
     "similarity.normalised": normalised,
     "prompt_signatures": lambda text: prompt_signatures([text]),
-    "pattern.visible": visible,
+    "visible": visible,
     "disarmed": escape_terminal,
     "prompt.messages": lambda text: prompt.messages(
         RUBRIC, Exchange(text, text, history=({"role": "user", "content": text},))

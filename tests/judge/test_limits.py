@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
 from flywheel.judge.client import (
     MAX_REST_SECONDS,
@@ -29,6 +28,7 @@ from flywheel.judge.client import (
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
+from flywheel.judge.usage import Budget, BudgetSpentError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system import model_http_client
 from flywheel.system.model_http_client import NEVER, CallError

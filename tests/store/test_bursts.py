@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, select
 
-from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.judge.filters.influence import weigh
 from flywheel.records.states import TaskState
 from flywheel.store import bursts, deduplication, ledger

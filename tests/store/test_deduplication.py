@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, select
 
-from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.states import TaskState
 from flywheel.store import deduplication, ledger
 from flywheel.store.deduplication import Entry, Repeats

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.judge.filters.fingerprint import fingerprint
+from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Verdict

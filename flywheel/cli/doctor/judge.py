@@ -19,8 +19,7 @@ from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.judge.client import KEY_REJECTED, Endpoint, EndpointConfig, JudgeClient, endpoints_of, settings_for
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.rubric import Rubric
-from flywheel.judge.rubric.file import read_rubric
-from flywheel.judge.rubric.lint import contradictions
+from flywheel.judge.rubric.file import contradictions, read_rubric
 from flywheel.system.model_http_client import HttpAnswer
 
 TIMEOUT_SECONDS: Final = 10.0

@@ -28,12 +28,11 @@ from flywheel.daemon.judging.judge_setup import (
 from flywheel.daemon.judging.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.judging.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.errors import FilterError, FlywheelError, JudgeError
-from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import grade_batches
-from flywheel.judge.usage import CallsInFlight
+from flywheel.judge.usage import Budget, BudgetSpentError, CallsInFlight
 from flywheel.records.states import TaskState
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.store import claims, deduplication, notices, verdicts

@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 
 from flywheel.errors import FilterError
 from flywheel.judge.filters.chain import Chain, LineFilter, Step
-from flywheel.judge.filters.fingerprint import Deduplication, fingerprint
+from flywheel.judge.filters.deduplication import Deduplication, fingerprint
 from flywheel.judge.filters.influence import weigh
 from flywheel.records.similarity import NEAR
 from flywheel.records.states import TaskState
@@ -241,7 +241,7 @@ class PreFilter:
         missing = [text for text in texts if text not in known]
         removed = 0
         if missing:
-            from flywheel.judge.filters.embedder import (
+            from flywheel.judge.filters.deduplication import (
                 Embedder,  # its client is slow to import, and few chains need it
             )
 

@@ -17,10 +17,10 @@ from flywheel.config import JudgeSettings
 from flywheel.daemon.judging.judge_setup import exchange_of
 from flywheel.daemon.judging.judging_report import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.judge.budget import Budget
 from flywheel.judge.filters.pii import Redactor
 from flywheel.judge.grader import CallEstimate, Grader, PendingJudgeCall
 from flywheel.judge.rubric import Criterion, Rubric
+from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.store import claims, verdicts
 from flywheel.store.claims import Claimed

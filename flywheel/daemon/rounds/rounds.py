@@ -26,11 +26,10 @@ from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
-from flywheel.judge.budget import Budget
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
-from flywheel.judge.usage import Allowance, UsageFile
+from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import RoundResult
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_errors import Condition

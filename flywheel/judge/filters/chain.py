@@ -29,7 +29,7 @@ from flywheel.config import Config
 from flywheel.config.agentjet import filters_in
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError, FlywheelError
-from flywheel.judge.filters.fingerprint import Deduplication
+from flywheel.judge.filters.deduplication import Deduplication
 from flywheel.judge.filters.influence import Influence
 from flywheel.judge.filters.llm_evaluate import LlmEvaluate
 from flywheel.judge.filters.pii import Pii, Redactor

@@ -18,7 +18,7 @@ import xxhash
 from pydantic import Field
 
 from flywheel.config.section import Section
-from flywheel.judge.filters.fingerprint import template
+from flywheel.judge.filters.deduplication import template
 from flywheel.records.task import conversation_key
 
 

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from flywheel.config.section import Section
-from flywheel.judge.rubric import pattern
-from flywheel.judge.rubric.pattern import normal_forms, trimmed, visible
+from flywheel.judge.rubric.text import check_pattern, normal_forms, search, trimmed, visible
 
 
 def _checked(text: str) -> str:
-    pattern.check(text)
+    check_pattern(text)
     return text
 
 
@@ -47,7 +46,7 @@ class Rules(Section):
         # After the lengths: patterns are not searched in texts that are too long.
         for each in self.exclude:
             try:
-                if pattern.search(each, normal_forms(answer)):
+                if search(each, normal_forms(answer)):
                     return False, f"the answer matches {each}"
             except TimeoutError as error:
                 raise TimeoutError(

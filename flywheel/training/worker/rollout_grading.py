@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.config import AgentProgramSettings, Config, JudgeBudget
-from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.judge.rubric import Rubric
-from flywheel.judge.usage import Allowance, Purpose, UsageFile, Used, today
+from flywheel.judge.usage import Allowance, Budget, BudgetSpentError, Purpose, UsageFile, Used, today
 from flywheel.records.round import RoundSpec
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.system.model_http_client import NEVER

@@ -16,9 +16,8 @@ from flywheel.daemon.rounds.rounds import Rounds, RoundUsage
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
-from flywheel.judge.budget import Budget
 from flywheel.judge.rubric.file import load_rubric
-from flywheel.judge.usage import Allowance, Purpose, UsageFile, Used, today
+from flywheel.judge.usage import Allowance, Budget, Purpose, UsageFile, Used, today
 from flywheel.records.states import RoundState
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import notices, rounds, verdicts

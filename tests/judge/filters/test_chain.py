@@ -16,7 +16,7 @@ from flywheel.judge.filters.chain import Chain, LineFilter, Step, influence_of, 
 from flywheel.judge.filters.influence import Burst, Influence
 from flywheel.judge.filters.llm_evaluate import LlmEvaluate
 from flywheel.judge.filters.python_function import load_filter
-from flywheel.judge.rubric import pattern
+from flywheel.judge.rubric import text
 from flywheel.records.task import task_line
 from flywheel.system import files
 from tests.factories.trace import reply
@@ -161,7 +161,7 @@ def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) 
 def test_a_rule_that_backtracks_without_end_costs_its_task_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pattern, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(text, "TIMEOUT_SECONDS", 0.3)
     mine = chain(tmp_path, {"type": "rules", "params": {"max_answer_length": 50, "exclude": ["^(a|a|aa)+$"]}})
     decision = mine.apply(line(answer="a" * 40 + "!"))
     assert not decision.kept

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flywheel.errors import FilterError
-from flywheel.judge.filters.embedder import Embedder
-from flywheel.judge.filters.fingerprint import Deduplication
+from flywheel.judge.filters.deduplication import Deduplication, Embedder
 from tests.factories.embedding_server import EmbeddingServer, by_words
 
 

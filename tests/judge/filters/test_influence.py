@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.judge.filters.fingerprint import particulars, template
+from flywheel.judge.filters.deduplication import particulars, template
 from flywheel.judge.filters.influence import Candidate, Choice, Influence, choose, weigh, within_shares
 from flywheel.records.task import task_line
 from tests.factories.trace import START, reply

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import load_chain, redactor_of
-from flywheel.judge.filters.fingerprint import particulars, template
+from flywheel.judge.filters.deduplication import particulars, template
 from flywheel.judge.filters.pii import Pii, find
 from flywheel.records.task import qa_hash, task_line
 from tests.factories.trace import reply

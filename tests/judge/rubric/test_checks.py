@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric import KINDS, Criterion, Rubric, pattern
+from flywheel.judge.rubric import KINDS, Criterion, Rubric, text
 from flywheel.judge.rubric.checks import (
     CHECKS,
     MAX_CHARACTERS,
@@ -37,7 +37,7 @@ def passes(answer: str, kind: str, value: Any = "", **options: Any) -> bool:
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pattern, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(text, "TIMEOUT_SECONDS", 0.3)
     ticks = 0
     done = threading.Event()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.markdown import split
+from flywheel.judge.rubric.text import split
 from flywheel.records.verdict import CriterionResult, Exchange
 from tests.cases import for_each
 from tests.judge.legitimate import LEGITIMATE

@@ -27,9 +27,8 @@ from flywheel.judge.rubric.checks.tool_calls import (
     check_tool_called,
     check_tool_sequence,
 )
-from flywheel.judge.rubric.criterion import Criterion
-from flywheel.judge.rubric.pattern import normal_forms, search, trimmed, visible
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import Criterion, Rubric
+from flywheel.judge.rubric.text import normal_forms, search, trimmed, visible
 from flywheel.records.verdict import CriterionResult, Exchange
 
 Check = Callable[[Criterion, Exchange, Rubric | None], tuple[float, str]]

@@ -7,10 +7,9 @@ from typing import Any
 
 from flywheel.errors import CostlyCheckError
 from flywheel.judge.rubric.checks.degenerate import written_call
-from flywheel.judge.rubric.checks.markdown import split
 from flywheel.judge.rubric.checks.tool_calls import calls_of, definitions_of
-from flywheel.judge.rubric.criterion import INVALID, Criterion
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import INVALID, Criterion, Rubric
+from flywheel.judge.rubric.text import split
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
 from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems

@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from flywheel.judge.rubric.checks.markdown import split
-from flywheel.judge.rubric.criterion import Criterion
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import Criterion, Rubric
+from flywheel.judge.rubric.text import split
 from flywheel.records.verdict import Exchange
 
 _TOOL_TEXT: Final = re.compile(

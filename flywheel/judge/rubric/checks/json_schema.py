@@ -7,8 +7,7 @@ import re
 from typing import Any, Final
 
 from flywheel.errors import CheckError, CostlyCheckError
-from flywheel.judge.rubric.criterion import Criterion
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import Criterion, Rubric
 from flywheel.records.tool_calls import parse_json
 from flywheel.records.verdict import Exchange
 from flywheel.system.json_schema import CostlySchemaError, SchemaError, problems

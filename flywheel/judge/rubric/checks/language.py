@@ -11,10 +11,8 @@ import threading
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
-from flywheel.judge.rubric.checks.markdown import words_only
-from flywheel.judge.rubric.criterion import QUERY, Criterion
-from flywheel.judge.rubric.language_names import NAMES, code_of
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import LANGUAGES, QUERY, Criterion, Rubric, language_code
+from flywheel.judge.rubric.text import words_only
 from flywheel.records.verdict import Exchange
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ def check_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | N
         return True, "the answer is too short to tell its language"
     named = str(criterion.value) or QUERY
     if named != QUERY:
-        wanted = code_of(named) or named
+        wanted = language_code(named) or named
     else:
         question = words_only(exchange.query)
         ranking = _rank(question)
@@ -78,7 +76,7 @@ def check_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | N
     ranking = _rank(answer)
     found = ranking[0][0]
     is_clear = _probability(ranking, found) >= CERTAIN and _probability(ranking, wanted) <= EXCLUDED
-    wanted_name, found_name = (NAMES.get(code, [code])[0] for code in (wanted, found))
+    wanted_name, found_name = (LANGUAGES.get(code, [code])[0] for code in (wanted, found))
     if found in _ALIKE.get(wanted, {wanted}) or not is_clear:
         return True, f"the answer is in {wanted_name}, as far as can be told"
     if _has_part_in(answer, wanted):
@@ -106,7 +104,7 @@ def _probability(ranking: list[tuple[str, float]], code: str) -> float:
 def _names_another_language(question: str, asked: str) -> bool:
     """Whether a question names a language other than its own: the answer may have to be in that one."""
     text = question.casefold()
-    for code, names in NAMES.items():
+    for code, names in LANGUAGES.items():
         for name in map(str.casefold, names) if code != asked else ():
             # Names are stems, which end anywhere. Where the script has spaces, they begin a word.
             has_spaces = unicodedata.name(name[0], "").startswith(("LATIN", "CYRILLIC", "GREEK"))

@@ -14,9 +14,8 @@ from contextlib import suppress
 from typing import Final
 
 from flywheel.errors import CheckError
-from flywheel.judge.rubric.criterion import Criterion
-from flywheel.judge.rubric.pattern import visible
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import Criterion, Rubric
+from flywheel.judge.rubric.text import visible
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
 from flywheel.secrets import environment_without_secrets

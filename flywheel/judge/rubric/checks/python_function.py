@@ -12,8 +12,7 @@ import orjson
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks.tool_calls import calls_of
-from flywheel.judge.rubric.criterion import Criterion
-from flywheel.judge.rubric.rubric import Rubric, UsedFile
+from flywheel.judge.rubric.rubric import Criterion, Rubric, UsedFile
 from flywheel.records.verdict import Exchange
 from flywheel.system.user_code import FunctionError, PythonProcess, function_of
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from flywheel.judge.rubric.criterion import Criterion
-from flywheel.judge.rubric.rubric import Rubric
+from flywheel.judge.rubric.rubric import Criterion, Rubric
 from flywheel.records.tool_calls import Call, calls_in
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
