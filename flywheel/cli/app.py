@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from flywheel.config import Config
     from flywheel.store.kernel.database import Store
-    from flywheel.store.requests import Kind
+    from flywheel.store.requests import RequestKind
 
 T = TypeVar("T")
 
@@ -323,7 +323,7 @@ def this_person() -> str:
         return f"user {os.getuid()}"
 
 
-def ask(config: Config, kind: Kind, arguments: Mapping[str, Any], by: str = "") -> dict[str, Any] | None:
+def ask(config: Config, kind: RequestKind, arguments: Mapping[str, Any], by: str = "") -> dict[str, Any] | None:
     """Have an action done, beside a running daemon too; its result, None if it waits. Raises StoreError."""
     from flywheel.daemon.requests import perform
 

@@ -41,7 +41,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge.grader import Grader
     from flywheel.judge.rubric.file import load_rubric
     from flywheel.judge.usage import Budget, BudgetSpentError, Purpose
-    from flywheel.store import calibrations, verdicts
+    from flywheel.store import calibrations, judge_usage, verdicts
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_independence(config, rubric)
@@ -52,7 +52,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     with closing(Grader(rubric, settings)) as grader:
         async with open_state(config) as store:
             given = await _labels(labels, store)
-            spent = await store.read(verdicts.tokens_today)
+            spent = await store.read(judge_usage.tokens_today)
             budget = Budget(settings.budget, lambda: spent)
             estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
             cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
@@ -62,7 +62,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 def on_verdict(verdict: Verdict) -> None:
                     # At once, so that the usage is stored even if the calibration fails.
                     asyncio.run_coroutine_threadsafe(
-                        store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION, settings.prices), loop
+                        store.write(judge_usage.book_verdict, verdict, Purpose.CALIBRATION, settings.prices), loop
                     ).result()
                     step()
 

@@ -83,9 +83,9 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
 def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: bool) -> None:
     """Retry or drop these dead letters, all open ones without `ids`."""
     from flywheel.store.dead_letters import AFTER_RETRY
-    from flywheel.store.requests import Kind
+    from flywheel.store.requests import RequestKind
 
-    done = ask(config, Kind.RETRY if retries else Kind.DROP, {"ids": ids})
+    done = ask(config, RequestKind.RETRY if retries else RequestKind.DROP, {"ids": ids})
     report: dict[str, Any] = done if done is not None else {"retried": [], "queued": True}
     if as_json:
         print_json(report)

@@ -35,7 +35,7 @@ from flywheel.training.data.formats.writer import Record
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.store.kernel.database import Store
-    from flywheel.store.views.export_selection import Selected
+    from flywheel.store.views.task_list import ExportedTask
 
 PAGE: Final = 200
 
@@ -130,7 +130,7 @@ def export(
 async def _export(
     config: Config, form: Format, out: str, wanted: States, split: Splits, margin: float, target: str | None
 ) -> Survey:
-    from flywheel.store.views import export_selection
+    from flywheel.store.views import task_list
 
     if target is not None and target not in config.targets:
         names = ", ".join(config.targets)
@@ -154,7 +154,7 @@ async def _export(
                 reasons = "; ".join(f"{number}: {reason}" for reason, number in survey.left_out.most_common())
                 why = f"every {what} task{of_split} is left out ({reasons})"
                 raise ExportError(attempted, why, "Choose another format.")
-            counts = sorted((await store.read(export_selection.counts)).items())
+            counts = sorted((await store.read(task_list.count_by_state)).items())
             if not counts:
                 why = f"the state in {config.state_dir} has no task"
                 raise ExportError(attempted, why, "Run `flywheel ingest`, or name its file with -c.")
@@ -187,12 +187,12 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
 
 async def _tasks(
     store: Store, states: Collection[TaskState], splits: Collection[Split], target: str | None
-) -> AsyncIterator[Selected]:
-    from flywheel.store.views import export_selection
+) -> AsyncIterator[ExportedTask]:
+    from flywheel.store.views import task_list
 
     after = 0
-    while ids := await store.read(export_selection.page, states, splits, target, after=after, limit=PAGE):
-        for one in await store.read(export_selection.read, ids):
+    while ids := await store.read(task_list.next_ids, states, splits, target, after=after, limit=PAGE):
+        for one in await store.read(task_list.with_verdicts, ids):
             yield one
         after = ids[-1]
 
@@ -200,16 +200,16 @@ async def _tasks(
 async def _records(
     store: Store, form: Format, groups: Sequence[tuple[int, ...]]
 ) -> AsyncIterator[tuple[tuple[int, ...], Record]]:
-    from flywheel.store.views import export_selection
+    from flywheel.store.views import task_list
 
     for start in range(0, len(groups), PAGE):
         some = groups[start : start + PAGE]
-        found = {one.id: one for one in await store.read(export_selection.read, list(itertools.chain(*some)))}
+        found = {one.id: one for one in await store.read(task_list.with_verdicts, list(itertools.chain(*some)))}
         for group in some:
             yield group, form.record(*(_sample(found[number]) for number in group))
 
 
-def _sample(one: Selected) -> Sample:
+def _sample(one: ExportedTask) -> Sample:
     return Sample(one.line, one.state, one.score)
 
 

@@ -52,13 +52,13 @@ def label(
     as_json: JsonOption = False,
 ) -> None:
     """Label a reply, independently of the judge's verdict. Your last label on a task counts."""
-    from flywheel.store.requests import Kind
+    from flywheel.store.requests import RequestKind
 
     settings = load_config(config)
     require_state(settings, f"label {task}")
     by = by or this_person()
     arguments = {"task_id": task, "label": verdict, "criterion": criterion, "comment": comment}
-    report = ask(settings, Kind.LABEL, arguments, by)
+    report = ask(settings, RequestKind.LABEL, arguments, by)
     assert report is not None  # it needs no instance lock
     if as_json:
         print_json({"id": report["label"], "task_id": task, "label": verdict, "criterion": criterion, "by": by})

@@ -152,7 +152,7 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
     from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
     from flywheel.daemon.status import metrics_of
     from flywheel.judge.usage import Budget, UsageFile
-    from flywheel.store.verdicts import book
+    from flywheel.store.judge_usage import book
     from flywheel.system.signals import StopSignals
 
     shared = rubric_of(config)

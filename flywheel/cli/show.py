@@ -20,7 +20,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a task in full, and its verdict with the reasons."""
-    from flywheel.store.task_list import detail, of_subject
+    from flywheel.store.views.task_list import detail, of_subject
 
     found = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
     if not found:

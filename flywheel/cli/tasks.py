@@ -85,7 +85,7 @@ def show(
                 raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
         context.obj = config, as_json  # they apply to the verb too
         return
-    from flywheel.store import task_list
+    from flywheel.store.views import task_list
 
     wanted = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
@@ -165,9 +165,9 @@ def _decide(context: typer.Context, keys: list[str], everything: bool, config: P
     if bool(keys) == everything:
         typer.echo(f"flywheel: name the tasks to {verb}, or --all", err=True)
         raise typer.Exit(EXIT_USAGE)
-    from flywheel.store.requests import Kind
+    from flywheel.store.requests import RequestKind
 
-    report = ask(settings, Kind(verb), {"tasks": keys or None})
+    report = ask(settings, RequestKind(verb), {"tasks": keys or None})
     assert report is not None  # these need no instance lock
     if as_json:
         print_json(report)

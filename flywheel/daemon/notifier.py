@@ -48,7 +48,7 @@ SECRET_PREFIX: Final = "whsec_"
 """Marks a key in base64; other keys are used as they are."""
 
 
-class Target:
+class NoticeTarget:
     """One entry of `notify`."""
 
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:

@@ -12,7 +12,7 @@ from flywheel.errors import LockedError
 from flywheel.records.states import RequestState
 from flywheel.store import requests
 from flywheel.store.kernel.database import Store
-from flywheel.store.requests import Kind, Request
+from flywheel.store.requests import Request, RequestKind
 from flywheel.system.lock import instance_lock
 
 WAIT_SECONDS: Final = 6.0
@@ -20,7 +20,7 @@ WAIT_SECONDS: Final = 6.0
 _PAUSE_SECONDS: Final = 0.1
 
 
-async def perform(config: Config, kind: Kind, arguments: Mapping[str, Any], by: str) -> Request:
+async def perform(config: Config, kind: RequestKind, arguments: Mapping[str, Any], by: str) -> Request:
     """Ask for an action and wait for it. A request that is still open is carried out later. Raises StoreError."""
     store = await Store.open(config.state_dir)
     try:
@@ -48,7 +48,7 @@ class RequestWatch:
         self._store = store
         self._seen = 0
 
-    async def look(self) -> frozenset[Kind]:
+    async def look(self) -> frozenset[RequestKind]:
         """Carry out what waits. The kinds of all requests since the last look, by whomever they were carried out."""
         newest, kinds = await self._store.read(requests.since, self._seen)
         if kinds:

@@ -21,7 +21,7 @@ from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judging import TaskJudging, recover
 from flywheel.daemon.metrics_server import MetricsServer
-from flywheel.daemon.notifier import Target
+from flywheel.daemon.notifier import NoticeTarget
 from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.rounds.retention import Retention
 from flywheel.daemon.rounds.rounds import Rounds
@@ -36,7 +36,7 @@ from flywheel.serving.client.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel.database import Store
-from flywheel.store.requests import Kind
+from flywheel.store.requests import RequestKind
 from flywheel.system.process_tuning import trim_malloc
 from flywheel.system.systemd import beat, notify
 
@@ -119,7 +119,7 @@ class Service:
             self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory, self._metrics,
             self._requests,
         )  # fmt: skip
-        self._targets = [Target(store, config, each) for each in config.notify]
+        self._targets = [NoticeTarget(store, config, each) for each in config.notify]
         self._notices = [Stage(f"notice {n}", target.deliver) for n, target in enumerate(self._targets, 1)]
         self._running: list[asyncio.Task[None]] = []
         self._has_started = False
@@ -317,9 +317,9 @@ class Service:
 
     async def _do_requests(self) -> None:
         kinds = await self._request_watch.look()
-        if Kind.RETRY in kinds:
+        if RequestKind.RETRY in kinds:
             self._sources.read_again()
-        if kinds & {Kind.RETRY, Kind.RELEASE}:
+        if kinds & {RequestKind.RETRY, RequestKind.RELEASE}:
             self._judge.wake.set()
 
     async def _warn_of_rejections(self) -> None:

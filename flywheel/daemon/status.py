@@ -27,7 +27,7 @@ from flywheel.store import (
     dead_letters,
     deployments,
     gate_tests,
-    judge_costs,
+    judge_usage,
     ledger,
     rounds,
     samples,
@@ -168,8 +168,8 @@ def _warnings(conn: Connection, config: Config) -> list[str]:
 
 def _judge(conn: Connection, config: Config) -> dict[str, Any]:
     """The error that judging waits for, and the usage in total and by purpose."""
-    by_purpose = verdicts.usage_by_purpose(conn)
-    paid, currency = judge_costs.by_purpose(conn, config.judge.prices) or (None, "")
+    by_purpose = judge_usage.usage_by_purpose(conn)
+    paid, currency = judge_usage.cost_by_purpose(conn, config.judge.prices) or (None, "")
     together = {name: sum(used[name] for used in by_purpose.values()) for name in by_purpose[Purpose.FILTER]}
 
     def with_cost(used: dict[str, int], *purposes: Purpose) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
         "error": database.noted(conn, database.JUDGE_NOTE),
         "usage": with_cost(together, *Purpose),
         "by_purpose": {purpose.value: with_cost(used, purpose) for purpose, used in by_purpose.items()},
-        "tokens_today": verdicts.tokens_today(conn),
+        "tokens_today": judge_usage.tokens_today(conn),
     }
 
 

@@ -14,7 +14,7 @@ from flywheel.errors import ServeError
 from flywheel.records.model_call import ModelCall
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.calls.call_log_copy import OFF, OK, CallLogCopy, PulledServer, call_log_copy_path
-from flywheel.store import reply_calls
+from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class CallPuller:
         if self._late_to is None:
             state = await asyncio.to_thread(self.call_log_copy.state)
             since = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
-            missing = await self._store.read(reply_calls.missing, since)
+            missing = await self._store.read(ledger.missing_calls, since)
             found = await asyncio.to_thread(self.call_log_copy.sizes, missing) if missing else {}
             reopened |= await self.reopen(list(found))
             self._late_to = state.newest
@@ -219,9 +219,9 @@ class CallPuller:
     async def reopen(self, request_ids: Collection[str]) -> set[int]:
         """Have the traces read again that lacked one of these calls; the numbers of their sources."""
         wanted = list(request_ids)
-        if not wanted or not await self._store.read(reply_calls.lack, wanted):
+        if not wanted or not await self._store.read(ledger.lack_calls, wanted):
             return set()
-        return set(await self._store.write(reply_calls.reopen_for, wanted))
+        return set(await self._store.write(ledger.reopen_for_calls, wanted))
 
     async def close(self) -> None:
         """Close the copy and all connections."""

@@ -106,7 +106,7 @@ def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: flo
 
 
 @dataclass(slots=True)
-class _Group:
+class _BurstGroup:
     """Near-identical questions of one origin, with the times of the first and the last in seconds."""
 
     origin: str
@@ -116,8 +116,8 @@ class _Group:
     asked: set[int] = field(default_factory=set)
 
 
-def _groups(conn: Connection, asked: Sequence[int]) -> list[_Group]:
-    groups: dict[tuple[str, int], _Group] = {}
+def _groups(conn: Connection, asked: Sequence[int]) -> list[_BurstGroup]:
+    groups: dict[tuple[str, int], _BurstGroup] = {}
     query = (
         select(influences.c.task_id, influences.c.origin, influences.c.at, fingerprints.c.like)
         .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
@@ -125,13 +125,13 @@ def _groups(conn: Connection, asked: Sequence[int]) -> list[_Group]:
         .order_by(influences.c.task_id)
     )
     for row in rows_in(conn, query, influences.c.task_id, asked):
-        group = groups.setdefault((row.origin, row.like), _Group(row.origin, row.like, row.at, row.at))
+        group = groups.setdefault((row.origin, row.like), _BurstGroup(row.origin, row.like, row.at, row.at))
         group.first, group.last = min(group.first, row.at), max(group.last, row.at)
         group.asked.add(row.task_id)
     return list(groups.values())
 
 
-def _alike(conn: Connection, group: _Group, seconds: float) -> list[Row[Any]]:
+def _alike(conn: Connection, group: _BurstGroup, seconds: float) -> list[Row[Any]]:
     """All tasks that can be in a window with one of the group, in the order of their times."""
     return list(
         conn.execute(

@@ -20,7 +20,7 @@ from flywheel.store.kernel.schema import duplicates, embeddings, fingerprint_ban
 from flywheel.store.kernel.transitions import move, utcnow
 
 
-def nearest(conn: Connection, entry: Entry, threshold: float, model: str, vector: bytes) -> Repeats | None:
+def nearest(conn: Connection, entry: ComparedTask, threshold: float, model: str, vector: bytes) -> Repeats | None:
     """The kept task whose question's embedding is most similar, if that is similar enough."""
     import numpy as np  # not before there is something to compare: a daemon that waits does without
 
@@ -137,7 +137,7 @@ class Near:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedTask:
     """A task with what its question is compared by."""
 
     task: int
@@ -145,7 +145,7 @@ class Entry:
     compared: Fingerprint
 
 
-def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[int, list[Near]]:
+def enter(conn: Connection, entries: Sequence[ComparedTask], threshold: float) -> dict[int, list[Near]]:
     """Store the fingerprints of these tasks, and find what is near each of them, the nearest first.
 
     A task is like the first that it nearly repeats. Tasks of the same call are found too, in their order.
@@ -154,7 +154,7 @@ def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[
     known = {row.task_id: row for row in rows_in(conn, select(fingerprints), fingerprints.c.task_id, ids)}
     near: dict[int, list[Near]] = {}
     rows: list[dict[str, Any]] = []
-    leaders: list[Entry] = []
+    leaders: list[ComparedTask] = []
     stale: list[int] = []
     for entry in entries:
         own, before = entry.compared, known.get(entry.task)
@@ -194,7 +194,7 @@ def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[
     return near
 
 
-def keep(conn: Connection, entries: Sequence[Entry]) -> None:
+def keep(conn: Connection, entries: Sequence[ComparedTask]) -> None:
     """Mark tasks as kept: they go on to the judge, and later ones are compared with them."""
     ids = [entry.task for entry in entries]
     for some in chunks(ids):
@@ -204,7 +204,7 @@ def keep(conn: Connection, entries: Sequence[Entry]) -> None:
     _enter_bands(conn, [entry for entry in entries if entry.task not in there])
 
 
-def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
+def _near(conn: Connection, entry: ComparedTask, threshold: float) -> list[Near]:
     own = entry.compared
     # Questions of one pattern share bands by chance, however many there are; near ones share most.
     likely = (
@@ -248,7 +248,7 @@ def unpacked(words: bytes) -> frozenset[int]:
     return frozenset(array("I", words))
 
 
-def _enter_bands(conn: Connection, entries: Sequence[Entry]) -> None:
+def _enter_bands(conn: Connection, entries: Sequence[ComparedTask]) -> None:
     rows = [
         {"band": band, "task_id": entry.task} for entry in entries for band in dict.fromkeys(entry.compared.bands)
     ]
@@ -311,7 +311,7 @@ def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:
     )
 
 
-def take_in(conn: Connection, entries: Sequence[Entry], threshold: float) -> None:
+def take_in(conn: Connection, entries: Sequence[ComparedTask], threshold: float) -> None:
     """Enter tasks that were accepted before, and keep them."""
     enter(conn, entries, threshold)
     keep(conn, entries)

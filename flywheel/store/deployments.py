@@ -75,7 +75,7 @@ def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServingPeriod:
     """One time that an alias stood for an adapter. `retired_at` is None while it does."""
 
     deployment: int
@@ -85,20 +85,20 @@ class Service:
     retired_at: str | None
 
 
-def services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[Service]]:
+def services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[ServingPeriod]]:
     """When each of these adapters served, the first time first."""
-    found: dict[str, list[Service]] = {name: [] for name in adapters}
+    found: dict[str, list[ServingPeriod]] = {name: [] for name in adapters}
     query = (
         select(deployments)
         .where(deployments.c.activated_at.is_not(None))
         .order_by(deployments.c.activated_at, deployments.c.id)
     )
     for row in rows_in(conn, query, deployments.c.adapter, adapters):
-        found[row.adapter].append(Service(row.id, row.alias, row.reason, row.activated_at, row.retired_at))
+        found[row.adapter].append(ServingPeriod(row.id, row.alias, row.reason, row.activated_at, row.retired_at))
     return found
 
 
-class Period(NamedTuple):
+class AliasVersion(NamedTuple):
     """From `since` on, an alias stood for `version`, such as `my-agent@r0007`, empty for the base model.
 
     From `requested` until `since` it was about to change.
@@ -109,7 +109,7 @@ class Period(NamedTuple):
     version: str
 
 
-def periods(conn: Connection, alias: str) -> list[Period]:
+def periods(conn: Connection, alias: str) -> list[AliasVersion]:
     """The versions that an alias stood for, the first deployment first."""
     rows = conn.execute(
         select(deployments.c.created_at, deployments.c.activated_at, deployments.c.adapter)
@@ -117,7 +117,7 @@ def periods(conn: Connection, alias: str) -> list[Period]:
         .order_by(deployments.c.activated_at, deployments.c.id)
     )
     return [
-        Period(
+        AliasVersion(
             datetime.fromisoformat(row.created_at),
             datetime.fromisoformat(row.activated_at),
             f"{alias}@{row.adapter}" if row.adapter else "",
@@ -126,7 +126,7 @@ def periods(conn: Connection, alias: str) -> list[Period]:
     ]
 
 
-def answering(known: Sequence[Period], start: datetime, end: datetime) -> str | None:
+def answering(known: Sequence[AliasVersion], start: datetime, end: datetime) -> str | None:
     """The version that answered a request from `start` to `end`; None where it changed meanwhile.
 
     Before the first deployment that is the base model, as the alias stands for it until then.

@@ -2,17 +2,22 @@
 
 A batch is stored in one transaction: replies, tasks, dead letters, the checkpoints of traces, and the cursor. A known
 reply whose content hash is unchanged stays as it is; `reingest` handles the others.
+
+Two sources may show the same reply: its trace, and the calls alone. The source that is stored first keeps it. A
+skipped reply of a trace keeps its calls as well, unless the trace shows nothing of it: then extraction names none.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from msgspec.structs import replace
 from sqlalchemy import (
     Connection,
     LargeBinary,
@@ -31,18 +36,33 @@ from sqlalchemy import (
 
 from flywheel.records.batch import Batch, Entry, KnownReply, line_bytes, storable
 from flywheel.records.states import ReplyState, SkipReason, TaskState
-from flywheel.records.trace import Cursor, DeadRow
-from flywheel.store import reply_calls
-from flywheel.store.checkpoints import store_checkpoints
+from flywheel.records.trace import Checkpoint, Cursor, DeadRow
+from flywheel.store.checkpoints import checkpoints_of, reopen, store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter
-from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
-from flywheel.store.kernel.schema import replies, sources, tasks, verdicts
+from flywheel.store.kernel.bulk import Lookup, first_free, insert_many, rows_in
+from flywheel.store.kernel.schema import replies, reply_calls, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
 from flywheel.store.splits import Splits
 from flywheel.store.task_records import TaskRecords, enriched, make_due
 from flywheel.store.verdicts import PERSON
 from flywheel.system.files import tidied
 
+CALLS: Final = "calls"
+"""The type of sources that are made of the calls alone."""
+_CALL_COLUMNS: Final = ("request_id", "reply_id", "is_joined")
+_CALL_OWNERS: Final = Lookup(
+    select(
+        reply_calls.c.request_id, replies.c.source_id, replies.c.trace_id, replies.c.span_id, sources.c.path
+    ).select_from(reply_calls.join(replies).join(sources)),
+    reply_calls.c.request_id,
+)
+_CALLS_OF_REPLIES: Final = Lookup(select(reply_calls), reply_calls.c.reply_id)
+_MISSING_CALLS: Final = Lookup(
+    select(replies.c.source_id, replies.c.trace_id)
+    .select_from(reply_calls.join(replies))
+    .where(~reply_calls.c.is_joined),
+    reply_calls.c.request_id,
+)
 CHANGED: Final = "changed"
 _FREE: Final = frozenset({TaskState.PENDING, TaskState.UNDECIDED, TaskState.REJECTED, TaskState.HELD})
 """States that a task can have for which nothing was paid."""
@@ -70,7 +90,7 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         return False
     if known.content == entry.content or (entry.skip is SkipReason.UNFINISHED and not given_up):
         return False
-    if entry.missing and reply_calls.were_found(conn, known.id, entry.missing):
+    if entry.missing and _were_found(conn, known.id, entry.missing):
         # Its calls have been pruned since: what they showed stays.
         return False
     task: int | None = known.task_id
@@ -234,7 +254,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
         found = enriched(conn, found)
     has_calls = any(entry.calls for entry in found)
     if has_calls:
-        found = reply_calls.without_recorded(conn, source, found)
+        found = _without_recorded(conn, source, found)
     entries = {entry.span_id: entry for entry in found}
     dead = {row.span_id: row for row in batch.dead if row.span_id not in entries}
     known = {row.span_id: row for row in _KNOWN.rows(conn, [*entries, *dead], source)}
@@ -250,7 +270,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
         done.new_replies = len(new)
         done.skipped = Counter(entry.skip.value for entry in new if entry.skip)
     if has_calls:
-        reply_calls.store(conn, source, numbers)
+        _store_calls(conn, source, numbers)
     splits.store()
     done.new_tasks = records.new
     for span, row in dead.items():
@@ -352,3 +372,117 @@ def rewrite_lines(conn: Connection, lines: Mapping[int, Mapping[str, Any]]) -> N
     for task, line in lines.items():
         text = line_bytes(dict(line)).decode()
         conn.execute(update(tasks).where(tasks.c.id == task).values(payload=type_coerce(text, Text)))
+
+
+def _without_recorded(conn: Connection, source: int, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries; those whose calls belong to a reply of another source are skipped."""
+    request_ids = list(dict.fromkeys(call for entry in entries for call in entry.calls))
+    if not request_ids:
+        return entries
+    owners: defaultdict[str, list[Row[Any]]] = defaultdict(list)
+    for row in _CALL_OWNERS.rows(conn, request_ids):
+        if row.source_id != source:
+            owners[row.request_id].append(row)
+    return [_unless_recorded(entry, owners) for entry in entries] if owners else entries
+
+
+def _unless_recorded(entry: Entry, owners: Mapping[str, Sequence[Row[Any]]]) -> Entry:
+    for owner in (row for call in entry.calls for row in owners.get(call, ())):
+        # A copy of the same trace is the same reply.
+        if (owner.trace_id, owner.span_id) != (entry.trace_id, entry.span_id) and entry.skip is None:
+            return replace(
+                entry,
+                skip=SkipReason.RECORDED,
+                detail=f"reply {owner.span_id} of {owner.path} has the same model calls",
+                line=b"",
+                beginning=0,
+                words=(),
+                bands=(),
+                excluded="",
+                calls=(),
+                missing=(),
+            )
+    return entry
+
+
+def _store_calls(conn: Connection, source: int, entries: Mapping[int, Entry]) -> None:
+    """Store the calls of replies, by the replies' numbers. A call that was found once stays found.
+
+    What the calls alone show of a reply that becomes no task is no claim: a trace may show more.
+    """
+    if not any(entry.calls for entry in entries.values()):
+        return
+    kind = conn.execute(select(sources.c.type).where(sources.c.id == source)).scalar_one()
+    kept = {number: entry for number, entry in entries.items() if entry.calls and not (entry.skip and kind == CALLS)}
+    found = {(row.request_id, row.reply_id) for row in _CALLS_OF_REPLIES.rows(conn, list(kept)) if row.is_joined}
+    rows: list[tuple[object, ...]] = [
+        (call, number, call not in entry.missing or (call, number) in found)
+        for number, entry in kept.items()
+        for call in entry.calls
+    ]
+    insert_many(conn, reply_calls, _CALL_COLUMNS, rows, replace=True)
+
+
+def _were_found(conn: Connection, reply: int, request_ids: Collection[str]) -> bool:
+    """Whether a reply was extracted with one of these calls, which have been pruned since."""
+    rows = _CALLS_OF_REPLIES.rows(conn, [reply])
+    return any(row.is_joined and row.request_id in request_ids for row in rows)
+
+
+def missing_calls(conn: Connection, since: datetime) -> list[str]:
+    """The calls that were not found, of replies that were stored after `since`."""
+    query = select(reply_calls.c.request_id).select_from(reply_calls.join(replies))
+    wanted = query.where(~reply_calls.c.is_joined, replies.c.created_at >= since.isoformat(timespec="milliseconds"))
+    return list(dict.fromkeys(conn.execute(wanted).scalars()))
+
+
+def lack_calls(conn: Connection, request_ids: Sequence[str]) -> bool:
+    """Whether a reply lacked one of these calls."""
+    return next(_MISSING_CALLS.rows(conn, request_ids), None) is not None
+
+
+def reopen_for_calls(conn: Connection, request_ids: Sequence[str]) -> dict[int, int]:
+    """Have the traces read again whose replies lacked one of these calls; how many, by source."""
+    traces: defaultdict[int, set[str]] = defaultdict(set)
+    for row in _MISSING_CALLS.rows(conn, request_ids):
+        traces[row.source_id].add(row.trace_id)
+    return {source: reopen(conn, source, sorted(found)) for source, found in traces.items()}
+
+
+def found_calls(conn: Connection, numbers: Sequence[int]) -> dict[int, set[str]]:
+    """The calls that were found, by the numbers of their replies."""
+    found: defaultdict[int, set[str]] = defaultdict(set)
+    for row in _CALLS_OF_REPLIES.rows(conn, numbers):
+        if row.is_joined:
+            found[row.reply_id].add(row.request_id)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReply:
+    """A reply in the ledger; `content` is its content hash, None if an older state has none."""
+
+    number: int
+    state: ReplyState
+    content: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """What the ledger holds of some traces of a source at one moment."""
+
+    cursor: Cursor
+    checkpoints: Mapping[str, Checkpoint]
+    replies: Mapping[str, StoredReply]
+
+
+def snapshot(conn: Connection, source: int, trace_ids: Sequence[str], spans: Sequence[str]) -> LedgerSnapshot:
+    query = select(replies.c.span_id, replies.c.id, replies.c.state, replies.c.content)
+    rows = rows_in(conn, query.where(replies.c.source_id == source), replies.c.span_id, spans)
+    found = {row.span_id: StoredReply(row.id, ReplyState(row.state), row.content) for row in rows}
+    return LedgerSnapshot(cursor_of(conn, source), checkpoints_of(conn, source, trace_ids), found)
+
+
+def reply_numbers(conn: Connection, source: int) -> set[int]:
+    """The numbers of all replies of a source."""
+    return set(conn.execute(select(replies.c.id).where(replies.c.source_id == source)).scalars())

@@ -18,9 +18,9 @@ from sqlalchemy import ColumnElement, Connection, Row, case, func, select
 from flywheel.errors import FlywheelError, StoreError
 from flywheel.records.batch import storable
 from flywheel.records.states import Label, RequestState, TaskState
-from flywheel.store import claims, dead_letters, labels, task_list
+from flywheel.store import claims, dead_letters, labels
 from flywheel.store.dead_letters import DeadLetter
-from flywheel.store.kernel.schema import requests
+from flywheel.store.kernel.schema import requests, tasks
 from flywheel.store.kernel.transitions import create, move, utcnow
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 LONGEST_NAME: Final = 200
 
 
-class Kind(StrEnum):
+class RequestKind(StrEnum):
     """What can be asked for."""
 
     LABEL = "label"
@@ -48,7 +48,7 @@ class Request:
     """One request. `result` is what was done, or of a failed one the parts of the error."""
 
     id: int
-    kind: Kind
+    kind: RequestKind
     state: RequestState
     requested_by: str
     created_at: str
@@ -60,13 +60,13 @@ class Request:
         return StoreError(**self.result) if self.state is RequestState.FAILED else None
 
 
-def submit(conn: Connection, kind: Kind, arguments: Mapping[str, Any], by: str) -> int:
+def submit(conn: Connection, kind: RequestKind, arguments: Mapping[str, Any], by: str) -> int:
     """Store a request, and carry it out at once unless it needs the instance lock; its number."""
     who = storable(by)[:LONGEST_NAME] or "unknown"
     number = create(
         conn, RequestState.OPEN, f"{kind} by {who}", kind=kind.value, arguments=arguments, requested_by=who
     )
-    if kind is not Kind.RETRY:
+    if kind is not RequestKind.RETRY:
         _carry_out(conn, number, kind, arguments, who)
     return number
 
@@ -88,10 +88,10 @@ def with_id(conn: Connection, number: int) -> Request:
 def find(conn: Connection, number: int) -> Request | None:
     """The request of this number, if there is one."""
     row = conn.execute(select(requests).where(requests.c.id == number)).one_or_none()
-    return _request(row) if row is not None and row.kind in list(Kind) else None
+    return _request(row) if row is not None and row.kind in list(RequestKind) else None
 
 
-def recent(conn: Connection, kinds: Collection[Kind], limit: int) -> list[tuple[Request, int]]:
+def recent(conn: Connection, kinds: Collection[RequestKind], limit: int) -> list[tuple[Request, int]]:
     """The newest requests of these kinds, and of how many units each did something; without results, which may be
     long."""
     counts = [func.json_array_length(requests.c.result, f"$.{name}") for name in ("retried", "dropped")]
@@ -110,27 +110,27 @@ def recent(conn: Connection, kinds: Collection[Kind], limit: int) -> list[tuple[
     return [(_request(row), row.units) for row in rows]
 
 
-def since(conn: Connection, number: int) -> tuple[int, frozenset[Kind]]:
+def since(conn: Connection, number: int) -> tuple[int, frozenset[RequestKind]]:
     """The number of the newest request, and the kinds of those after `number`."""
     rows = conn.execute(
         select(requests.c.kind, func.max(requests.c.id).label("newest"))
         .where(requests.c.id > number)
         .group_by(requests.c.kind)
     ).all()
-    known = frozenset(Kind(row.kind) for row in rows if row.kind in list(Kind))
+    known = frozenset(RequestKind(row.kind) for row in rows if row.kind in list(RequestKind))
     return max((row.newest for row in rows), default=number), known
 
 
 def _request(row: Row[Any]) -> Request:
     state = RequestState(row.state)
-    return Request(row.id, Kind(row.kind), state, row.requested_by, row.created_at, row.result)
+    return Request(row.id, RequestKind(row.kind), state, row.requested_by, row.created_at, row.result)
 
 
 def _carry_out(conn: Connection, number: int, kind: str, arguments: Mapping[str, Any], by: str) -> None:
     """Carry out one request. One that fails changes nothing, and its error is stored."""
     savepoint = conn.begin_nested()
     try:
-        result = _ACTIONS[Kind(kind)](conn, arguments, by)
+        result = _ACTIONS[RequestKind(kind)](conn, arguments, by)
     except FlywheelError as error:
         savepoint.rollback()
         failure = error
@@ -166,7 +166,10 @@ def _label(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str,
 def _decide(conn: Connection, arguments: Mapping[str, Any], by: str, verb: str) -> dict[str, Any]:
     """Release or reject held tasks: these, or all without `tasks`."""
     keys: Sequence[str] | None = arguments["tasks"]
-    held = {row.key: row.id for row in reversed(task_list.listed(conn, task_list.conditions(TaskState.HELD)))}
+    is_held = tasks.c.state == TaskState.HELD.value
+    held = {
+        row.key: row.id for row in conn.execute(select(tasks.c.key, tasks.c.id).where(is_held).order_by(tasks.c.id))
+    }
     if unknown := [key for key in keys or () if key not in held]:
         raise StoreError(
             f"{verb} {', '.join(unknown[:5])}",
@@ -192,10 +195,10 @@ def _drop(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, 
     return {"dropped": [_named(letter) for letter in dead_letters.drop(conn, arguments["ids"], by)]}
 
 
-_ACTIONS: Final[Mapping[Kind, Callable[[Connection, Mapping[str, Any], str], dict[str, Any]]]] = {
-    Kind.LABEL: _label,
-    Kind.RELEASE: lambda conn, arguments, by: _decide(conn, arguments, by, "release"),
-    Kind.REJECT: lambda conn, arguments, by: _decide(conn, arguments, by, "reject"),
-    Kind.RETRY: _retry,
-    Kind.DROP: _drop,
+_ACTIONS: Final[Mapping[RequestKind, Callable[[Connection, Mapping[str, Any], str], dict[str, Any]]]] = {
+    RequestKind.LABEL: _label,
+    RequestKind.RELEASE: lambda conn, arguments, by: _decide(conn, arguments, by, "release"),
+    RequestKind.REJECT: lambda conn, arguments, by: _decide(conn, arguments, by, "reject"),
+    RequestKind.RETRY: _retry,
+    RequestKind.DROP: _drop,
 }

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
-from sqlalchemy import ColumnElement, Connection, LargeBinary, and_, cast, exists, func, literal, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    LargeBinary,
+    Row,
+    and_,
+    cast,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import (
@@ -23,7 +37,17 @@ from flywheel.records.exclusion import (
 from flywheel.records.states import RoundState, Split, TaskState
 from flywheel.store.claims import DECIDED
 from flywheel.store.kernel.bulk import count_rows
-from flywheel.store.kernel.schema import duplicates, replies, round_samples, rounds, sources, tasks, verdicts
+from flywheel.store.kernel.schema import (
+    available_samples,
+    duplicates,
+    replies,
+    round_samples,
+    rounds,
+    sources,
+    tasks,
+    verdicts,
+)
+from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
 _OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED})
@@ -241,3 +265,22 @@ def apply_model_rules(
         if (now := exclusion.column(found)) != row.excluded or target != row.target:
             conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now, target=target))
     return rows[-1].id if rows else None
+
+
+AVAILABLE_SHOWN: Final = 200
+
+
+def note_available(conn: Connection, usable: int, needed: int, waits_for: str, target: str = "") -> None:
+    """Note what a target's next round could take and waits for, if that has changed."""
+    last = newest_available(conn, 1, target)
+    now = (usable, needed, waits_for)
+    if not last or (last[0].usable, last[0].needed, last[0].waits_for) != now:
+        # Two changes within a millisecond are one.
+        values = {"usable": usable, "needed": needed, "waits_for": waits_for, "target": target}
+        conn.execute(insert(available_samples).prefix_with("OR REPLACE").values(at=utcnow(), **values))
+
+
+def newest_available(conn: Connection, limit: int = AVAILABLE_SHOWN, target: str = "") -> Sequence[Row[Any]]:
+    """What was noted of a target, the newest first."""
+    own = select(available_samples).where(available_samples.c.target == target)
+    return conn.execute(own.order_by(available_samples.c.at.desc()).limit(limit)).all()

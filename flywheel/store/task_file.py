@@ -34,7 +34,7 @@ from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, s
 from flywheel.errors import StoreError
 from flywheel.records.batch import Batch, Entry
 from flywheel.records.states import SkipReason
-from flywheel.store.kernel.bulk import CHUNK, rows_in, sql_text
+from flywheel.store.kernel.bulk import CHUNK, count_rows, rows_in, sql_text
 from flywheel.store.kernel.database import Store, note, noted
 from flywheel.store.kernel.schema import replies, tasks
 from flywheel.system.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync_directory, torn_line
@@ -238,7 +238,7 @@ _BEGINNING: Final = 40
 """First bytes by which files are distinguished: they contain the id of the first task."""
 
 
-class _Row(NamedTuple):
+class _TaskRow(NamedTuple):
     """A task; `line` is its line in the file without the line end."""
 
     id: int
@@ -360,7 +360,7 @@ def _every(file: BinaryIO) -> Iterable[bytes]:
     return (line for line in file if line.endswith(b"\n"))
 
 
-def _append(path: Path, rows: Sequence[_Row], there: Set[str], mode: int = 0o666) -> int:
+def _append(path: Path, rows: Sequence[_TaskRow], there: Set[str], mode: int = 0o666) -> int:
     """Append the rows whose tasks are not there yet."""
     try:
         return append_lines(path, [row.line + b"\n" for row in rows if row.key not in there], mode=mode)
@@ -373,25 +373,25 @@ def exported_to(conn: Connection) -> int:
     return int(noted(conn, _EXPORTED_TO) or 0)
 
 
-def _unmarked(conn: Connection) -> list[_Row]:
+def _unmarked(conn: Connection) -> list[_TaskRow]:
     """The first tasks that are not marked; at most as many as the end of the file is searched for."""
     return _page(conn.exec_driver_sql(_UNMARKED, (exported_to(conn), CHUNK, 0)))
 
 
-def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_Row]:
+def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_TaskRow]:
     """The first rows, `PAGE_BYTES` of them; at least one, if there is one."""
-    page: list[_Row] = []
+    page: list[_TaskRow] = []
     size = 0
     with contextlib.closing(rows):
         for number, key, line in rows:
-            page.append(_Row(number, key, line))
+            page.append(_TaskRow(number, key, line))
             size += len(line)
             if size > PAGE_BYTES:
                 break
     return page
 
 
-def _mark(conn: Connection, rows: Sequence[_Row], found: FileState | None) -> list[_Row]:
+def _mark(conn: Connection, rows: Sequence[_TaskRow], found: FileState | None) -> list[_TaskRow]:
     """Mark these rows as exported, note the state of the file, and return the next rows."""
     note(conn, _EXPORTED_TO, str(rows[-1].id))
     before = noted_state(conn)
@@ -424,5 +424,22 @@ def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
     return sorted({row.task_id for row in rows_in(conn, wanted, replies.c.source_id, sources)})
 
 
-def _rows(conn: Connection, ids: Sequence[int]) -> list[_Row]:
+def _rows(conn: Connection, ids: Sequence[int]) -> list[_TaskRow]:
     return _page(conn.execute(_TASKS.where(tasks.c.id.in_(ids))))
+
+
+def exported_keys(conn: Connection) -> dict[str, int]:
+    """The number of every task in the task file by key. Tasks are written in the order of their numbers."""
+    rows = conn.execute(select(tasks.c.key, tasks.c.id).where(tasks.c.id <= exported_to(conn)))
+    return {str(row.key): int(row.id) for row in rows}
+
+
+def count_unexported(conn: Connection) -> int:
+    """Tasks that are not written to the task file yet."""
+    return count_rows(conn, tasks, tasks.c.id > exported_to(conn))
+
+
+def unknown_keys(conn: Connection, keys: Sequence[str]) -> list[str]:
+    """Those of these task keys that no task has."""
+    known = {row.key for row in rows_in(conn, select(tasks.c.key), tasks.c.key, keys)}
+    return [key for key in keys if key not in known]

@@ -50,7 +50,7 @@ def enriched(conn: Connection, entries: Sequence[Entry]) -> Sequence[Entry]:
     Only entries with `asked_alias` or `follows` can change.
     """
     hiding = _first_hiding(conn, entries)
-    periods: dict[str, list[deployments.Period]] = {}
+    periods: dict[str, list[deployments.AliasVersion]] = {}
     return [_enriched(conn, entry, hiding, periods) if entry.line else entry for entry in entries]
 
 
@@ -58,7 +58,7 @@ def _enriched(
     conn: Connection,
     entry: Entry,
     hiding: dict[tuple[str, str], str],
-    periods: dict[str, list[deployments.Period]],
+    periods: dict[str, list[deployments.AliasVersion]],
 ) -> Entry:
     changes: dict[str, Any] = {}
     line: dict[str, Any] = {}

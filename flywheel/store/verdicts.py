@@ -1,15 +1,13 @@
-"""Verdicts and what they cost: a judge is never paid twice for the same task, rubric and judge.
+"""Verdicts: a judge is never paid twice for the same task, rubric and judge.
 
-Verdicts of filter chains and of people are stored in the same table; see `CHAIN` and `PERSON`. What judging has used
-is counted by day (UTC) and purpose, so that a budget holds after a restart.
+Verdicts of filter chains and of people are stored in the same table; see `CHAIN` and `PERSON`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -17,12 +15,11 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, 
 from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.config import JudgePrices
-from flywheel.judge.usage import Purpose, UsageFile, Used, today
 from flywheel.records.batch import storable
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
-from flywheel.store import judge_costs, judge_errors
+from flywheel.store import judge_usage
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import judge_days, judge_models, rounds, tasks, verdicts
+from flywheel.store.kernel.schema import judge_models, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 
 CHAIN: Final = "chain:"
@@ -48,9 +45,9 @@ def store(
     An undecided verdict of the same rubric and judge is replaced, and its cost is kept. So is an earlier verdict of a
     filter chain or a person.
     """
-    book_verdict(conn, verdict, prices=prices)
+    judge_usage.book_verdict(conn, verdict, prices=prices)
     if verdict.outcome is Outcome.UNDECIDED:
-        judge_errors.add(conn, verdict.error)
+        judge_usage.add_error(conn, verdict.error)
     key = {"task_id": task, "rubric_hash": rubric_hash, "judge_hash": judge_hash}
     counts = {name: getattr(verdict, name) for name in _COUNTS}
     values = {
@@ -158,57 +155,3 @@ def usage_of_judge(conn: Connection, judge_hash: str) -> dict[str, int]:
     ).scalars()
     reported = [each for judgements in rows for each in judgements if each.get("estimated_tokens")]
     return {name: sum(each[name] for each in reported) for name in (*_COUNTS, "estimated_tokens")}
-
-
-def book_verdict(
-    conn: Connection, verdict: Verdict, purpose: Purpose = Purpose.FILTER, prices: JudgePrices | None = None
-) -> None:
-    """Count the cost of a verdict, today."""
-    book(conn, [Used(today(), purpose, verdict.calls, verdict.prompt_tokens, verdict.completion_tokens)], prices)
-
-
-def book(conn: Connection, used: Iterable[Used], prices: JudgePrices | None = None) -> None:
-    """Add usage to the counts of its days and purposes, and its cost by the prices of now."""
-    for each in used:
-        if not each.calls:
-            continue
-        counts = {name: getattr(each, name) for name in _COUNTS}
-        row = insert(judge_days).values(day=each.day, purpose=each.purpose.value, **counts)
-        more = {name: judge_days.c[name] + row.excluded[name] for name in _COUNTS}
-        conn.execute(row.on_conflict_do_update(index_elements=("day", "purpose"), set_=more))
-        if prices is not None:
-            judge_costs.add(conn, each, prices)
-
-
-def book_round(conn: Connection, round_id: int, round_dir: Path, prices: JudgePrices | None = None) -> list[Used]:
-    """Count what the round's worker wrote to its usage file since the last call, and return it.
-
-    How far the file was read is stored in the same transaction, so each line counts once, even after a crash.
-    """
-    offset = conn.execute(select(rounds.c.usage_read).where(rounds.c.id == round_id)).scalar_one()
-    found, end = UsageFile(round_dir).read(offset)
-    if end > offset:
-        book(conn, found, prices)
-        conn.execute(update(rounds).where(rounds.c.id == round_id).values(usage_read=end))
-    return found
-
-
-def booked_of_round(conn: Connection, round_id: int, round_dir: Path) -> int:
-    """Tokens of the round's worker, over all its attempts, that are counted already."""
-    end = conn.execute(select(rounds.c.usage_read).where(rounds.c.id == round_id)).scalar_one()
-    found, _ = UsageFile(round_dir).read(0, end)
-    return sum(used.tokens for used in found)
-
-
-def tokens_today(conn: Connection) -> int:
-    """Tokens sent and received since midnight (UTC), for all purposes."""
-    tokens = func.sum(judge_days.c.prompt_tokens + judge_days.c.completion_tokens)
-    return int(conn.execute(select(tokens).where(judge_days.c.day == today())).scalar_one() or 0)
-
-
-def usage_by_purpose(conn: Connection) -> dict[Purpose, dict[str, int]]:
-    """Calls and tokens of all days."""
-    sums = [func.sum(judge_days.c[name]).label(name) for name in _COUNTS]
-    rows = conn.execute(select(judge_days.c.purpose, *sums).group_by(judge_days.c.purpose)).mappings()
-    found = {row["purpose"]: {name: int(row[name]) for name in _COUNTS} for row in rows}
-    return {purpose: found.get(purpose.value, dict.fromkeys(_COUNTS, 0)) for purpose in Purpose}

@@ -18,7 +18,7 @@ from flywheel.daemon.requests import perform
 from flywheel.records.states import RequestState
 from flywheel.store import dead_letters, requests
 from flywheel.store.dead_letters import Next
-from flywheel.store.requests import Kind
+from flywheel.store.requests import RequestKind
 from flywheel.system.terminal import quantity
 from flywheel.web.site import site_of
 
@@ -45,12 +45,12 @@ def field(request: Request, name: str) -> str:
 async def decide(request: Request) -> Response:
     """Release or reject a held task, and show it again."""
     key, verb = request.path_params["key"], request.path_params["verb"]
-    if verb not in (Kind.RELEASE, Kind.REJECT):
+    if verb not in (RequestKind.RELEASE, RequestKind.REJECT):
         raise HTTPException(HTTPStatus.NOT_FOUND)
-    return await ask(request, Kind(verb), {"tasks": [key]}, f"/tasks/{quote(key, safe='')}")
+    return await ask(request, RequestKind(verb), {"tasks": [key]}, f"/tasks/{quote(key, safe='')}")
 
 
-async def ask(request: Request, kind: Kind, arguments: Mapping[str, Any], then: str, **query: str) -> Response:
+async def ask(request: Request, kind: RequestKind, arguments: Mapping[str, Any], then: str, **query: str) -> Response:
     """Have an action done, and lead to the page `then`, which says what became of it."""
     done = await perform(site_of(request).config, kind, arguments, who(request))
     return RedirectResponse(f"{then}?{urlencode({**query, 'asked': done.id})}", HTTPStatus.SEE_OTHER)

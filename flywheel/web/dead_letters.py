@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from flywheel.records.states import DeadLetterState
 from flywheel.store import dead_letters, requests
-from flywheel.store.requests import Kind
+from flywheel.store.requests import RequestKind
 from flywheel.web import actions
 from flywheel.web.actions import field
 from flywheel.web.site import is_number, site_of
@@ -84,14 +84,16 @@ def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dic
         "counts": dead_letters.count(conn),
         "has_more": bool(key) and any(len(group.ids) > last for group in groups),
         "asked": actions.asked(conn, asked),
-        "requests": [actions.outcome(*each) for each in requests.recent(conn, (Kind.RETRY, Kind.DROP), REQUESTS)],
+        "requests": [
+            actions.outcome(*each) for each in requests.recent(conn, (RequestKind.RETRY, RequestKind.DROP), REQUESTS)
+        ],
     }
 
 
 async def act(request: Request) -> Response:
     """Retry or drop one dead letter, or the open ones of an error."""
     verb, number, key = (field(request, name) for name in ("verb", "id", "group"))
-    if verb not in (Kind.RETRY, Kind.DROP) or not (key or is_number(number)):
+    if verb not in (RequestKind.RETRY, RequestKind.DROP) or not (key or is_number(number)):
         raise HTTPException(HTTPStatus.BAD_REQUEST, "This form is not one of this page.")
     if is_number(number):
         ids = [int(number)]
@@ -99,7 +101,7 @@ async def act(request: Request) -> Response:
         ids = await site_of(request).read(partial(_ids, key))
         if not ids:
             raise HTTPException(HTTPStatus.CONFLICT, "None of these dead letters is open any more.")
-    return await actions.ask(request, Kind(verb), {"ids": ids}, "/dead-letters")
+    return await actions.ask(request, RequestKind(verb), {"ids": ids}, "/dead-letters")
 
 
 def _ids(key: str, conn: Connection) -> list[int]:

@@ -20,8 +20,7 @@ from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.errors import StoreError
 from flywheel.records.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
 from flywheel.records.states import LIVE_ROUND, RoundState
-from flywheel.store import task_list
-from flywheel.store.views import gate_outcomes
+from flywheel.store.views import gate_outcomes, task_list
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.gate.gate import decide, misses_of

@@ -7,7 +7,7 @@ from typing import Final
 
 from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision
 from flywheel.records.states import RoundState
-from flywheel.store.deployments import BY_HAND, ROLLBACK, Service
+from flywheel.store.deployments import BY_HAND, ROLLBACK, ServingPeriod
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.system.terminal import percent, quantity
 
@@ -149,7 +149,7 @@ def _obstacle(reason: str, decision: GateDecision) -> str:
     return f"it could not be deployed: {found.removeprefix(_NOT_DEPLOYED)}"
 
 
-def _until(last: Service) -> str:
+def _until(last: ServingPeriod) -> str:
     if last.retired_at is None:
         return f"serves as {last.alias} since {_time(last.activated_at)}"
     return f"served until {_time(last.retired_at)}"

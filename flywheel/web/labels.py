@@ -21,7 +21,7 @@ from flywheel.store import labels
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.labels import Opinion
-from flywheel.store.requests import Kind
+from flywheel.store.requests import RequestKind
 from flywheel.web.actions import field, who
 from flywheel.web.site import site_of
 
@@ -108,7 +108,7 @@ async def put(request: Request) -> Response:
         "comment": field(request, "comment"),
         "is_blind": field(request, "hidden") == "1",
     }
-    done = await perform(site.config, Kind.LABEL, arguments, name)
+    done = await perform(site.config, RequestKind.LABEL, arguments, name)
     if done.error is not None:
         raise HTTPException(HTTPStatus.CONFLICT, str(done.error))
     # A label on one criterion leaves the task in the queue, to be labelled as a whole.

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from flywheel.config import Config
 from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.records.states import DeploymentState
-from flywheel.store import deployments, judge_errors
-from flywheel.store.views import acceptance, available_samples, funnel
+from flywheel.store import deployments, judge_usage, samples
+from flywheel.store.views import acceptance
 from flywheel.web import time_plot
 from flywheel.web.site import Site, site_of
 
@@ -60,7 +60,7 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
     # Imported here: it takes longer than the rest of the pages.
     from flywheel.daemon.status import snapshot
 
-    total, by_source, by_agent = funnel.funnels(conn, config.takes.train)
+    total, by_source, by_agent = acceptance.funnels(conn, config.takes.train)
     active = (DeploymentState.ACTIVE, DeploymentState.DRAINING, DeploymentState.RETIRED)
     swaps = [
         (datetime.fromisoformat(row.activated_at), row.adapter or "base")
@@ -80,14 +80,14 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
         "groups": GROUPS,
         "plot": time_plot.time_plot(periods, swaps),
         "drawing": time_plot,
-        "supplies": {name: available_samples.newest(conn, target=name) for name in config.by_target()},
-        "error_hours": judge_errors.by_hour(conn, ERROR_HOURS),
-        "errors": judge_errors.recent(conn, ERROR_HOURS, ERRORS),
+        "supplies": {name: samples.newest_available(conn, target=name) for name in config.by_target()},
+        "error_hours": judge_usage.errors_by_hour(conn, ERROR_HOURS),
+        "errors": judge_usage.recent_errors(conn, ERROR_HOURS, ERRORS),
         "tasks_with": tasks_with,
     }
 
 
-def _most(groups: dict[str, funnel.Funnel]) -> list[tuple[str, funnel.Funnel]]:
+def _most(groups: dict[str, acceptance.Funnel]) -> list[tuple[str, acceptance.Funnel]]:
     return sorted(groups.items(), key=lambda each: -each[1].replies)
 
 

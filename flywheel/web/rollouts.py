@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from flywheel.records.round import ROLLOUTS_FILE
-from flywheel.store import task_list
 from flywheel.store.kernel.schema import rounds, tasks
+from flywheel.store.views import task_list
 from flywheel.training.data import rollout_file
 from flywheel.training.data.rollout_file import DROPPED, IndexedGroup, IndexedRollout
 from flywheel.web import tokens

@@ -18,10 +18,9 @@ from starlette.responses import Response, StreamingResponse
 
 from flywheel.records.exclusion import Selected
 from flywheel.records.states import Split, TaskState
-from flywheel.store import task_list
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import tasks, verdicts
-from flywheel.store.views import funnel, lineage
+from flywheel.store.views import acceptance, lineage, task_list
 from flywheel.web import actions, labels
 from flywheel.web.site import position, site_of
 
@@ -61,7 +60,7 @@ class Selection:
 
     def conditions(self, takes: Selected) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
-        stages = funnel.stages(takes.train)
+        stages = acceptance.stages(takes.train)
         for value, known in ((self.stage, stages), (self.state, list(TaskState)), (self.split, list(Split))):
             if value and value not in known:
                 raise ValueError(f"{value!r} is none of {', '.join(known)}")
@@ -103,7 +102,7 @@ async def show_list(request: Request) -> Response:
         "tasks.html",
         wanted=wanted,
         states=list(TaskState),
-        stages=list(funnel.stages()),
+        stages=list(acceptance.stages()),
         splits=list(Split),
         targets=list(site.config.targets),
         **found,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from flywheel.store.views.acceptance import Period
+from flywheel.store.views.acceptance import AcceptancePeriod
 
 WIDTH: Final = 900
 HEIGHT: Final = 240
@@ -31,7 +31,7 @@ class Point:
     y: float
     low: float
     high: float
-    period: Period
+    period: AcceptancePeriod
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def height_of(share: float) -> float:
     return round(TOP + (1 - share) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def time_plot(periods: Sequence[Period], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
+def time_plot(periods: Sequence[AcceptancePeriod], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
     """The plot of these periods; None without any. Marks before the first period are drawn at its begin."""
     if not periods:
         return None

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from flywheel.config import parse
-from flywheel.daemon.notifier import Target
+from flywheel.daemon.notifier import NoticeTarget
 from flywheel.errors import NotifyError, ServeError
 from flywheel.serving.client.replica_client import Replica
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
@@ -166,7 +166,7 @@ async def test_only_the_status_of_a_webhook_is_read(play: Play, tmp_path: Path) 
         entry = {"url": f"{server.url}/hook", "on": ["promoted"], "timeout_seconds": 1}
         raw = {"sources": [], "state": {"dir": "state"}, "notify": [entry]}
         config = parse(raw, "test", tmp_path)
-        target = Target(None, config, config.notify[0])  # type: ignore[arg-type]
+        target = NoticeTarget(None, config, config.notify[0])  # type: ignore[arg-type]
         tracemalloc.start()
         with suppress(NotifyError):
             await target._post("number", b"{}")

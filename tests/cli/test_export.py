@@ -16,7 +16,7 @@ from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
-from flywheel.store.views import export_selection
+from flywheel.store.views import task_list
 from tests.cli.conftest import Run
 from tests.training.data.formats.filling import (
     Judged,
@@ -94,14 +94,14 @@ def test_the_report_counts_what_was_left_out(flywheel: Run, home: Path) -> None:
 def test_the_score_is_of_the_verdict_that_decided(flywheel: Run, tmp_path: Path) -> None:
     asyncio.run(fill(tmp_path / "home", [good(reply(1), 0.75), bad(reply(2), 0.125), Judged(reply(3), score=None)]))
 
-    async def judge_again() -> list[export_selection.Selected]:
+    async def judge_again() -> list[task_list.ExportedTask]:
         store = await Store.open(tmp_path / "home")
 
-        def again(conn: Connection) -> list[export_selection.Selected]:
+        def again(conn: Connection) -> list[task_list.ExportedTask]:
             # Another rubric rejected the first task before the old rubric came back.
             add_verdict(conn, 1, Outcome.REJECTED, 0.0, "another rubric")
             add_verdict(conn, 2, Outcome.UNDECIDED, None, "another rubric")
-            return export_selection.read(conn, [3, 1, 2, 99])
+            return task_list.with_verdicts(conn, [3, 1, 2, 99])
 
         try:
             return await store.write(again)

@@ -41,7 +41,7 @@ def held(tmp_path: Path) -> list[str]:
         told = [reply(n, query="What is all this?") for n in range(3)]
         ledger.record_batch(conn, source, batch(*told, reply(9)), train_ratio=0.7, split_seed=42)
         rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
-        entries = [deduplication.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
+        entries = [deduplication.ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         deduplication.enter(conn, entries, 0.8)
         bursts.enter(conn, {row.id: weigh(row.payload) for row in rows})
         assert bursts.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]

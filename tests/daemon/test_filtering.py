@@ -19,7 +19,7 @@ from flywheel.daemon.rounds import planner
 from flywheel.judge.filters.pii import Pii, Redactor
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import claims, deduplication, ledger, verdicts
+from flywheel.store import claims, deduplication, judge_usage, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
@@ -454,7 +454,7 @@ async def test_what_others_spend_beside_the_daemon_counts_in_its_budget(
     filtering = TaskJudging(store, make(judge=settings))
     await tell(store, *questions("one"))
     assert (await filtering.run()).accepted == 1
-    await store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
+    await store.write(judge_usage.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
     await tell(store, *questions("x", "two")[1:])
     report = await filtering.run()
     assert "the budget of 1,000 tokens a day is spent (1,020 were used)" in str(report.error)

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, insert
 
 from flywheel.config import Config, NoticeType, load, parse
 from flywheel.daemon import notifier
-from flywheel.daemon.notifier import Target
+from flywheel.daemon.notifier import NoticeTarget
 from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
@@ -103,8 +103,8 @@ def configured(folder: Path, *entries: dict[str, Any], **values: Any) -> Config:
     return parse(raw, "test", folder)
 
 
-async def begun(store: Store, config: Config) -> Target:
-    target = Target(store, config, config.notify[0])
+async def begun(store: Store, config: Config) -> NoticeTarget:
+    target = NoticeTarget(store, config, config.notify[0])
     await target.begin()
     return target
 
@@ -423,7 +423,7 @@ async def test_a_daemon_works_and_stops_while_a_target_hangs(
     # What was not confirmed is sent by the next daemon.
     webhook.go_on.set()
     store = await Store.open(config.state_dir)
-    target = Target(store, config, config.notify[0])
+    target = NoticeTarget(store, config, config.notify[0])
     await target.begin()
     await target.deliver()
     await store.close()

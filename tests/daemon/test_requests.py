@@ -16,7 +16,7 @@ import pytest
 
 from flywheel.config import load
 from flywheel.daemon import requests
-from flywheel.store.requests import Kind, Request
+from flywheel.store.requests import Request, RequestKind
 from tests.daemon.test_service import Daemon, wait_for
 from tests.factories.judge_server import JudgeServer
 from tests.sources.studio.writer import Studio, agent
@@ -47,7 +47,7 @@ def correct(folder: Path) -> None:
     path.write_text(path.read_text().replace('{"question": broken}', '{"question":"b?", "answer":"b"}'))
 
 
-def ask(daemon: Daemon, kind: Kind, arguments: dict[str, Any]) -> Request:
+def ask(daemon: Daemon, kind: RequestKind, arguments: dict[str, Any]) -> Request:
     return asyncio.run(requests.perform(load(daemon.config), kind, arguments, "alice"))
 
 
@@ -87,11 +87,11 @@ def is_there(daemon: Daemon) -> bool:
 def test_a_running_daemon_retries_rows_and_lines(daemon: Daemon) -> None:
     daemon.start()
     wait_for(lambda: is_there(daemon) and counts(daemon).get("open") == 2, "two dead letters")
-    done = ask(daemon, Kind.RETRY, {"ids": None})
+    done = ask(daemon, RequestKind.RETRY, {"ids": None})
     assert sorted(each["next"] for each in done.result["retried"]) == ["read", "reread"]
     wait_for(lambda: attempts(daemon) == [2, 2], "both being read again, in vain")
     correct(daemon.folder)
-    assert ask(daemon, Kind.RETRY, {"ids": None}).error is None
+    assert ask(daemon, RequestKind.RETRY, {"ids": None}).error is None
     wait_for(lambda: daemon.judged() == 4, "the verdicts on all four replies")
     assert counts(daemon) == {"retried": 2}
     assert daemon.ask("audit")["balanced"]
@@ -106,7 +106,7 @@ def test_a_kill_before_it_is_carried_out_neither_loses_nor_repeats_it(
     wait_for(lambda: is_there(daemon) and counts(daemon).get("open") == 2, "two dead letters")
     process = hang(daemon)
     correct(daemon.folder)
-    waiting = ask(daemon, Kind.RETRY, {"ids": [1]})
+    waiting = ask(daemon, RequestKind.RETRY, {"ids": [1]})
     assert waiting.state == "open"
     assert counts(daemon) == {"open": 2}
     process.send_signal(signal.SIGKILL)
@@ -122,15 +122,15 @@ def test_a_kill_before_it_is_carried_out_neither_loses_nor_repeats_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Kind.RELEASE, Kind.REJECT, Kind.LABEL, Kind.DROP])
-def test_the_others_do_not_wait_for_a_daemon_that_hangs(daemon: Daemon, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [RequestKind.RELEASE, RequestKind.REJECT, RequestKind.LABEL, RequestKind.DROP])
+def test_the_others_do_not_wait_for_a_daemon_that_hangs(daemon: Daemon, kind: RequestKind) -> None:
     daemon.start()
     wait_for(lambda: is_there(daemon) and daemon.judged() == 2, "two verdicts")
     wait_for(lambda: counts(daemon).get("open") == 2, "two dead letters")
     hang(daemon)
     key = daemon.lines()[0]["task_id"]
     arguments = {
-        Kind.RELEASE: {"tasks": None}, Kind.REJECT: {"tasks": None}, Kind.DROP: {"ids": None},
-        Kind.LABEL: {"task_id": key, "label": "reject"},
+        RequestKind.RELEASE: {"tasks": None}, RequestKind.REJECT: {"tasks": None}, RequestKind.DROP: {"ids": None},
+        RequestKind.LABEL: {"task_id": key, "label": "reject"},
     }  # fmt: skip
     assert ask(daemon, kind, arguments[kind]).state == "done"

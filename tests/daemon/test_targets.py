@@ -26,7 +26,6 @@ from flywheel.store import claims, deduplication, gate_tests, ledger, rounds, sa
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.store.views import available_samples
 from flywheel.system import files
 from tests.factories.judge_server import JudgeServer
 from tests.factories.trace import batch, replies_on, reply
@@ -203,7 +202,7 @@ async def test_rounds_alternate_and_each_takes_only_samples_of_its_target(store:
         "planner: 0 of 4 new samples are free, after 1 round without promotion; "
         "worker: 0 of 2 new samples are free, after 1 round without promotion"
     )
-    assert (await store.read(available_samples.newest, 10, "worker"))[0].waits_for.startswith("0 of 2 new")
+    assert (await store.read(samples.newest_available, 10, "worker"))[0].waits_for.startswith("0 of 2 new")
     await store.write(put, config, Split.TRAIN, 4, "Doer", "again", query="Another one?")
     assert (await wheel.due()).target == "worker"
     with pytest.raises(TrainError, match=r"there is no target cook.*The targets are planner, worker"):
@@ -219,7 +218,7 @@ async def test_a_target_without_samples_keeps_no_other_one_waiting(store: Store,
     wheel = rounds_of(store, config)
     assert await wheel.start_due()
     assert (await live(store)).target == "worker"
-    assert (await store.read(available_samples.newest, 10, "planner"))[0].waits_for == "0 of 4 samples are free"
+    assert (await store.read(samples.newest_available, 10, "planner"))[0].waits_for == "0 of 4 samples are free"
 
 
 def serve(conn: Connection, alias: str, number: int, base: str) -> None:

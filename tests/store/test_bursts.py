@@ -39,7 +39,7 @@ def held_of(conn: Connection, pieces: Sequence[Sequence[tuple[int, float]]], cou
         before = {row.id for row in conn.execute(select(schema.tasks.c.id))}
         ledger.record_batch(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
         rows = [row for row in conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)) if row.id not in before]
-        entries = [deduplication.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
+        entries = [deduplication.ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         near = deduplication.enter(conn, entries, 0.8)
         bursts.enter(conn, {row.id: weigh(row.payload) for row in rows})
         bursts.hold_bursts(conn, [task for task, others in near.items() if others], count, SECONDS)

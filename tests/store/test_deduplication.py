@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.states import TaskState
 from flywheel.store import deduplication, ledger
-from flywheel.store.deduplication import Entry, Repeats
+from flywheel.store.deduplication import ComparedTask, Repeats
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
@@ -19,16 +19,16 @@ from tests.factories.trace import batch, reply
 LONG = "one two three four five six seven eight nine ten"
 
 
-def tell(conn: Connection, *queries: str) -> list[Entry]:
+def tell(conn: Connection, *queries: str) -> list[ComparedTask]:
     """Tasks 1, 2, … with these questions, all on the training side."""
     source = ledger.source_id(conn, "/a")
     told = [reply(n, query=query) for n, query in enumerate(queries)]
     ledger.record_batch(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
     rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
-    return [Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
+    return [ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
 
 
-def near(conn: Connection, entry: Entry, threshold: float = 0.8) -> list[tuple[int, float, bool, bool]]:
+def near(conn: Connection, entry: ComparedTask, threshold: float = 0.8) -> list[tuple[int, float, bool, bool]]:
     (found,) = deduplication.enter(conn, [entry], threshold).values()
     return [(each.task, each.similarity, each.is_exact, each.kept) for each in found]
 
@@ -81,7 +81,7 @@ async def test_entering_again_keeps_what_was_decided_and_takes_a_changed_questio
         assert rows(conn) == before == (1, 16)
         payload = conn.execute(select(schema.tasks.c.payload)).scalar_one()
         other = fingerprint({**payload, "main_query": "quite another question"}, 0.8)
-        near(conn, Entry(1, entry.key, other))
+        near(conn, ComparedTask(1, entry.key, other))
         assert rows(conn) == (1, 16)
         exact, kept = conn.execute(select(schema.fingerprints.c.exact, schema.fingerprints.c.kept)).one()
         assert (exact, kept) == (other.exact, True)

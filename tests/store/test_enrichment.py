@@ -103,7 +103,10 @@ def test_a_request_that_a_swap_cuts_has_no_version() -> None:
     def time(seconds: float) -> datetime:
         return START + timedelta(seconds=seconds)
 
-    known = [deployments.Period(time(10), time(20), "a@r1"), deployments.Period(time(30), time(40), "a@r2")]
+    known = [
+        deployments.AliasVersion(time(10), time(20), "a@r1"),
+        deployments.AliasVersion(time(30), time(40), "a@r2"),
+    ]
     for start, end, version in (
         (0, 9, ""),
         (0, 10, None),

@@ -147,7 +147,7 @@ async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Stor
     query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
     await store.write(put, reply(1, query=query), reply(2, query=query.lower()))
     first, second = await store.write(claims.claim, 10, "r", "j")
-    entries = [deduplication.Entry(task.id, task.key, fingerprint(task.line, 0.8)) for task in (first, second)]
+    entries = [deduplication.ComparedTask(task.id, task.key, fingerprint(task.line, 0.8)) for task in (first, second)]
     near = await store.write(deduplication.enter, entries, 0.8)
     assert [one.task for one in near[second.id]] == [first.id]
     await store.write(deduplication.keep, entries[:1])
@@ -160,7 +160,7 @@ async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Stor
     else:
         await store.write(put, reply(1, query="Who wrote the Odyssey?"))
     assert (await store.read(look))[1][2] == "pending"
-    third = deduplication.Entry(10**6, "third", entries[0].compared)
+    third = deduplication.ComparedTask(10**6, "third", entries[0].compared)
     near = await store.write(lambda conn: {third.task: deduplication._near(conn, third, 0.8)})
     assert first.id not in [one.task for one in near[third.task]], "it does not ask that any more"
 

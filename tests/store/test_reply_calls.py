@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select
 
 from flywheel.records.states import ReplyState, SkipReason, TaskState
 from flywheel.records.trace import Checkpoint, Reply
-from flywheel.store import ledger, reply_calls
+from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks, traces
 from flywheel.store.views.balance import balance
@@ -82,7 +82,7 @@ async def test_a_failed_call_alone_does_not_keep_its_trace_from_being_a_task(sto
 
 
 def missing(conn: Connection) -> list[str]:
-    return reply_calls.missing(conn, EARLY)
+    return ledger.missing_calls(conn, EARLY)
 
 
 def open_traces(conn: Connection) -> list[str]:
@@ -95,14 +95,14 @@ async def test_a_call_that_was_missing_opens_its_trace_again_once(store: Store) 
     checkpoint = Checkpoint(told.trace_id, (1, 2), 7)
     await store.write(put, TRACE, told, reply(2, calls=("c",)), checkpoints=(checkpoint,))
     assert await store.read(missing) == ["b"]
-    assert await store.read(reply_calls.lack, ["a", "c"]) is False
-    assert await store.write(reply_calls.reopen_for, ["a", "b"]) == {1: 1}
+    assert await store.read(ledger.lack_calls, ["a", "c"]) is False
+    assert await store.write(ledger.reopen_for_calls, ["a", "b"]) == {1: 1}
     assert await store.read(open_traces) == [told.trace_id]
     exact = reply(1, calls=("a", "b"), prompt=({"role": "user", "content": "What is 1 plus 1?"},))
     done = await store.write(put, TRACE, exact, checkpoints=(checkpoint,))
     assert done.re_extracted == 1
     assert await store.read(missing) == []
-    assert await store.write(reply_calls.reopen_for, ["b"]) == {}
+    assert await store.write(ledger.reopen_for_calls, ["b"]) == {}
     line = await store.read(lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id == 1)).scalar_one())
     assert (line["metadata"]["prompt_source"], line["metadata"]["prompt_exact"]) == ("calls", True)
 

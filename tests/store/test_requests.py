@@ -10,7 +10,7 @@ from flywheel.store import dead_letters, labels, requests
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
-from flywheel.store.requests import Kind
+from flywheel.store.requests import RequestKind
 from tests.daemon.rounds.test_rounds import put_tasks
 
 
@@ -28,7 +28,7 @@ def break_tasks(conn: Connection, *wanted: str) -> None:
 async def test_a_label_is_stored_with_its_request(store: Store) -> None:
     await store.write(put_tasks, 3, 1)
     first = (await store.read(keys))[0]
-    number = await store.write(requests.submit, Kind.LABEL, {"task_id": first, "label": "accept"}, "alice")
+    number = await store.write(requests.submit, RequestKind.LABEL, {"task_id": first, "label": "accept"}, "alice")
     found = await store.read(requests.with_id, number)
     assert (found.state, found.requested_by, found.result) == (RequestState.DONE, "alice", {"label": 1})
     [opinion] = await store.read(labels.listed)
@@ -39,7 +39,7 @@ async def test_a_retry_waits_and_is_done_once(store: Store) -> None:
     await store.write(put_tasks, 3, 1)
     first, second, *_ = await store.read(keys)
     await store.write(break_tasks, first, second)
-    number = await store.write(requests.submit, Kind.RETRY, {"ids": [1]}, "alice")
+    number = await store.write(requests.submit, RequestKind.RETRY, {"ids": [1]}, "alice")
     assert (await store.read(requests.with_id, number)).state is RequestState.OPEN
     assert await store.write(requests.carry_out) == 1
     assert await store.write(requests.carry_out) == 0
@@ -54,8 +54,8 @@ async def test_a_retry_waits_and_is_done_once(store: Store) -> None:
 async def test_what_fails_changes_nothing_and_keeps_its_error(store: Store) -> None:
     await store.write(put_tasks, 3, 1)
     await store.write(break_tasks, (await store.read(keys))[0])
-    number = await store.write(requests.submit, Kind.RETRY, {"ids": [1, 7]}, "alice")
-    good = await store.write(requests.submit, Kind.RETRY, {"ids": None}, "bob")
+    number = await store.write(requests.submit, RequestKind.RETRY, {"ids": [1, 7]}, "alice")
+    good = await store.write(requests.submit, RequestKind.RETRY, {"ids": None}, "bob")
     await store.write(requests.carry_out)
     found = await store.read(requests.with_id, number)
     assert found.state is RequestState.FAILED
@@ -85,32 +85,32 @@ async def test_what_nobody_understands_fails(store: Store, kind: str, arguments:
 async def test_a_drop_says_who_closed_the_letter(store: Store) -> None:
     await store.write(put_tasks, 3, 1)
     await store.write(break_tasks, (await store.read(keys))[0])
-    await store.write(requests.submit, Kind.DROP, {"ids": None}, "alice")
+    await store.write(requests.submit, RequestKind.DROP, {"ids": None}, "alice")
     assert (await store.read(dead_letters.history_of, 1))[-1]["detail"] == "by alice"
 
 
 async def test_new_requests_are_told_with_their_kinds(store: Store) -> None:
     assert await store.read(requests.since, 0) == (0, frozenset())
-    await store.write(requests.submit, Kind.RETRY, {"ids": None}, "alice")
-    await store.write(requests.submit, Kind.DROP, {"ids": None}, "alice")
-    assert await store.read(requests.since, 0) == (2, frozenset({Kind.RETRY, Kind.DROP}))
-    assert await store.read(requests.since, 1) == (2, frozenset({Kind.DROP}))
+    await store.write(requests.submit, RequestKind.RETRY, {"ids": None}, "alice")
+    await store.write(requests.submit, RequestKind.DROP, {"ids": None}, "alice")
+    assert await store.read(requests.since, 0) == (2, frozenset({RequestKind.RETRY, RequestKind.DROP}))
+    assert await store.read(requests.since, 1) == (2, frozenset({RequestKind.DROP}))
     assert await store.read(requests.since, 2) == (2, frozenset())
 
 
 async def test_recent_ones_are_told_without_their_results(store: Store) -> None:
     await store.write(put_tasks, 3, 1)
     await store.write(break_tasks, *(await store.read(keys))[:2])
-    await store.write(requests.submit, Kind.RETRY, {"ids": [9]}, "alice")
-    await store.write(requests.submit, Kind.DROP, {"ids": None}, "bob")
-    await store.write(requests.submit, Kind.RETRY, {"ids": None}, "carol")
-    await store.write(lambda conn: requests.submit(conn, Kind.LABEL, {}, "dave"))
-    found = await store.read(requests.recent, (Kind.RETRY, Kind.DROP), 3)
+    await store.write(requests.submit, RequestKind.RETRY, {"ids": [9]}, "alice")
+    await store.write(requests.submit, RequestKind.DROP, {"ids": None}, "bob")
+    await store.write(requests.submit, RequestKind.RETRY, {"ids": None}, "carol")
+    await store.write(lambda conn: requests.submit(conn, RequestKind.LABEL, {}, "dave"))
+    found = await store.read(requests.recent, (RequestKind.RETRY, RequestKind.DROP), 3)
     assert [(each.requested_by, each.state, units) for each, units in found] == [
         ("carol", "open", 0),
         ("bob", "done", 2),
         ("alice", "open", 0),
     ]
     await store.write(requests.carry_out)
-    [(newest, _), _, (oldest, _)] = await store.read(requests.recent, (Kind.RETRY, Kind.DROP), 3)
+    [(newest, _), _, (oldest, _)] = await store.read(requests.recent, (RequestKind.RETRY, RequestKind.DROP), 3)
     assert newest.error is None and "cannot find dead letter 9" in str(oldest.error)

@@ -85,7 +85,7 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
     file = TaskFile(tmp_path / "tasks.jsonl")
     mark, left = task_file._mark, pages
 
-    def die(conn: Connection, rows: list[task_file._Row], found: FileState | None) -> list[task_file._Row]:
+    def die(conn: Connection, rows: list[task_file._TaskRow], found: FileState | None) -> list[task_file._TaskRow]:
         nonlocal left
         left -= 1
         if not left:

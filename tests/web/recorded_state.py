@@ -23,7 +23,7 @@ from sqlalchemy import Connection, func, select, update
 from flywheel.config import Config, parse
 from flywheel.records.states import TaskState
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
-from flywheel.store import dead_letters, judge_errors, ledger
+from flywheel.store import dead_letters, judge_usage, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
@@ -152,4 +152,4 @@ def put_what_lacks(conn: Connection) -> None:
     for number in range(3):
         dead_letters.dead_letter(conn, dead_letters.ROW, f"span-{number}", f"no JSON {HOSTILE}", HOSTILE, source)
     dead_letters.drop(conn, [1])
-    judge_errors.add(conn, HOSTILE)
+    judge_usage.add_error(conn, HOSTILE)

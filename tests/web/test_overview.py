@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from flywheel.config import Config
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Reader
-from flywheel.store.views import funnel
-from flywheel.store.views.acceptance import Period
+from flywheel.store.views import acceptance
+from flywheel.store.views.acceptance import AcceptancePeriod
 from flywheel.web import overview
 from flywheel.web.server import application
 from flywheel.web.site import Site
@@ -51,10 +51,10 @@ def test_every_bar_leads_to_the_tasks_that_it_counts(shared_state: Config) -> No
 
 
 def test_the_funnel_counts_each_reply_once(shared_state: Config) -> None:
-    def count(conn: Connection) -> tuple[funnel.Funnel, int, dict[str, int]]:
-        total, by_source, by_agent = funnel.funnels(conn)
+    def count(conn: Connection) -> tuple[acceptance.Funnel, int, dict[str, int]]:
+        total, by_source, by_agent = acceptance.funnels(conn)
         for groups in (by_source, by_agent):
-            together = funnel.Funnel()
+            together = acceptance.Funnel()
             for each in groups.values():
                 together.add(each)
                 assert each.replies >= each.tasks >= each.judged >= each.accepted >= each.usable >= each.used
@@ -73,7 +73,9 @@ def test_the_plot_has_all_periods_within_its_frame() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     hour = timedelta(hours=1)
     periods = [
-        Period(name, begin + number * hour, begin + (number + 1) * hour, number, 10, number / 20, min(1, number / 5))
+        AcceptancePeriod(
+            name, begin + number * hour, begin + (number + 1) * hour, number, 10, number / 20, min(1, number / 5)
+        )
         for number in range(10)
         for name in ("", "agent@r0001")
     ]

@@ -11,9 +11,9 @@ from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
-from flywheel.store import task_list
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Reader
+from flywheel.store.views import task_list
 from flywheel.web import tasks
 from flywheel.web.server import application
 from tests.web.conftest import Check, Visitor, serving

@@ -33,10 +33,9 @@ from flywheel.sources.studio.audit_reader import AuditReader, Group
 from flywheel.sources.studio.database import shown
 from flywheel.sources.studio.schema import digest_of
 from flywheel.sources.studio_connector import StudioConnector
-from flywheel.store import ledger, reply_calls
+from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
-from flywheel.store.views import ledger_snapshot
-from flywheel.store.views.ledger_snapshot import LedgerSnapshot
+from flywheel.store.ledger import LedgerSnapshot, StoredReply
 from flywheel.system.terminal import quantity
 
 
@@ -139,7 +138,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
         for source in ingestion.sources():
             audit = SourceAudit(source.path, source.connector.type)
             number = await store.read(ledger.known_source, str(source.path))
-            before = await store.read(ledger_snapshot.numbers_of, number) if number is not None else set()
+            before = await store.read(ledger.reply_numbers, number) if number is not None else set()
             try:
                 if isinstance(source.connector, StudioConnector):
                     met = await _DatabaseComparison(
@@ -202,7 +201,7 @@ class _DatabaseComparison:
         if self._source is None:
             self._audit.not_read_yet += len(spans)
             return set()
-        held = await self._store.read(ledger_snapshot.snapshot, self._source, list(extracted), spans)
+        held = await self._store.read(ledger.snapshot, self._source, list(extracted), spans)
         await self._restore_pruned(extracted, held)
         is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
         read_to = held.cursor.rowid if is_current else -1
@@ -250,7 +249,7 @@ class _DatabaseComparison:
         numbers = {span: held.replies[span].number for span in missing if span in held.replies}
         if not numbers:
             return
-        found = await self._store.read(reply_calls.found_by_reply, list(numbers.values()))
+        found = await self._store.read(ledger.found_calls, list(numbers.values()))
         for replies in extracted.values():
             for span in replies.keys() & numbers.keys():
                 if found.get(numbers[span], set()).intersection(missing[span]):
@@ -295,7 +294,7 @@ def _call_log_copy(ingestion: Ingestion) -> CallLogCopy | None:
     return calls.call_log_copy if calls is not None and calls.call_log_copy.path.exists() else None
 
 
-def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:
+def _differs(reply: StoredReply, content: int | None) -> bool:
     if content is None:
         return reply.state is not ReplyState.DEAD
     return reply.content is not None and reply.content != content
@@ -314,7 +313,7 @@ async def _compare_file(store: Store, redact: Redactor | None, audit: SourceAudi
     if source is None:
         audit.not_read_yet = len(tasks)
         return set()
-    held = await store.read(ledger_snapshot.snapshot, source, [], [*tasks, *renamed.values()])
+    held = await store.read(ledger.snapshot, source, [], [*tasks, *renamed.values()])
     for name, own in renamed.items():
         if name not in held.replies and own not in tasks:
             # No other line has its own id now: it is the line stored under that id, with different content.

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import orjson
 
+from flywheel.store import task_file
 from flywheel.store.kernel.database import Store
-from flywheel.store.views import ledger_snapshot
 from flywheel.system.terminal import quantity
 
 SHOWN: Final = 5
@@ -98,8 +98,8 @@ def with_counts(found: str, counts: dict[str, int]) -> str:
 async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
     """Compare the task file with the state. Tasks may be appended meanwhile."""
     # The state is read first: tasks marked as exported are in the file.
-    exported = await store.read(ledger_snapshot.exported)
-    waiting = await store.read(ledger_snapshot.count_unexported)
+    exported = await store.read(task_file.exported_keys)
+    waiting = await store.read(task_file.count_unexported)
     found = TaskFileAudit(path, exported=len(exported), waiting=waiting)
     try:
         keys = await _read(found)
@@ -107,7 +107,7 @@ async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
         found.error = f"cannot read the task file {error.filename or path}: {error.strerror or error}."
         return found
     found.twice = [key for key, times in keys.items() if times > 1]
-    found.unknown = len(await store.read(ledger_snapshot.unknown_keys, [key for key in keys if key not in exported]))
+    found.unknown = len(await store.read(task_file.unknown_keys, [key for key in keys if key not in exported]))
     absent = [key for key in exported if key not in keys]
     first = min((exported[key] for key in keys if key in exported), default=None)
     found.lost = [key for key in absent if first is not None and exported[key] > first]

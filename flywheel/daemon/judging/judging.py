@@ -35,7 +35,7 @@ from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge.usage import Budget, BudgetSpentError, CallsInFlight
 from flywheel.records.states import TaskState
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.store import claims, deduplication, notices, verdicts
+from flywheel.store import claims, deduplication, judge_usage, notices, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
@@ -61,13 +61,13 @@ async def recover(store: Store, state_dir: Path, prices: JudgePrices | None = No
     """
     calls = CallsInFlight(state_dir)
     if used := calls.read():
-        await store.write(verdicts.book, used, prices)
+        await store.write(judge_usage.book, used, prices)
         calls.reset()
     return await store.write(claims.recover)
 
 
 @dataclass(slots=True)
-class _Run:
+class _JudgingRun:
     """One call of `TaskJudging.run`. `claimed` are its claimed tasks that have no verdict yet, by number; `taken`
     counts the tasks of all its batches; `released` counts tasks that its last verdicts made due again."""
 
@@ -110,7 +110,7 @@ class TaskJudging:
         self.judge = judge_settings(config, self._chain)
         self._calls = calls
         self.grader = Grader(self.rubric, self.judge, calls=calls)
-        self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
+        self.budget = Budget(self.judge.budget, lambda: self._ask(judge_usage.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
         self._paused_until = 0.0
@@ -164,17 +164,17 @@ class TaskJudging:
         if self._config.targets:
             # A target that is new in the configuration may have another rubric.
             await apply_model_rules(self._store, self._config)
-        report = await self._run(_Run(stop, limit, on_judged), rejudge)
+        report = await self._run(_JudgingRun(stop, limit, on_judged), rejudge)
         for other in self._others:
             if report.error is not None or stop.is_set():
                 break
             left = None if limit is None else limit - report.tasks
-            report.join(await other._run(_Run(stop, left, on_judged), rejudge))
+            report.join(await other._run(_JudgingRun(stop, left, on_judged), rejudge))
         spent = isinstance(report.error, BudgetSpentError)
         await self._store.write(notices.note_judge, str(report.error or ""), spent=spent)
         return report
 
-    async def _run(self, run: _Run, rejudge: bool) -> JudgingReport:
+    async def _run(self, run: _JudgingRun, rejudge: bool) -> JudgingReport:
         """Judge the tasks of this rubric."""
         if self._pre_filter is not None:
             self._pre_filter.stop = run.stop
@@ -232,7 +232,7 @@ class TaskJudging:
         """
         total, stop = JudgingEstimate(), threading.Event()
         for each in (self, *self._others):
-            run = _Run(stop, None if limit is None else limit - total.tasks)
+            run = _JudgingRun(stop, None if limit is None else limit - total.tasks)
             estimating = asyncio.create_task(self._store.trial(each._estimate, run, rejudge))
             try:
                 total.join(await asyncio.shield(estimating))
@@ -243,7 +243,7 @@ class TaskJudging:
                 raise
         return total
 
-    def _estimate(self, conn: Connection, run: _Run, rejudge: bool) -> JudgingEstimate:
+    def _estimate(self, conn: Connection, run: _JudgingRun, rejudge: bool) -> JudgingEstimate:
         def ask(function: Callable[..., T], *args: Any) -> T:
             return function(conn, *args)
 
@@ -264,7 +264,7 @@ class TaskJudging:
         return total
 
     def _claim(
-        self, run: _Run, ask: Ask, *, suspect: bool = False, rejudge: bool = False, first: int | None = None
+        self, run: _JudgingRun, ask: Ask, *, suspect: bool = False, rejudge: bool = False, first: int | None = None
     ) -> Iterator[list[Claimed]]:
         """Batches of due tasks, which are claimed, then of tasks to judge again. The `first` batch has this size.
 
@@ -292,7 +292,7 @@ class TaskJudging:
                 after = found[-1].id if found else 0
             size = min(2 * size, most)
 
-    def _judge_batches(self, run: _Run, rejudge: bool, suspect: bool) -> FlywheelError | None:
+    def _judge_batches(self, run: _JudgingRun, rejudge: bool, suspect: bool) -> FlywheelError | None:
         """Claim, filter and grade tasks, in a thread of its own. Returns the error that ended it early, if any."""
         # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
         first, self._failed = (1 if self._failed or self.grader.unusable else None), False
@@ -325,7 +325,7 @@ class TaskJudging:
             return FlywheelError("judge tasks", why, "This is a defect; please report it.")
         return None
 
-    def _to_grade(self, run: _Run, batches: Iterator[list[Claimed]]) -> Iterator[tuple[Claimed, Exchange]]:
+    def _to_grade(self, run: _JudgingRun, batches: Iterator[list[Claimed]]) -> Iterator[tuple[Claimed, Exchange]]:
         """Tasks that need a judge call. The other tasks of a batch, which a stored verdict or the chain decides, are
         stored first."""
         for batch in batches:
@@ -391,7 +391,7 @@ class TaskJudging:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _report(self, run: _Run, results: list[TaskResult]) -> None:
+    async def _report(self, run: _JudgingRun, results: list[TaskResult]) -> None:
         """Store results and report them."""
         if run.has_ended:
             raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")

@@ -21,7 +21,7 @@ from flywheel.records.similarity import NEAR
 from flywheel.records.states import TaskState
 from flywheel.store import bursts, deduplication, ledger
 from flywheel.store.claims import Claimed
-from flywheel.store.deduplication import Entry, Near, Repeats
+from flywheel.store.deduplication import ComparedTask, Near, Repeats
 
 log = logging.getLogger(__name__)
 
@@ -121,15 +121,18 @@ class PreFilter:
             self._ask(ledger.rewrite_lines, changed)
         return results
 
-    def _entries(self, tasks: Sequence[Claimed]) -> dict[int, Entry]:
+    def _entries(self, tasks: Sequence[Claimed]) -> dict[int, ComparedTask]:
         """The fingerprints of the tasks, if a filter needs them."""
         if self._deduplication is None and self._chain.influence is None:
             return {}
         return {
-            task.id: Entry(task.id, task.key, fingerprint(task.line, self._threshold, task.target)) for task in tasks
+            task.id: ComparedTask(task.id, task.key, fingerprint(task.line, self._threshold, task.target))
+            for task in tasks
         }
 
-    def _enter(self, tasks: Sequence[Claimed], entries: dict[int, Entry]) -> tuple[dict[int, list[Near]], set[int]]:
+    def _enter(
+        self, tasks: Sequence[Claimed], entries: dict[int, ComparedTask]
+    ) -> tuple[dict[int, list[Near]], set[int]]:
         """Store the fingerprints. Returns the questions near each task, and the tasks of a burst."""
         if not entries:
             return {}, set()
@@ -158,7 +161,7 @@ class PreFilter:
         self,
         steps: Sequence[Step],
         results: dict[int, FilterResult],
-        entries: dict[int, Entry],
+        entries: dict[int, ComparedTask],
         near: dict[int, list[Near]],
     ) -> list[FilterResult]:
         """Run the steps in order, each on the tasks that passed those before it."""
@@ -179,14 +182,14 @@ class PreFilter:
         return list(results.values())
 
     def _repeats(
-        self, step: Deduplication, entries: Sequence[Entry], near: dict[int, list[Near]]
+        self, step: Deduplication, entries: Sequence[ComparedTask], near: dict[int, list[Near]]
     ) -> dict[int, Repeats]:
         """The tasks that repeat a kept one. The others are kept from now on."""
         vectors = self._vectors(step, {entry.compared.text: entry.compared.query for entry in entries})
 
         def compare(conn: Connection) -> dict[int, Repeats]:
             found: dict[int, Repeats] = {}
-            kept: list[Entry] = []
+            kept: list[ComparedTask] = []
             for entry in entries:
                 now = {each.task for each in kept}
                 others = [other for other in near[entry.task] if other.kept or other.task in now]
@@ -269,7 +272,9 @@ class PreFilter:
         if (step := self._deduplication) is None:
             return
         while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
-            entries = [Entry(row.id, row.key, fingerprint(row.payload, self._threshold, row.target)) for row in rows]
+            entries = [
+                ComparedTask(row.id, row.key, fingerprint(row.payload, self._threshold, row.target)) for row in rows
+            ]
             self._ask(deduplication.take_in, entries, self._threshold)
         while step.model is not None and (rows := self._ask(deduplication.lacking, step.model, BACKFILL_BATCH)):
             self._vectors(step, {row.text: row.payload["main_query"] for row in rows})

@@ -22,7 +22,7 @@ from flywheel.judge.grader import CallEstimate, Grader, PendingJudgeCall
 from flywheel.judge.rubric import Criterion, Rubric
 from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.store import claims, verdicts
+from flywheel.store import claims, judge_usage
 from flywheel.store.claims import Claimed
 from flywheel.store.kernel.database import Store
 from flywheel.system.signals import in_daemon_thread
@@ -104,7 +104,7 @@ class RubricDiff:
         A failing judge or `halt` ends it early; the report has what was compared until then.
         """
         report = DiffReport()
-        spent = await self._store.read(verdicts.tokens_today)
+        spent = await self._store.read(judge_usage.tokens_today)
         budget = Budget(self._settings.budget, lambda: spent)
         slots = asyncio.Semaphore(self._settings.max_thread)
         # Failures in a row, all comparisons that asked the judge, and the last failure.

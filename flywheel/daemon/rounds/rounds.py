@@ -33,11 +33,10 @@ from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import RoundResult
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_errors import Condition
-from flywheel.store import calibrations, deployments, gate_tests, notices, rounds, verdicts
+from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.store.views import available_samples
 from flywheel.system.files import tree_sha256
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
@@ -50,7 +49,7 @@ def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | N
     """
     rows: list[Allowance] = []
     if limits.tokens_per_day is not None:
-        tokens = limits.tokens_per_day - verdicts.tokens_today(conn)
+        tokens = limits.tokens_per_day - judge_usage.tokens_today(conn)
         name = f"judge.budget.tokens_per_day ({limits.tokens_per_day:,})"
         rows.append(Allowance(tokens, f"{name} is spent; it goes on at midnight UTC"))
     if (tokens_of_run := budget.run_left()) is not None:
@@ -81,9 +80,9 @@ class RoundUsage:
     async def settle(self) -> None:
         """Book new usage and write the new allowance."""
         if self._booked is None:
-            self._booked = await self._store.read(verdicts.booked_of_round, self._round_id, self._dir)
+            self._booked = await self._store.read(judge_usage.booked_of_round, self._round_id, self._dir)
         if (size := await asyncio.to_thread(UsageFile(self._dir).size)) != self._size:
-            found = await self._store.write(verdicts.book_round, self._round_id, self._dir, self._prices)
+            found = await self._store.write(judge_usage.book_round, self._round_id, self._dir, self._prices)
             tokens = sum(used.tokens for used in found)
             self._budget.book(tokens)
             self._booked += tokens
@@ -114,7 +113,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _TargetRounds:
     """What the rounds of a target need."""
 
     config: Config
@@ -138,7 +137,7 @@ class Rounds:
         self._config = config
         self._rubric = rubric
         self._targets = {
-            name: _Target(own, rubric_of_target(own, rubric), deployer.of(own), AvailableSamplesCache(own))
+            name: _TargetRounds(own, rubric_of_target(own, rubric), deployer.of(own), AvailableSamplesCache(own))
             for name, own in config.by_target().items()
         }
         self._worker: WorkerProcess | None = None
@@ -191,14 +190,14 @@ class Rounds:
         await self._note("")
         return str(row.name)
 
-    def _target_of(self, row: Row[Any]) -> _Target:
+    def _target_of(self, row: Row[Any]) -> _TargetRounds:
         """What the live round needs. Raises TrainError if its target is no longer configured."""
         if (own := self._targets.get(row.target)) is None:
             why = f"`targets` has no {row.target} now" if row.target else "it was planned before `targets` was set"
             raise TrainError(f"finish {row.name}", why, "Its samples are free again.")
         return own
 
-    def _shortfall(self, conn: Connection, own: _Target) -> str | None:
+    def _shortfall(self, conn: Connection, own: _TargetRounds) -> str | None:
         """Why the rubric may not be used for training: its agreement with people is below `judge.min_kappa`."""
         bar = own.config.judge.min_kappa
         if bar is None:
@@ -337,7 +336,7 @@ class Rounds:
         uses, rejected = self._config.training.max_uses, RoundState.REJECTED
         await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, rejected, why, max_uses=uses)
 
-    async def _promote(self, row: Row[Any], own: _Target, adapter: str, reason: str) -> None:
+    async def _promote(self, row: Row[Any], own: _TargetRounds, adapter: str, reason: str) -> None:
         alias = own.config.model.alias
         active = await self._store.read(deployments.active, alias)
         serves = active.adapter if active is not None else None
@@ -376,11 +375,11 @@ class Rounds:
         async with self._with_worker:
             pass  # `finish_live` has planned the round again
 
-    async def _note_available(self, own: _Target, reason: str) -> None:
+    async def _note_available(self, own: _TargetRounds, reason: str) -> None:
         available = await self._store.read(own.available_samples.now)
         target, found = own.config.target, (available.usable, available.needs, reason)
         if found != self._noted_supplies.get(target):
-            await self._store.write(available_samples.note, *found, target)
+            await self._store.write(samples.note_available, *found, target)
             self._noted_supplies[target] = found
 
     async def _note(self, text: str) -> None:

@@ -90,7 +90,7 @@ class _AtRest:
         return _has_wal(self._path), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-class _Connections:
+class _StateConnections:
     """Connections of one kind, each used by one thread: a transaction that finds none free waits for its turn."""
 
     def __init__(
@@ -152,8 +152,8 @@ class Store:
     A function that is given to `read` must only read.
     """
 
-    _writing: _Connections
-    _reading: _Connections
+    _writing: _StateConnections
+    _reading: _StateConnections
 
     @classmethod
     async def open(cls, state_dir: Path) -> Self:
@@ -178,8 +178,8 @@ class Store:
             f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
         )
         return await cls._migrated(
-            _Connections(str(path), connect, "BEGIN IMMEDIATE", *pragmas),
-            _Connections(str(path), connect, "BEGIN", "query_only = ON", threads=READERS),
+            _StateConnections(str(path), connect, "BEGIN IMMEDIATE", *pragmas),
+            _StateConnections(str(path), connect, "BEGIN", "query_only = ON", threads=READERS),
         )
 
     @classmethod
@@ -191,7 +191,7 @@ class Store:
         path = state_dir / "state.db"
         if not _is_there(path):
             return await cls.copy(state_dir)
-        connections = _Connections(str(path), partial(_read_only, path), "BEGIN", around=_AtRest(path))
+        connections = _StateConnections(str(path), partial(_read_only, path), "BEGIN", around=_AtRest(path))
         store = cls(connections, connections)
         try:
             if await store.read(_is_ready, path):
@@ -219,11 +219,11 @@ class Store:
             return private
 
         name = f"{path} (a copy in $SQLITE_TMPDIR, $TMPDIR, /var/tmp or /tmp)"
-        connections = _Connections(name, connect, "BEGIN IMMEDIATE")
+        connections = _StateConnections(name, connect, "BEGIN IMMEDIATE")
         return await cls._migrated(connections, connections)
 
     @classmethod
-    async def _migrated(cls, writing: _Connections, reading: _Connections) -> Self:
+    async def _migrated(cls, writing: _StateConnections, reading: _StateConnections) -> Self:
         store = cls(writing, reading)
         try:
             await store.write(migrate)

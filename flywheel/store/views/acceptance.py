@@ -1,23 +1,78 @@
-"""Acceptance by adapter: what became of the tasks that each version of the alias answered."""
+"""Acceptance of replies: how many came how far, by source and agent, and what became of each adapter's answers."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from statistics import NormalDist
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, select
 
-from flywheel.records.exclusion import TrainedModels
+from flywheel.records.exclusion import EVERY_TARGET, Scope, TrainedModels
 from flywheel.records.request_id import UNRECORDED
-from flywheel.records.states import TaskState
-from flywheel.store.kernel.schema import tasks
+from flywheel.records.states import Split, TaskState
+from flywheel.store.kernel.schema import replies, sources, tasks
+from flywheel.store.samples import allowed
 
 CONFIDENCE: Final = 0.95
-_ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
+_ACCEPTED = (TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value)
+_JUDGED = (*_ACCEPTED, TaskState.REJECTED.value)
+_IN_ROUNDS = (TaskState.RESERVED.value, TaskState.CONSUMED.value)
+
+
+@dataclass(slots=True)
+class Funnel:
+    """Each is a part of the one before it. `usable` are accepted tasks of the training split that nothing excludes
+    from rounds; `used` are those that a round has taken."""
+
+    replies: int = 0
+    tasks: int = 0
+    judged: int = 0
+    accepted: int = 0
+    usable: int = 0
+    used: int = 0
+
+    def add(self, other: Funnel) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+def stages(scope: Scope = EVERY_TARGET) -> dict[str, ColumnElement[bool]]:
+    """What a task has to be for each stage after the first. Exclusions in the scope do not count."""
+    usable = and_(tasks.c.state.in_(_ACCEPTED), tasks.c.split == Split.TRAIN.value, allowed(scope))
+    return {
+        "tasks": tasks.c.id.is_not(None),
+        "judged": tasks.c.state.in_(_JUDGED),
+        "accepted": tasks.c.state.in_(_ACCEPTED),
+        "usable": usable,
+        "used": and_(usable, tasks.c.state.in_(_IN_ROUNDS)),
+    }
+
+
+def funnels(conn: Connection, scope: Scope = EVERY_TARGET) -> tuple[Funnel, dict[str, Funnel], dict[str, Funnel]]:
+    """All replies together, by the path of their source, and by agent; `scope` as in `stages`.
+
+    A reply that several sources show is in the funnel of each.
+    """
+    query = (
+        select(
+            sources.c.path,
+            replies.c.agent,
+            func.count().label("replies"),
+            *(func.count().filter(condition).label(name) for name, condition in stages(scope).items()),
+        )
+        .select_from(replies.join(sources).outerjoin(tasks, tasks.c.id == replies.c.task_id))
+        .group_by(sources.c.path, replies.c.agent)
+    )
+    total, by_source, by_agent = Funnel(), dict[str, Funnel](), dict[str, Funnel]()
+    for path, agent, *numbers in conn.execute(query):
+        found = Funnel(*numbers)
+        for each in (total, by_source.setdefault(path, Funnel()), by_agent.setdefault(agent, Funnel())):
+            each.add(found)
+    return total, by_source, by_agent
 
 
 def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -48,7 +103,7 @@ def _name(adapter: str, model: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Period:
+class AcceptancePeriod:
     """Accepted ones of the judged replies that an adapter gave between two times, with the bounds of their share."""
 
     adapter: str
@@ -64,10 +119,10 @@ class Period:
         return self.accepted / self.judged
 
 
-def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Period]:
+def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[AcceptancePeriod]:
     """The acceptance of each adapter of the alias in about so many periods of equal length, in order of time. Times
     that sources refuse today are left out."""
-    judged = tasks.c.state.in_([*_ACCEPTED, TaskState.REJECTED.value]) & tasks.c.started_at.between("1970", "2286")
+    judged = tasks.c.state.in_(_JUDGED) & tasks.c.started_at.between("1970", "2286")
     first, last = conn.execute(select(func.min(tasks.c.started_at), func.max(tasks.c.started_at)).where(judged)).one()
     if first is None:
         return []
@@ -85,7 +140,7 @@ def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Per
             before = counts.get((int(at), name), (0, 0))
             counts[int(at), name] = before[0] + good, before[1] + every
     return [
-        Period(adapter, begin + at * length, begin + (at + 1) * length, good, every, *wilson(good, every))
+        AcceptancePeriod(adapter, begin + at * length, begin + (at + 1) * length, good, every, *wilson(good, every))
         for (at, adapter), (good, every) in sorted(counts.items())
     ]
 

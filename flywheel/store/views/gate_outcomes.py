@@ -11,7 +11,7 @@ from sqlalchemy import Connection, RowMapping, Select, func, select
 from flywheel.records.round import Comparison, GateDecision, GateTest
 from flywheel.records.states import RoundState
 from flywheel.store import deployments
-from flywheel.store.deployments import Service
+from flywheel.store.deployments import ServingPeriod
 from flywheel.store.kernel.schema import gate_decisions, gate_tests, rounds
 
 _COMPARISON: Final = func.json_extract(rounds.c.result, "$.comparison")
@@ -47,7 +47,7 @@ class GateOutcome:
     comparison: Comparison | None
     decision: GateDecision | None
     decided_at: str | None
-    services: tuple[Service, ...] = ()
+    services: tuple[ServingPeriod, ...] = ()
     target: str = ""
 
     @property
@@ -92,7 +92,7 @@ def _outcomes(conn: Connection, query: Select[Any]) -> list[GateOutcome]:
     return [_outcome(row, tuple(services[row["name"]])) for row in rows]
 
 
-def _outcome(row: RowMapping, services: tuple[Service, ...]) -> GateOutcome:
+def _outcome(row: RowMapping, services: tuple[ServingPeriod, ...]) -> GateOutcome:
     test = None
     if row["number"] is not None:
         test = GateTest(epoch=row["epoch"], number=row["number"], alpha=row["alpha"])

@@ -53,14 +53,14 @@ class Use:
     adapter: str | None
 
 
-Kind = Literal["task", "conversation", "trace", "span"]
+SubjectKind = Literal["task", "conversation", "trace", "span"]
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What an id names, with a condition for its replies (in `replies` joined with `tasks`)."""
 
-    kind: Kind
+    kind: SubjectKind
     id: str
     is_its: ColumnElement[bool]
 
@@ -134,7 +134,7 @@ def descendants(conn: Connection, names: Iterable[str]) -> dict[str, str]:
 
 def subject(conn: Connection, name: str) -> Subject | None:
     """What an id names, if replies have it: a task, a conversation, a trace or a span."""
-    ways: tuple[tuple[Kind, ColumnElement[bool]], ...] = (
+    ways: tuple[tuple[SubjectKind, ColumnElement[bool]], ...] = (
         ("task", tasks.c.key == name),
         ("conversation", replies.c.id.in_(_replies_of_conversation(name))),
         ("trace", replies.c.trace_id == name),

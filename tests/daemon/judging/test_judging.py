@@ -17,7 +17,7 @@ from flywheel.config import Config, parse
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging
 from flywheel.errors import ConfigError
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import ledger, verdicts
+from flywheel.store import judge_usage, ledger
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from tests.factories.judge_server import JudgeServer
@@ -75,7 +75,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         assert report.error.retryable
         assert await states(store) == {"accepted": 5, "pending": 15}
         assert "budget of 600 tokens a day is spent" in await store.read(database.noted, database.JUDGE_NOTE)
-        assert await store.read(verdicts.tokens_today) == 600
+        assert await store.read(judge_usage.tokens_today) == 600
         # A restart knows what was spent, and another limit is judging again at once.
         again = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
         assert (again.judged, judge.calls) == (0, 5)
@@ -96,12 +96,12 @@ async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
         )
 
     await store.write(yesterday)
-    assert await store.read(verdicts.tokens_today) == 0
+    assert await store.read(judge_usage.tokens_today) == 0
     for _ in range(2):
         await store.write(
-            verdicts.book_verdict, Verdict(Outcome.UNDECIDED, None, calls=1, prompt_tokens=3, completion_tokens=4)
+            judge_usage.book_verdict, Verdict(Outcome.UNDECIDED, None, calls=1, prompt_tokens=3, completion_tokens=4)
         )
-    assert await store.read(verdicts.tokens_today) == 14
+    assert await store.read(judge_usage.tokens_today) == 14
 
 
 async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, 
     with JudgeServer(behaviour="unknown choice") as judge:
         report = await TaskJudging(store, config(tmp_path, judge)).run()
     assert (report.undecided, judge.calls) == (3, 6)
-    assert await store.read(verdicts.tokens_today) == 720
+    assert await store.read(judge_usage.tokens_today) == 720
     assert sum(row.prompt_tokens + row.completion_tokens for row in await stored_verdicts(store)) == 720
 
 
@@ -208,7 +208,7 @@ async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_pa
         assert counts["pending"] >= 32
         assert counts.keys() <= {"pending", "undecided"}
         assert "in a row" in await store.read(database.noted, database.JUDGE_NOTE)
-        assert await store.read(verdicts.tokens_today) == 0
+        assert await store.read(judge_usage.tokens_today) == 0
         judge.behave("good")
         await TaskJudging(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()
         counts = await states(store)

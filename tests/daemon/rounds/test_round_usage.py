@@ -20,7 +20,7 @@ from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.usage import Allowance, Budget, Purpose, UsageFile, Used, today
 from flywheel.records.states import RoundState
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import notices, rounds, verdicts
+from flywheel.store import judge_usage, notices, rounds
 from flywheel.store.kernel import schema
 from flywheel.system import files
 from tests.cli.test_metrics import by, parsed
@@ -82,13 +82,13 @@ async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(w
         file.append(used(100))
         await first.settle()
         await first.settle()
-        assert await wheel.store.read(verdicts.tokens_today) == 100 * (number + 1)
+        assert await wheel.store.read(judge_usage.tokens_today) == 100 * (number + 1)
     file.append(used(50, Purpose.GATES))
     # The next daemon goes on where the one that was killed had come.
     second = daemon()
     await second.settle()
     await second.settle()
-    found = await wheel.store.read(verdicts.usage_by_purpose)
+    found = await wheel.store.read(judge_usage.usage_by_purpose)
     assert found[Purpose.ROUNDS] == {"calls": 3, "prompt_tokens": 300, "completion_tokens": 0}
     assert found[Purpose.GATES] == {"calls": 1, "prompt_tokens": 50, "completion_tokens": 0}
 
@@ -104,7 +104,7 @@ async def test_calls_of_a_worker_that_is_killed_are_booked_and_so_are_those_of_t
     row = await wheel.store.read(rounds.by_name, "r0001")
     assert row is not None
     assert "SIGKILL" in row.reason
-    found = await wheel.store.read(verdicts.usage_by_purpose)
+    found = await wheel.store.read(judge_usage.usage_by_purpose)
     assert found[Purpose.ROUNDS] == {"calls": 2, "prompt_tokens": 1400, "completion_tokens": 0}
 
 
@@ -113,8 +113,8 @@ async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_togethe
 ) -> None:
     config = with_judge(wheel, prices={"input_per_million": 2, "output_per_million": 10})
     for purpose, tokens in ((Purpose.ROUNDS, 3_000_000), (Purpose.GATES, 500_000), (Purpose.CALIBRATION, 0)):
-        await wheel.store.write(verdicts.book, [Used("2026-01-01", purpose, 3, tokens, tokens // 10)])
-    await wheel.store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
+        await wheel.store.write(judge_usage.book, [Used("2026-01-01", purpose, 3, tokens, tokens // 10)])
+    await wheel.store.write(judge_usage.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
     state = await wheel.store.read(snapshot, config)
     judge = state["judge"]
     assert judge["usage"] == {
@@ -160,7 +160,7 @@ async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
     assert (await lent()).tokens == 1000
     UsageFile(directory).append(used(300))
     assert (await lent()).tokens == 1000, "what it has used itself is in it"
-    await wheel.store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=400))
+    await wheel.store.write(judge_usage.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=400))
     assert (await lent()).tokens == 600, "the filter uses of the same"
     assert budget.run_left() == 5000 - 300
     budget.book(4600)
@@ -205,7 +205,7 @@ async def test_filter_and_rounds_of_a_daemon_have_one_budget(
 async def test_no_round_starts_when_the_budget_is_spent(wheel: Wheel, limit: str) -> None:
     config = with_judge(wheel, budget={limit: 100})
     going = rounds_of(wheel, config)
-    await wheel.store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=100))
+    await wheel.store.write(judge_usage.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=100))
     going._budget.book(100)
     assert not await going.start_due()
     state = await wheel.store.read(snapshot, config)
@@ -234,7 +234,7 @@ async def test_a_round_that_needs_more_than_this_run_may_use_fails_and_is_stoppe
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     assert (await wheel.books())["accepted"] == 6 + 2
-    assert await wheel.store.read(verdicts.tokens_today) == 100
+    assert await wheel.store.read(judge_usage.tokens_today) == 100
 
 
 async def test_a_round_that_waits_for_midnight_is_left_to_wait(

@@ -23,11 +23,11 @@ from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.round import AdapterRef, Comparison, DecisionReason, RoundResult, Score
 from flywheel.records.states import RoundState, Split
-from flywheel.store import claims, deployments, gate_tests, ledger, rounds
+from flywheel.store import claims, deployments, gate_tests, ledger, rounds, samples
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.store.views import available_samples, balance, lineage
+from flywheel.store.views import balance, lineage
 from flywheel.system import files
 from flywheel.system.files import tree_sha256, write_json
 from tests.factories.trace import batch, replies_on
@@ -167,7 +167,7 @@ async def test_each_change_of_the_supply_is_noted_once(wheel: Wheel) -> None:
     assert await wheel.rounds.start_due()
     for _ in range(3):
         assert not await wheel.rounds.start_due()
-    noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(available_samples.newest))]
+    noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(samples.newest_available))]
     first, second = noted
     assert first[0] > second[0] and first[1].startswith("min_samples: ") and second[1] == "r0001 is planned"
 

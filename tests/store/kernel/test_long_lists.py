@@ -13,7 +13,7 @@ from flywheel.store import dead_letters, ledger, rounds, task_file
 from flywheel.store.kernel.bulk import CHUNK
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
-from flywheel.store.views import export_selection
+from flywheel.store.views import task_list
 from tests.factories.trace import batch, reply
 
 COUNT = 2 * CHUNK + 100
@@ -29,7 +29,7 @@ def put(conn: Connection) -> None:
 
 LISTS: dict[str, Callable[[Connection, list[int]], list[Any]]] = {
     "lines of tasks": rounds.payloads,
-    "tasks for export": export_selection.read,
+    "tasks for export": task_list.with_verdicts,
     "dead letters": dead_letters.with_ids,
     "tasks of sources": lambda conn, ids: task_file._of_sources(conn, [*range(2, COUNT), 1]),
     "rejected tasks": lambda conn, ids: [*rounds.rejected(conn, ids), *ids],

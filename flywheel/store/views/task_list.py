@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, exists, func, or_, select, true
 
 from flywheel.records.request_id import BASE_VERSION, UNRECORDED
 from flywheel.records.states import Split, TaskState
+from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import (
     adapters,
@@ -249,3 +251,75 @@ def detail(row: Row[Any]) -> dict[str, Any]:
         "reference": facts["reference"],
         "verdict": verdict,
     }
+
+
+_ACCEPTED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
+"""An accepted task stays accepted when a round takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedTask:
+    """One task; `outcome` and `score` are those of the verdict that decided it, None without one."""
+
+    id: int
+    line: dict[str, Any]
+    state: TaskState
+    outcome: Outcome | None
+    score: float | None
+
+
+def count_by_state(conn: Connection) -> dict[tuple[TaskState, Split], int]:
+    """How many tasks there are by state and split."""
+    rows = conn.execute(select(tasks.c.state, tasks.c.split, func.count()).group_by(tasks.c.state, tasks.c.split))
+    return {(TaskState(state), Split(split)): number for state, split, number in rows}
+
+
+def next_ids(
+    conn: Connection,
+    states: Collection[TaskState],
+    splits: Collection[Split],
+    target: str | None = None,
+    *,
+    after: int,
+    limit: int,
+) -> list[int]:
+    """The ids of the next tasks of a target (None: of all) behind `after`, the oldest first."""
+    where: list[ColumnElement[bool]] = [
+        tasks.c.id > after,
+        tasks.c.state.in_([state.value for state in states]),
+        tasks.c.split.in_([split.value for split in splits]),
+    ]
+    if target is not None:
+        where.append(tasks.c.target == target)
+    return list(conn.execute(select(tasks.c.id).where(*where).order_by(tasks.c.id).limit(limit)).scalars())
+
+
+def with_verdicts(conn: Connection, ids: Sequence[int]) -> list[ExportedTask]:
+    """The tasks with these ids, in the order of the ids; one that is gone is left out."""
+    # After a change of rubric and back an older verdict decides again: it need not be the newest.
+    decided = case(
+        (tasks.c.state == TaskState.REJECTED.value, Outcome.REJECTED.value),
+        (tasks.c.state.in_([state.value for state in _ACCEPTED]), Outcome.ACCEPTED.value),
+        else_=verdicts.c.outcome,
+    )
+    newest = (
+        select(func.max(verdicts.c.id))
+        .where(verdicts.c.task_id == tasks.c.id, verdicts.c.outcome == decided)
+        .where(verdicts.c.outcome != Outcome.UNDECIDED.value)
+        .correlate(tasks)
+        .scalar_subquery()
+    )
+    query = select(tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score).outerjoin(
+        verdicts, verdicts.c.id == newest
+    )
+    found = {
+        row.id: ExportedTask(
+            row.id,
+            dict(row.payload),
+            TaskState(row.state),
+            None if row.outcome is None else Outcome(row.outcome),
+            row.score,
+        )
+        for row in rows_in(conn, query, tasks.c.id, list(set(ids)))
+    }
+    return [found[number] for number in ids if number in found]
