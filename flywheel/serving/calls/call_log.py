@@ -63,15 +63,15 @@ class RecordedCall:
     request_id: str
     path: str
     version: str
-    credential: str
-    retry: int
-    started_ns: int
-    ended_ns: int
-    status: int
-    is_complete: bool
-    media_type: str
-    request: bytes
-    response: bytes
+    credential: str = ""
+    retry: int = 0
+    started_ns: int = 0
+    ended_ns: int = 0
+    status: int = 0
+    is_complete: bool = False
+    media_type: str = ""
+    request: bytes = b""
+    response: bytes = b""
 
 
 _PLAIN: Final = tuple(field.name for field in fields(RecordedCall))[:-2]

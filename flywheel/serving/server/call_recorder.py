@@ -8,7 +8,6 @@ do the same.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import hashlib
 import json
 import logging
@@ -17,13 +16,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, fits_a_page
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from flywheel.serving.server.asgi import with_body
-from flywheel.system.server_limits import App, Message, Receive, Scope, Send
+from flywheel.system.server_limits import App, Message, Receive, Scope, Send, header
 
 log = logging.getLogger(__name__)
 
@@ -44,31 +44,32 @@ _DAY_NS: Final = 86_400 * 10**9
 _CHUNK_BYTES: Final = 64
 """What a chunk of a response takes in memory besides its content."""
 RETRY_HEADER: Final = b"x-stainless-retry-count"
-"""How often OpenAI's clients have tried the request before."""
+"""In requests of OpenAI's clients."""
 
 
-@dataclasses.dataclass(slots=True)
+def credential_of(key: bytes) -> str:
+    """A short hash of the Authorization header, the same on every server; empty without one."""
+    return hashlib.blake2b(key, digest_size=8, person=b"flywheel").hexdigest() if key else ""
+
+
+def retries_of(scope: Scope) -> int:
+    """How often the client has tried the request before, as it says."""
+    retry = header(scope, RETRY_HEADER)
+    return int(retry) if retry.isdigit() and len(retry) < 9 else 0
+
+
+@dataclass(slots=True)
 class CallInProgress:
-    """A request while it is answered. `key` and `retry` are the client's headers."""
+    """A request while it is answered: what is recorded of it so far, and the chunks of its response."""
 
-    request_id: str
-    path: str
-    version: str
-    key: bytes
-    retry: bytes
-    request: bytes
-    started_ns: int
-    ended_ns: int = 0
-    status: int = 0
-    is_complete: bool = False
+    call: RecordedCall
+    chunks: list[bytes] = field(default_factory=list)
     is_abandoned: bool = False
-    media_type: bytes = b""
-    chunks: list[bytes] = dataclasses.field(default_factory=list)
     size: int = 0
     """What it takes in memory, in bytes."""
 
     def __post_init__(self) -> None:
-        self.size = len(self.request)
+        self.size = len(self.call.request)
 
     def received(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
@@ -76,9 +77,10 @@ class CallInProgress:
 
     def sent(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
             headers = message.get("headers", ())
-            self.media_type = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+            media_type: bytes = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+            media_type = media_type.split(b";")[0].strip().lower()
+            self.call = replace(self.call, status=message["status"], media_type=media_type.decode("latin-1"))
         elif message["type"] == "http.response.body":
             if chunk := message.get("body"):
                 self.size += len(chunk) + _CHUNK_BYTES
@@ -86,25 +88,15 @@ class CallInProgress:
                 if self.size > MAX_QUEUED_BYTES:
                     self.chunks.clear()  # It will not fit into the queue.
             if not message.get("more_body") and not self.is_abandoned:
-                self.is_complete = True
-                self.ended_ns = time.time_ns()
+                self.call = replace(self.call, is_complete=True, ended_ns=time.time_ns())
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        if not self.call.ended_ns:
+            self.call = replace(self.call, ended_ns=time.time_ns())
 
     def as_recorded(self) -> RecordedCall:
-        credential = hashlib.blake2b(self.key, digest_size=8, person=b"flywheel").hexdigest()
-        return RecordedCall(
-            request_id=self.request_id,
-            path=self.path,
-            version=self.version,
-            credential=credential if self.key else "",
-            retry=int(self.retry) if self.retry.isdigit() and len(self.retry) < 9 else 0,
-            started_ns=self.started_ns,
-            ended_ns=self.ended_ns,
-            status=self.status,
-            is_complete=self.is_complete,
-            media_type=self.media_type.split(b";")[0].strip().lower().decode("latin-1"),
-            request=self.request,
-            response=b"".join(self.chunks),
-        )
+        return replace(self.call, response=b"".join(self.chunks))
 
 
 class CallRecorder:
@@ -137,24 +129,25 @@ class CallRecorder:
         return self._refused + self._lost - self._counted
 
     async def recorded(
-        self, call: CallInProgress, app: App, scope: Scope, body: bytes, receive: Receive, send: Send
+        self, call: RecordedCall, app: App, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
         """Call the app with a request whose body was already read, and record its response."""
+        progress = CallInProgress(call)
 
         async def received() -> Message:
             message = await receive()
-            call.received(message)
+            progress.received(message)
             return message
 
         async def passed(message: Message) -> None:
             await send(message)
-            call.sent(message)
+            progress.sent(message)
 
         try:
             await with_body(app, scope, body, received, passed)
         finally:
-            call.ended_ns = call.ended_ns or time.time_ns()
-            self._put(call)
+            progress.end()
+            self._put(progress)
 
     def close(self) -> None:
         """Write what is queued and stop."""

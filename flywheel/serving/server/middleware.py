@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from flywheel.records.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
+from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.serving.calls.request_parts import JsonScan, TooComplexError
 from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
@@ -40,7 +41,7 @@ from flywheel.serving.server.adapter_slots import AdapterSlots
 from flywheel.serving.server.alias_table import AliasTable
 from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, with_body, with_header
 from flywheel.serving.server.authentication import Access, Gate, credential
-from flywheel.serving.server.call_recorder import RETRY_HEADER, CallInProgress, CallRecorder
+from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
 from flywheel.serving.server.management_endpoints import Management
 from flywheel.system.server_limits import (
     App,
@@ -255,8 +256,10 @@ class AliasMiddleware:
             request_id = marked(target)
             scope = with_header(scope, b"x-request-id", request_id.encode())
             if self._recorder is not None and path in routes.RECORDED:
-                version, retry = self._version(target), header(scope, RETRY_HEADER)
-                call = CallInProgress(request_id, path, version, key, retry, request, started_ns)
+                version = self._version(target)
+                call = RecordedCall(
+                    request_id, path, version, credential_of(key), retries_of(scope), started_ns, request=request
+                )
                 return await self._recorder.recorded(call, self._app, scope, body, receive, send)
         elif mark_of(header(scope, b"x-request-id").decode("latin-1")):
             # Only the middleware sets this header, and only for requests to an alias.

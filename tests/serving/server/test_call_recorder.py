@@ -25,7 +25,7 @@ from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from flywheel.serving.server import call_recorder
-from flywheel.serving.server.call_recorder import CallInProgress, CallRecorder
+from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.system.server_limits import Message, Receive, Scope, Send
 from tests.serving.fake_vllm import BASE, running, with_middleware
 from tests.waiting import wait_for
@@ -351,7 +351,7 @@ def test_a_stop_at_any_moment_ends_the_thread(tmp_path: Path, monkeypatch: pytes
         async def receive() -> Message:
             return {"type": "http.disconnect"}
 
-        call = CallInProgress("fw-1", "/v1/completions", "base", b"", b"", b"{}", 1)
+        call = RecordedCall("fw-1", "/v1/completions", "base", started_ns=1, request=b"{}")
         scope = {"type": "http", "path": "/v1/completions", "headers": []}
         await recorder.recorded(call, answer, scope, b"{}", receive, ignore)
 
