@@ -41,7 +41,7 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
-from flywheel.records.exclusion import Exclusion, Scope, Selected, TargetNames, TrainedModels
+from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
 from flywheel.system.files import expanded
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
@@ -206,7 +206,7 @@ class Config(Section):
         return TrainedModels(self.model.alias, self.model.base, *patterns, self._target_names())
 
     @property
-    def takes(self) -> Selected:
+    def takes(self) -> TaskScopes:
         """The exclusions that these settings permit, of tasks of their target."""
         both = {Exclusion.IMAGE} if self.training.images == "text-only" else set()
         if self.training.inexact_prompts == "use":
@@ -225,9 +225,9 @@ class Config(Section):
 
     def _selected(
         self, train: Set[Exclusion], gate: Set[Exclusion], if_accepted: Set[Exclusion] = frozenset()
-    ) -> Selected:
+    ) -> TaskScopes:
         target = self._target or None
-        return Selected(Scope(frozenset(train), target), Scope(frozenset(gate), target, frozenset(if_accepted)))
+        return TaskScopes(Scope(frozenset(train), target), Scope(frozenset(gate), target, frozenset(if_accepted)))
 
     @property
     def max_adapters(self) -> int:

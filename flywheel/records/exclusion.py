@@ -120,7 +120,7 @@ class Scope(NamedTuple):
 EVERY_TARGET: Final = Scope()
 
 
-class Selected(NamedTuple):
+class TaskScopes(NamedTuple):
     """What rounds take for training and gate: the exclusions in a scope do not keep tasks of that split from them."""
 
     train: Scope = EVERY_TARGET
@@ -133,7 +133,7 @@ class Selected(NamedTuple):
         return [each for each in parsed(text) if each not in taken]
 
 
-NONE_SELECTED: Final = Selected()
+NONE_SELECTED: Final = TaskScopes()
 
 
 def columns_within(taken: Collection[Exclusion]) -> list[str]:

@@ -21,7 +21,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ToolResult:
     """What a tool returned. An error is a result, too."""
 
     content: str
@@ -32,7 +32,7 @@ class Result:
 class SharedRecordings:
     """What rollouts may use of other traces: results by key of the call."""
 
-    results: Mapping[str, Result] = field(default_factory=dict)
+    results: Mapping[str, ToolResult] = field(default_factory=dict)
 
 
 def functions_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -131,7 +131,7 @@ class Checkpoint(Struct, frozen=True):
     is_open: bool = False
 
 
-class Selection(Struct, frozen=True):
+class ReplySelection(Struct, frozen=True):
     """Agents, by name, whose replies become tasks although another agent called them, or never; trained models."""
 
     include: frozenset[str] = frozenset()

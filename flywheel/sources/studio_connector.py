@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from flywheel.config import Config
 from flywheel.records.batch import Batch, joined
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
-from flywheel.records.trace import Cursor, Selection
+from flywheel.records.trace import Cursor, ReplySelection
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.spans.extraction_process import ExtractionProcess
 from flywheel.sources.spans.replies import extract
@@ -171,7 +171,7 @@ class StudioConnector:
         self.reader = StudioReader(path, config.ingest, call_sizes=calls.sizes if calls is not None else None)
         self._calls = calls
         agents = config.ingest.agents
-        self.selection = Selection(frozenset(agents.include), frozenset(agents.exclude), models)
+        self.selection = ReplySelection(frozenset(agents.include), frozenset(agents.exclude), models)
         self._store = store
         self._shares = shares or SharedLimits()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")

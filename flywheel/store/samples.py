@@ -30,7 +30,7 @@ from flywheel.records.exclusion import (
     NONE_SELECTED,
     Exclusion,
     Scope,
-    Selected,
+    TaskScopes,
     TrainedModels,
     parsed,
 )
@@ -178,7 +178,7 @@ def count_held_out(conn: Connection, scope: Scope = EVERY_TARGET, *, most: int |
     return count_rows(conn, some.subquery())
 
 
-def count_left_out(conn: Connection, takes: Selected = NONE_SELECTED) -> dict[Exclusion, int]:
+def count_left_out(conn: Connection, takes: TaskScopes = NONE_SELECTED) -> dict[Exclusion, int]:
     """How many tasks that rounds or gates could take otherwise are left out, by reason; a task may have several."""
     of_either = tasks.c.state.in_([state.value for state in _TO_COME])
     of_gate = and_(tasks.c.state == TaskState.REJECTED.value, tasks.c.split == Split.HELD_OUT.value)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from flywheel.records.exclusion import Selected
+from flywheel.records.exclusion import TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import tasks, verdicts
@@ -58,7 +58,7 @@ class Selection:
         found = urlencode({name: value for name, value in values.items() if value})
         return f"{path}?{found}" if found else path
 
-    def conditions(self, takes: Selected) -> task_list.Conditions:
+    def conditions(self, takes: TaskScopes) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
         stages = acceptance.stages(takes.train)
         for value, known in ((self.stage, stages), (self.state, list(TaskState)), (self.split, list(Split))):
@@ -164,7 +164,7 @@ async def show(request: Request) -> Response:
 
 
 def _task(
-    key: str, takes: Selected, person: tuple[labels.Place, str], asked: str, conn: Connection
+    key: str, takes: TaskScopes, person: tuple[labels.Place, str], asked: str, conn: Connection
 ) -> dict[str, Any] | None:
     rows = task_list.listed(conn, [tasks.c.key == key], 1)
     if not rows:

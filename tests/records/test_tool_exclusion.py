@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records.batch import exclusion_of_tools
-from flywheel.records.exclusion import NONE_SELECTED, Exclusion, Scope, Selected, column
+from flywheel.records.exclusion import NONE_SELECTED, Exclusion, Scope, TaskScopes, column
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
@@ -74,12 +74,12 @@ def test_parallel_calls_need_one_result() -> None:
 
 
 EXCLUSIONS = st.frozensets(st.sampled_from(Exclusion))
-ANY_TAKEN = st.builds(Selected, *2 * (st.builds(Scope, EXCLUSIONS, if_accepted=EXCLUSIONS),))
+ANY_TAKEN = st.builds(TaskScopes, *2 * (st.builds(Scope, EXCLUSIONS, if_accepted=EXCLUSIONS),))
 
 
 @given(have=st.frozensets(st.sampled_from(Exclusion)), takes=ANY_TAKEN, split=st.sampled_from(Split))
 def test_a_task_is_left_out_for_what_its_split_does_not_take(
-    have: frozenset[Exclusion], takes: Selected, split: Split
+    have: frozenset[Exclusion], takes: TaskScopes, split: Split
 ) -> None:
     scope = takes.train if split is Split.TRAIN else takes.gate
     assert set(takes.leaving_out(column(have), split, is_rejected=False)) == have - scope.exclusions

@@ -21,7 +21,7 @@ from flywheel.judge.filters.pii import Redactor
 from flywheel.records.batch import Batch
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
-from flywheel.records.trace import Checkpoint, Cursor, Selection
+from flywheel.records.trace import Checkpoint, Cursor, ReplySelection
 from flywheel.sources.calls.call_log_copy import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.file import is_listed
@@ -29,7 +29,7 @@ from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.jsonl_connector import with_ids
 from flywheel.sources.spans.replies import extract
-from flywheel.sources.studio.audit_reader import AuditReader, Group
+from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
 from flywheel.sources.studio.database import shown
 from flywheel.sources.studio.schema import digest_of
 from flywheel.sources.studio_connector import StudioConnector
@@ -165,7 +165,7 @@ class _DatabaseComparison:
     def __init__(
         self,
         store: Store,
-        selection: Selection,
+        selection: ReplySelection,
         audit: SourceAudit,
         source: int | None,
         call_log_copy: CallLogCopy | None,
@@ -194,7 +194,7 @@ class _DatabaseComparison:
                 await self._compare(scan, again, is_last=True)
         return self._met
 
-    async def _compare(self, scan: AuditReader, group: Group, *, is_last: bool) -> set[str]:
+    async def _compare(self, scan: AuditReader, group: TraceGroup, *, is_last: bool) -> set[str]:
         """Compare some traces; returns those with differences, which are counted only if the comparison `is_last`."""
         extracted = await asyncio.to_thread(self._extracted, scan, group)
         spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
@@ -219,7 +219,7 @@ class _DatabaseComparison:
             if not self._agrees(rows, extracted[trace_id], held, held.checkpoints.get(trace_id), read_to, is_last)
         }
 
-    def _extracted(self, scan: AuditReader, group: Group) -> dict[str, dict[str, int | None]]:
+    def _extracted(self, scan: AuditReader, group: TraceGroup) -> dict[str, dict[str, int | None]]:
         """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
         found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
         traces = tuple((rows, False) for rows in group.traces.values())

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from flywheel.errors import StudioError
 from flywheel.records.batch import Batch
-from flywheel.records.trace import Selection
+from flywheel.records.trace import ReplySelection
 from flywheel.secrets import environment_without_secrets
 from flywheel.sources.spans.replies import extract
 from flywheel.system.child_process import ChildProcess, python_command, serve
@@ -25,16 +25,16 @@ SECONDS: Final = 600.0
 """Longest extraction of one batch."""
 
 
-class Question(Struct, array_like=True, frozen=True):
+class ExtractionRequest(Struct, array_like=True, frozen=True):
     """The arguments of `extract`."""
 
     batch: Batch
     schema: str
-    selection: Selection
+    selection: ReplySelection
     source: str
 
 
-class Answer(Struct, array_like=True, frozen=True):
+class ExtractionResult(Struct, array_like=True, frozen=True):
     """The result of `extract`, or why it failed."""
 
     batch: Batch | None
@@ -42,8 +42,8 @@ class Answer(Struct, array_like=True, frozen=True):
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode_question: Final = msgspec.msgpack.Decoder(Question).decode
-_decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
+_decode_request: Final = msgspec.msgpack.Decoder(ExtractionRequest).decode
+_decode_result: Final = msgspec.msgpack.Decoder(ExtractionResult).decode
 
 
 class ExtractionProcess:
@@ -59,13 +59,13 @@ class ExtractionProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    def extract(self, batch: Batch, schema: str, selection: Selection, source: str) -> Future[Batch]:
+    def extract(self, batch: Batch, schema: str, selection: ReplySelection, source: str) -> Future[Batch]:
         """As `replies.extract`, later. One thread may call it.
 
         The future raises StudioError if the child has died or extraction failed.
         """
         try:
-            question = _encode(Question(batch, schema, selection, source))
+            question = _encode(ExtractionRequest(batch, schema, selection, source))
         except (OverflowError, UnicodeEncodeError, RecursionError):
             # A recorded call has numbers beyond 64 bits, lone surrogates or very deep values.
             done: Future[Batch] = Future()
@@ -77,10 +77,10 @@ class ExtractionProcess:
 
     def _receive(self, source: str) -> Batch:
         try:
-            answer = _decode_answer(self._child.receive(time.monotonic() + SECONDS))
+            answer = _decode_result(self._child.receive(time.monotonic() + SECONDS))
         except (EOFError, TimeoutError):
             self.kill()
-            answer = Answer(None, "the process that parses them has died")
+            answer = ExtractionResult(None, "the process that parses them has died")
         if answer.batch is None:
             raise StudioError(
                 f"extract replies of {source}",
@@ -110,9 +110,9 @@ def main() -> None:
 
 def _answer(request: bytes) -> bytes:
     try:
-        question = _decode_question(request)
-        answer = Answer(extract(question.batch, question.schema, question.selection, question.source))
+        question = _decode_request(request)
+        answer = ExtractionResult(extract(question.batch, question.schema, question.selection, question.source))
     except Exception as error:
         # A defect costs its own batch; the parent reports it.
-        answer = Answer(None, f"{type(error).__name__}: {error}")
+        answer = ExtractionResult(None, f"{type(error).__name__}: {error}")
     return _encode(answer)

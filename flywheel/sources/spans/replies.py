@@ -26,7 +26,7 @@ from flywheel.records.exclusion import TrainedModels
 from flywheel.records.model_call import ModelCall
 from flywheel.records.states import SkipReason
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, DeadRow, Reply, Selection, SpanStatus
+from flywheel.records.trace import ChatMessage, DeadRow, Reply, ReplySelection, SpanStatus
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
 from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, question_of, with_calls
@@ -50,7 +50,7 @@ _GROUP: Final = 256
 """Replies that become entries together. Larger groups save little time and hold more memory."""
 
 
-def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Batch:
+def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -> Batch:
     """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
     known = SCHEMAS[schema]
     entries: list[Entry] = []
@@ -86,7 +86,7 @@ def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead:
 def replies_of(
     schema: Schema,
     rows: Mapping[int, bytes],
-    selection: Selection,
+    selection: ReplySelection,
     *,
     is_open: bool,
     kinds: Counter[str],
@@ -129,7 +129,7 @@ def replies_of(
     return replies, dead
 
 
-def _missing_agents(tree: Tree, selection: Selection) -> Iterator[Reply]:
+def _missing_agents(tree: Tree, selection: ReplySelection) -> Iterator[Reply]:
     for parent, children in tree.missing_agents.items():
         try:
             yield unfinished_reply(tree, parent, children, selection)
@@ -144,7 +144,7 @@ def _dead(span: Span, rows: Mapping[int, bytes], error: str) -> DeadRow:
     return DeadRow(span.rowid, span.span_id, span.trace_id, why, excerpt_of(rows[span.rowid]))
 
 
-def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
+def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     """The reply of an agent span. Raises ReprError if its texts are garbled."""
     placement = tree.placement(agent)
     calls = Trajectory(tree.own(agent.span_id))
@@ -203,7 +203,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     )
 
 
-def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selection: Selection) -> Reply:
+def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selection: ReplySelection) -> Reply:
     """The reply of an agent span that never arrived, from its children."""
     calls = Trajectory(tree.own(parent_id))
     conversation = calls.first_input()
@@ -323,7 +323,7 @@ def _skip(
     has_query: bool,
     role: Role,
     name: str,
-    selection: Selection,
+    selection: ReplySelection,
 ) -> tuple[SkipReason | None, str]:
     """Why a reply becomes no task, with details for people; None if it becomes one."""
     if name in selection.exclude:

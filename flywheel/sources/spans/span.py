@@ -43,7 +43,7 @@ class ModelResponse(Struct, frozen=True):
     finish_reasons: Raw = NOTHING
 
 
-class Tool(Struct, frozen=True):
+class ToolAttributes(Struct, frozen=True):
     name: Raw = NOTHING
     definitions: Raw = NOTHING
     call: Raw = NOTHING
@@ -59,7 +59,7 @@ class GenAi(Struct, frozen=True):
     request: ModelRequest = ModelRequest()
     response: ModelResponse = ModelResponse()
     usage: Raw = NOTHING
-    tool: Tool = Tool()
+    tool: ToolAttributes = ToolAttributes()
 
 
 class Keywords(Struct, frozen=True):

@@ -23,7 +23,7 @@ _BYTES_AT_ONCE: Final = 8 * 1024 * 1024
 """An estimate from the rows of the last group, as the size of rows is not known before they are read."""
 
 
-class Group(NamedTuple):
+class TraceGroup(NamedTuple):
     """The packed rows of some traces, by trace id and row number, and rows whose ids cannot be read."""
 
     traces: dict[str, dict[int, bytes]]
@@ -63,14 +63,14 @@ class AuditReader:
                     self._unnamed.append(rowid)
                 self._at = rowid
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[TraceGroup]:
         """Every listed trace once, in the order in which they began, a few at a time. Raises StudioError."""
         some: list[bytes] = []
         size = 0
         most = _FIRST_ROWS
         for trace_id, rowids in self._traces.items():
             if some and size + len(rowids) > most:
-                group = Group(self._rows_of(some), [])
+                group = TraceGroup(self._rows_of(some), [])
                 read = sum(len(row) for rows in group.traces.values() for row in rows.values())
                 yield group
                 del group
@@ -78,11 +78,11 @@ class AuditReader:
                 some, size = [], 0
             some.append(trace_id)
             size += len(rowids)
-        yield Group(self._rows_of(some), unnamed(self.database.rows(self.schema.columns, self._unnamed)))
+        yield TraceGroup(self._rows_of(some), unnamed(self.database.rows(self.schema.columns, self._unnamed)))
 
-    def again(self, trace_ids: Iterable[str]) -> Group:
+    def again(self, trace_ids: Iterable[str]) -> TraceGroup:
         """Some traces as they are now. Raises StudioError."""
-        return Group(self._rows_of([trace.encode() for trace in trace_ids]), [])
+        return TraceGroup(self._rows_of([trace.encode() for trace in trace_ids]), [])
 
     def _rows_of(self, trace_ids: list[bytes]) -> dict[str, dict[int, bytes]]:
         found: dict[bytes, dict[int, bytes]] = {trace_id: {} for trace_id in trace_ids}

@@ -48,7 +48,7 @@ _EXCERPT_BYTES: Final = 500
 _WAL_VERSION: Final = 2
 
 
-class Page(NamedTuple):
+class RowPage(NamedTuple):
     """Rows, whether more follow, and about how many bytes the rows have."""
 
     rows: list[Row]
@@ -134,7 +134,7 @@ class Database:
         """All rows of a small query, in one read transaction. Raises StudioError."""
         return self._run(lambda connection: connection.execute(sql, values).fetchall())
 
-    def page(self, columns: Sequence[str], after: int, rowids: Sequence[int] = ()) -> Page:
+    def page(self, columns: Sequence[str], after: int, rowids: Sequence[int] = ()) -> RowPage:
         """The first rows behind number `after`, or those of `rowids`, as many as a few milliseconds allow.
 
         Each row is its number and `columns`. A row with a value that is too large has its number and ids, and the
@@ -149,7 +149,7 @@ class Database:
             if page.rows or not page.more:
                 return page
             if first := self._run(lambda connection: _first_row(connection, columns, rest, values)):
-                return Page(first, True, 0)
+                return RowPage(first, True, 0)
 
     def rows(self, columns: Sequence[str], rowids: Iterable[int]) -> Iterator[Row]:
         """The rows of these numbers that exist, in short reads. Raises StudioError."""
@@ -286,7 +286,7 @@ class Database:
         return found
 
 
-def read_page(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> Page:
+def read_page(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> RowPage:
     """Rows until time, number or bytes are used up. No rows but `more` if one of the first two is too large."""
     rows: list[Row] = []
     now = time.perf_counter
@@ -300,12 +300,12 @@ def read_page(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -
                 if type(value) is bytes:
                     size += len(value)
             if size >= PAGE_BYTES or len(rows) >= PAGE_ROWS or now() >= end:
-                return Page(rows, True, size)
-        return Page(rows, False, size)
+                return RowPage(rows, True, size)
+        return RowPage(rows, False, size)
     except sqlite3.DataError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_TOOBIG:
             raise
-        return Page(rows, True, size)
+        return RowPage(rows, True, size)
     finally:
         cursor.close()
 

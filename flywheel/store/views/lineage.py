@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, RowMapping, Select, and_, func, literal, or_, select
 
-from flywheel.records.exclusion import NONE_SELECTED, WORDS, Exclusion, Selected
+from flywheel.records.exclusion import NONE_SELECTED, WORDS, Exclusion, TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store.gate_tests import conversation
 from flywheel.store.kernel.bulk import count_rows, rows_in
@@ -211,7 +211,7 @@ _REPLY: Final = (
 )  # fmt: skip
 
 
-def why(conn: Connection, subject: str, takes: Selected = NONE_SELECTED) -> dict[str, Any] | None:
+def why(conn: Connection, subject: str, takes: TaskScopes = NONE_SELECTED) -> dict[str, Any] | None:
     """The story of an adapter or round (`r0007`, `ALIAS@r0007`), a task, a span, a trace or a conversation.
 
     `takes` are the exclusions that do not keep tasks from rounds.
@@ -296,7 +296,7 @@ def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
     return WORDS[reason].why
 
 
-def task_story(conn: Connection, number: int | None, takes: Selected) -> dict[str, Any] | None:
+def task_story(conn: Connection, number: int | None, takes: TaskScopes) -> dict[str, Any] | None:
     """The verdicts, rounds and history of a task, and why rounds leave it out; None without a number."""
     if number is None:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from flywheel.records.tool_calls import Result
+from flywheel.records.tool_calls import ToolResult
 
 
 class Outcome(StrEnum):
@@ -35,7 +35,7 @@ class AnsweredCall:
     call_id: str
     name: str
     outcome: Outcome
-    result: Result | None = None
+    result: ToolResult | None = None
     repeats_trace: bool = False
 
     @property

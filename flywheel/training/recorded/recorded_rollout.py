@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Literal, Protocol
 
-from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, Result, SharedRecordings, finish_answer
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, SharedRecordings, ToolResult, finish_answer
 from flywheel.records.trace import ChatMessage, get_path
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome
 from flywheel.training.data.rollout import Completion, RolloutRequest
@@ -99,18 +99,18 @@ class RecordedTools:
             return None
 
     def _answer(self, call: Call) -> AnsweredCall:
-        def answered(outcome: Outcome, result: Result | None, repeats_trace: bool = False) -> AnsweredCall:
+        def answered(outcome: Outcome, result: ToolResult | None, repeats_trace: bool = False) -> AnsweredCall:
             return AnsweredCall(call.id, call.name, outcome, result, repeats_trace)
 
         if (tool := self._tools.get(call.name)) is None:
             available = ", ".join(sorted(self._tools)) or "none"
             text = f"ToolNotFoundError: there is no tool {call.name!r}. Available tools: {available}"
-            return answered(Outcome.UNKNOWN_TOOL, Result(text, failed=True))
+            return answered(Outcome.UNKNOWN_TOOL, ToolResult(text, failed=True))
         try:
             key = call_key(tool, call.parsed)
         except ValueError as problem:
             text = f"InvalidArgumentsError: the arguments of {call.name} cannot be parsed: {problem}"
-            return answered(Outcome.UNPARSEABLE, Result(text, failed=True))
+            return answered(Outcome.UNPARSEABLE, ToolResult(text, failed=True))
         self._times[key] += 1
         repeats = key in self._own.by_key
         if (own := self._own.kth(key, self._times[key])) is not None:
@@ -118,7 +118,7 @@ class RecordedTools:
         # Where the own trace has different results, it contradicts any other trace.
         if not self._own.by_key.get(key) and (shared := self._shared.results.get(key)) is not None:
             return answered(Outcome.SHARED, shared, repeats)
-        error = Result(f"ToolUnavailableError: {call.name} returned no result", failed=True)
+        error = ToolResult(f"ToolUnavailableError: {call.name} returned no result", failed=True)
         return answered(Outcome.MISS, error if self._on_miss == "error" else None, repeats)
 
 

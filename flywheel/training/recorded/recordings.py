@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from flywheel.records.states import Split
 from flywheel.records.task import conversation_key
-from flywheel.records.tool_calls import FINISH_FUNCTIONS, Result, SharedRecordings, Tool, calls_in
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, SharedRecordings, Tool, ToolResult, calls_in
 from flywheel.records.trace import ChatMessage
 from flywheel.training.recorded.call_key import call_key, tools_by_name
 
@@ -56,13 +56,13 @@ class RecordingPool:
 
     def shared(self) -> SharedRecordings:
         """What rollouts may use of the traces so far."""
-        shared: dict[str, Result] = {}
+        shared: dict[str, ToolResult] = {}
         room = MAX_BYTES
         for key, content, failed in self._database.execute(_AGREEING):
             # A result that has no room leaves room for smaller ones.
             if len(content) <= room:
                 room -= len(content)
-                shared[key] = Result(content.decode("utf-8", "surrogatepass"), bool(failed))
+                shared[key] = ToolResult(content.decode("utf-8", "surrogatepass"), bool(failed))
         return SharedRecordings(shared)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class RecordedResult:
 
     key: str
     tool: Tool
-    result: Result
+    result: ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ class TraceResults:
     """
 
     calls: int
-    by_key: dict[str, tuple[Result, ...]]
+    by_key: dict[str, tuple[ToolResult, ...]]
     results: tuple[RecordedResult, ...]
 
-    def kth(self, key: str, k: int) -> Result | None:
+    def kth(self, key: str, k: int) -> ToolResult | None:
         """The result of the k-th identical call; k counts from 1. After the last result it is that one, if all are
         equal."""
         results = self.by_key.get(key, ())
@@ -175,7 +175,7 @@ def trace_results(
     tools = tools_by_name(offered)
     not_called = FINISH_FUNCTIONS.union(finish_tools)
     calls = [call for call in calls_in(steps, failures) if call.name not in not_called]
-    by_key: dict[str, tuple[Result, ...]] = {}
+    by_key: dict[str, tuple[ToolResult, ...]] = {}
     recorded: list[RecordedResult] = []
     for call in calls:
         if (tool := tools.get(call.name)) is None:
@@ -186,7 +186,7 @@ def trace_results(
             continue
         results = by_key.setdefault(key, ())
         if call.result is not None:
-            result = Result(call.result, call.failed)
+            result = ToolResult(call.result, call.failed)
             by_key[key] = (*results, result)
             recorded.append(RecordedResult(key, tool, result))
     return TraceResults(len(calls), by_key, tuple(recorded))

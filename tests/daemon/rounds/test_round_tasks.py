@@ -16,7 +16,7 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.records.states import Split
 from flywheel.records.task import task_id
-from flywheel.records.tool_calls import Result
+from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import claims, ledger, verdicts
@@ -143,8 +143,8 @@ async def test_results_of_other_traces_are_those_on_which_two_conversations_agre
     await judged(store, *train, *both, verdict=verdict)
     spec = await planned(store, made(tmp_path))
     assert len(spec.train) == 2 and len(spec.held_out) == 2
-    assert spec.shared.results == {key(SUM): Result("3")}
-    assert spec.shared_gate.results == {key(SUM): Result("3"), key({}, other): Result("x")}
+    assert spec.shared.results == {key(SUM): ToolResult("3")}
+    assert spec.shared_gate.results == {key(SUM): ToolResult("3"), key({}, other): ToolResult("x")}
 
 
 async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path: Path, store: Store) -> None:
@@ -158,13 +158,13 @@ async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path:
     await store.write(lines_say_train)
     spec = await planned(store, made(tmp_path))
     assert spec.shared.results == {}
-    assert spec.shared_gate.results == {key(SUM): Result("3")}
+    assert spec.shared_gate.results == {key(SUM): ToolResult("3")}
 
 
 async def test_a_held_out_trace_that_differs_is_seen_by_the_gate_alone(tmp_path: Path, store: Store) -> None:
     await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "4"))
     spec = await planned(store, made(tmp_path))
-    assert spec.shared.results == {key(SUM): Result("3")}
+    assert spec.shared.results == {key(SUM): ToolResult("3")}
     assert spec.shared_gate.results == {}
 
 
@@ -213,7 +213,7 @@ async def test_recordings_are_redacted_as_the_tasks_of_the_round_are(tmp_path: P
     await judged(store, *told)
     spec = await planned(store, made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)}))
     assert "jo@example.com" not in spec.model_dump_json()
-    expected = {key({"a": "[EMAIL_1]"}): Result("sent to [EMAIL_1]")}
+    expected = {key({"a": "[EMAIL_1]"}): ToolResult("sent to [EMAIL_1]")}
     assert spec.shared.results == spec.shared_gate.results == expected
 
 
@@ -247,7 +247,7 @@ async def test_what_a_filter_or_a_person_set_aside_is_no_recording_but_repetitio
     await store.write(repeats)
     row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
     spec = await store.read(planner.spec_of, row, config, rubric_of(config))
-    assert spec.shared.results == {key(SUM): Result("3")}
+    assert spec.shared.results == {key(SUM): ToolResult("3")}
 
 
 async def test_a_task_whose_calls_are_all_of_finish_tools_is_left_out_with_the_reason(
@@ -322,7 +322,7 @@ async def test_a_specification_has_room_for_the_most_frequent_results(
     await judged(store, *told, *asked(Split.HELD_OUT, "3"))
     monkeypatch.setattr(recordings, "MAX_BYTES", 70)
     spec = await planned(store, made(tmp_path))
-    assert spec.shared.results == {key({"a": 0}): Result(short), key({"a": 2}): Result(short)}
+    assert spec.shared.results == {key({"a": 0}): ToolResult(short), key({"a": 2}): ToolResult(short)}
 
 
 async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_path: Path, store: Store) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
 from flywheel.records.batch import Batch
-from flywheel.records.trace import Cursor, Selection
+from flywheel.records.trace import Cursor, ReplySelection
 from flywheel.sources.spans.extraction_process import ExtractionProcess
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio import database
@@ -55,7 +55,7 @@ def test_batches_come_back_in_order_as_extract_returns_them(
     monkeypatch.setattr(reading, "BATCH_ROWS", 40)
     schema, batches = batches_of(name)
     assert len(batches) > 1
-    selection = Selection(exclude=frozenset({"Solver"}))
+    selection = ReplySelection(exclude=frozenset({"Solver"}))
     answers = [process.extract(batch, schema, selection, "a.sqlite") for batch in batches]
     for batch, answer in zip(batches, answers, strict=True):
         assert answer.result(60) == extract(batch, schema, selection, "a.sqlite")
@@ -64,15 +64,15 @@ def test_batches_come_back_in_order_as_extract_returns_them(
 def test_long_batches_and_long_answers_do_not_block_each_other(process: ExtractionProcess) -> None:
     """Neither fits into the connection's buffer, and no answer is asked for before all batches are sent."""
     schema, batch = long_batch()
-    answers = [process.extract(batch, schema, Selection(), "a.sqlite") for _ in range(4)]
-    alone = len(extract(batch, schema, Selection(), "a.sqlite").entries)
+    answers = [process.extract(batch, schema, ReplySelection(), "a.sqlite") for _ in range(4)]
+    alone = len(extract(batch, schema, ReplySelection(), "a.sqlite").entries)
     assert [len(answer.result(120).entries) for answer in answers] == [alone] * 4
 
 
 def test_a_killed_process_is_reported(process: ExtractionProcess) -> None:
     schema, batches = batches_of("old")
     os.kill(process.pid, signal.SIGKILL)
-    answers = [process.extract(batches[0], schema, Selection(), "a.sqlite") for _ in range(3)]
+    answers = [process.extract(batches[0], schema, ReplySelection(), "a.sqlite") for _ in range(3)]
     for answer in answers:
         with pytest.raises(StudioError, match=r"extract replies of a\.sqlite.*has died") as caught:
             answer.result(60)
@@ -81,18 +81,20 @@ def test_a_killed_process_is_reported(process: ExtractionProcess) -> None:
 
 def test_a_defect_in_extraction_costs_its_own_batch(process: ExtractionProcess) -> None:
     schema, batches = batches_of("old")
-    bad = process.extract(replace(batches[0], traces=(({1: b"no row"}, False),)), schema, Selection(), "a.sqlite")
-    good = process.extract(batches[0], schema, Selection(), "a.sqlite")
+    bad = process.extract(
+        replace(batches[0], traces=(({1: b"no row"}, False),)), schema, ReplySelection(), "a.sqlite"
+    )
+    good = process.extract(batches[0], schema, ReplySelection(), "a.sqlite")
     with pytest.raises(StudioError, match="ValueError"):
         bad.result(60)
-    assert good.result(60) == extract(batches[0], schema, Selection(), "a.sqlite")
+    assert good.result(60) == extract(batches[0], schema, ReplySelection(), "a.sqlite")
 
 
 def test_closing_does_not_wait_for_a_child_that_hangs() -> None:
     schema, batch = long_batch()
     process = ExtractionProcess()
     os.kill(process.pid, signal.SIGSTOP)
-    answers = [process.extract(batch, schema, Selection(), "a.sqlite") for _ in range(3)]
+    answers = [process.extract(batch, schema, ReplySelection(), "a.sqlite") for _ in range(3)]
     process.close()
     for answer in answers:
         with pytest.raises((StudioError, CancelledError)):
@@ -111,16 +113,16 @@ def test_calls_reach_the_child_and_those_that_cannot_be_sent_are_joined_here(
     (batch,) = [each for each in reader.read(Cursor(), Ledger(), now=NOW, final=True) if each.traces]
     reader.close()
     batch = replace(batch, calls={MARK: recorded(parameters={"x": value})})
-    found = process.extract(batch, "generation 2", Selection(), "a.sqlite").result(60)
-    assert found == extract(batch, "generation 2", Selection(), "a.sqlite")
+    found = process.extract(batch, "generation 2", ReplySelection(), "a.sqlite").result(60)
+    assert found == extract(batch, "generation 2", ReplySelection(), "a.sqlite")
     assert b'"prompt_source":"calls"' in found.entries[0].line
-    assert process.extract(batches_of("old")[1][0], "generation 1", Selection(), "b").result(60).entries
+    assert process.extract(batches_of("old")[1][0], "generation 1", ReplySelection(), "b").result(60).entries
 
 
 def test_the_child_loads_neither_settings_nor_checks(process: ExtractionProcess) -> None:
     """Loading them takes as long as the extraction of thousands of spans, and 30 MB."""
     schema, batch = long_batch()
-    entries = process.extract(batch, schema, Selection(), "a.sqlite").result(60).entries
+    entries = process.extract(batch, schema, ReplySelection(), "a.sqlite").result(60).entries
     assert any("tools" in entry.excluded for entry in entries)
     loaded = " ".join(each.path for each in psutil.Process(process.pid).memory_maps())
     assert "msgspec" in loaded

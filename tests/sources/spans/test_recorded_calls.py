@@ -21,7 +21,7 @@ from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.model_call import ModelAnswer, ModelCall
 from flywheel.records.request_id import new_request_id, recorded_in, request_id_in
 from flywheel.records.states import SkipReason
-from flywheel.records.trace import Cursor, Selection, sends_reasoning
+from flywheel.records.trace import Cursor, ReplySelection, sends_reasoning
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import SCHEMAS, packed
@@ -69,7 +69,7 @@ def entries(path: Path, *spans: dict[str, Any], calls: Collection[ModelCall] = (
     for batch in reader.read(Cursor(), Ledger(), now=NOW, final=True):
         joined = replace(batch, calls={call.request_id: call for call in calls})
         assert reader.schema is not None
-        selection = Selection(models=TrainedModels("my-agent", "/models/base"))
+        selection = ReplySelection(models=TrainedModels("my-agent", "/models/base"))
         found |= {entry.span_id: entry for entry in extract(joined, reader.schema.name, selection, "/a").entries}
     reader.close()
     return found
@@ -258,7 +258,7 @@ def test_whatever_a_client_sends_makes_a_reply(
         for number, row in enumerate(spans, 1)
     }
     raw = Batch(None, traces=((rows, False),), calls={MARK: call})
-    done = extract(raw, "generation 2", Selection(), "/a")
+    done = extract(raw, "generation 2", ReplySelection(), "/a")
     assert [entry.span_id for entry in done.entries] == ["a"]
     for entry in done.entries:
         if entry.line:

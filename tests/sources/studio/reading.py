@@ -11,7 +11,7 @@ from pathlib import Path
 from flywheel.config import IngestSettings
 from flywheel.records.batch import Batch
 from flywheel.records.states import SkipReason
-from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply, Selection
+from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply, ReplySelection
 from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import Schema
@@ -27,11 +27,11 @@ def read_all(
     now: datetime = NOW,
     final: bool = True,
     settings: IngestSettings | None = None,
-    selection: Selection | None = None,
+    selection: ReplySelection | None = None,
 ) -> tuple[list[Reply], list[DeadRow], list[Batch]]:
     """One pass of a fresh reader from the beginning."""
     reader = StudioReader(path, settings or IngestSettings())
-    ledger = Ledger(selection or Selection())
+    ledger = Ledger(selection or ReplySelection())
     batches: list[Batch] = []
     replies: list[Reply] = []
     try:
@@ -53,7 +53,7 @@ def by_id(replies: list[Reply]) -> dict[str, Reply]:
 class Ledger:
     """Stores batches like the real one. `changes` has what looked different when it was told again."""
 
-    selection: Selection = field(default_factory=Selection)
+    selection: ReplySelection = field(default_factory=ReplySelection)
     cursor: Cursor = field(default_factory=Cursor)
     stored: dict[str, Checkpoint] = field(default_factory=dict)
     replies: dict[str, Reply] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from flywheel.errors import StudioError
 from flywheel.records.trace import Cursor
 from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
-from flywheel.sources.studio.database import Database, Page
+from flywheel.sources.studio.database import Database, RowPage
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
 from tests.sources.studio.writer import DATA, Studio, agent, empty_like, insert, rows
@@ -307,11 +307,11 @@ def test_a_read_that_holds_the_file_is_held_up_as_little_as_can_be(
     usual = sys.getswitchinterval()
     seen: list[tuple[bool, float]] = []
 
-    def held(*_: Any) -> Page:
+    def held(*_: Any) -> RowPage:
         seen.append((gc.isenabled(), sys.getswitchinterval()))
         if len(seen) == 2:
             raise sqlite3.OperationalError("disk I/O error")
-        return Page([], False, 0)
+        return RowPage([], False, 0)
 
     monkeypatch.setattr(database, "read_page", held)
     with Database(path) as opened:

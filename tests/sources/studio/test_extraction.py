@@ -8,7 +8,7 @@ import pytest
 
 from flywheel.config import IngestSettings
 from flywheel.records.batch import Batch, entry_of
-from flywheel.records.trace import Cursor, DeadRow, Selection
+from flywheel.records.trace import Cursor, DeadRow, ReplySelection
 from flywheel.sources.spans import replies
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import NOW, Ledger
@@ -26,9 +26,9 @@ def test_every_reply_becomes_one_entry_in_its_order(name: str, group: int, monke
     traces = tuple(trace for batch in batches for trace in batch.traces)
     entries, dead, kinds = [], list[DeadRow](), Counter[str]()
     for rows, is_open in traces:
-        own, bad = replies.replies_of(reader.schema, rows, Selection(), is_open=is_open, kinds=kinds)
+        own, bad = replies.replies_of(reader.schema, rows, ReplySelection(), is_open=is_open, kinds=kinds)
         entries += [entry_of(reply, "a.sqlite") for reply in own]
         dead += bad
     expected = Batch(None, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
-    assert replies.extract(Batch(None, traces=traces), reader.schema.name, Selection(), "a.sqlite") == expected
+    assert replies.extract(Batch(None, traces=traces), reader.schema.name, ReplySelection(), "a.sqlite") == expected
     assert len(entries) > 20

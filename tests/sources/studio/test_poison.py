@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flywheel.config import IngestSettings, parse
 from flywheel.records.batch import Batch
-from flywheel.records.trace import Cursor, Reply, Selection
+from flywheel.records.trace import Cursor, Reply, ReplySelection
 from flywheel.sources import studio_connector
 from flywheel.sources.spans import replies
 from flywheel.sources.spans.span import Span
@@ -385,12 +385,12 @@ def test_a_reply_that_cannot_be_written_is_dead_by_itself(monkeypatch: pytest.Mo
     source.close()
     finished = replies.finished_reply
 
-    def odd(tree: Tree, span: Span, selection: Selection) -> Reply:
+    def odd(tree: Tree, span: Span, selection: ReplySelection) -> Reply:
         reply = finished(tree, span, selection)
         return replace(reply, structured={"object": object()}) if span.span_id == "a2" else reply
 
     monkeypatch.setattr(replies, "finished_reply", odd)
-    told = replies.extract(step, "generation 2", Selection(), "a.sqlite")
+    told = replies.extract(step, "generation 2", ReplySelection(), "a.sqlite")
     assert [entry.span_id for entry in told.entries] == ["a0", "a1", "a3", "a4"]
     (dead,) = told.dead
     assert (dead.span_id, dead.trace_id) == ("a2", "t2") and "cannot be written as JSON" in dead.error

@@ -14,7 +14,7 @@ from flywheel.records.batch import entry_of
 from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.request_id import BASE_VERSION, new_request_id
 from flywheel.records.task import task_line
-from flywheel.records.trace import Reply, Selection
+from flywheel.records.trace import Reply, ReplySelection
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat, message, part
 
@@ -28,7 +28,7 @@ HIDDEN = message("assistant")
 @cache
 def replies(name: str) -> dict[str, Reply]:
     folder = DATA if name in NAMES else DATA / "dialogues"
-    told, dead, _ = read_all(folder / f"{name}.sqlite", now=MUCH_LATER, selection=Selection(models=OURS))
+    told, dead, _ = read_all(folder / f"{name}.sqlite", now=MUCH_LATER, selection=ReplySelection(models=OURS))
     assert dead == []
     return by_id(told)
 
@@ -86,7 +86,7 @@ def test_an_exact_prompt_is_what_the_model_call_records(name: str) -> None:
 def told(path: Path, *spans: dict[str, Any], models: TrainedModels = OURS) -> Reply:
     studio = Studio(path / "studio.sqlite")
     studio.write(*spans)
-    found, dead, _ = read_all(studio.path, selection=Selection(models=models))
+    found, dead, _ = read_all(studio.path, selection=ReplySelection(models=models))
     assert dead == []
     return by_id(found)["a"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flywheel.records.states import SkipReason
-from flywheel.records.trace import Reply, Selection
+from flywheel.records.trace import Reply, ReplySelection
 from tests.sources.studio.reading import by_id, read_all
 from tests.sources.studio.writer import DATA, Studio, agent, chat, message, part, span, tool
 
@@ -181,13 +181,13 @@ def test_a_subclass_that_delegates_is_one_reply_with_its_history(tmp_path: Path)
 def test_included_and_excluded_agents(name: str) -> None:
     path = DATA / f"{name}.sqlite"
     plain = by_id(read_all(path)[0])
-    more = by_id(read_all(path, selection=Selection(include=frozenset({"Solver"})))[0])
+    more = by_id(read_all(path, selection=ReplySelection(include=frozenset({"Solver"})))[0])
     changed = {key: more[key] for key in plain if plain[key].skip is not more[key].skip}
     assert len(changed) == 4
     assert {reply.agent for reply in changed.values()} == {"Solver"}
     assert all(reply.skip is None and reply.query == reply.request for reply in changed.values())
 
-    less = by_id(read_all(path, selection=Selection(exclude=frozenset({"Solver", "Checker"})))[0])
+    less = by_id(read_all(path, selection=ReplySelection(exclude=frozenset({"Solver", "Checker"})))[0])
     excluded = {reply.agent for reply in less.values() if reply.skip is SkipReason.AGENT_EXCLUDED}
     assert excluded == {"Solver", "Checker"}
     assert all(less[key].skip is SkipReason.AGENT_EXCLUDED for key in plain if plain[key].agent in excluded)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.records.tool_calls import Result, SharedRecordings
+from flywheel.records.tool_calls import SharedRecordings, ToolResult
 from flywheel.records.trace import ChatMessage
 from flywheel.training.data.answered_calls import Outcome
 from flywheel.training.data.rollout import Completion, exchange
@@ -96,7 +96,7 @@ def test_a_miss_can_be_an_error_of_the_tool() -> None:
 
 def test_results_of_other_traces_answer() -> None:
     key = call_key(tools_by_name([ADD])["add"], {"a": 9})
-    setup = ToolSetup(shared=SharedRecordings({key: Result("nine")}))
+    setup = ToolSetup(shared=SharedRecordings({key: ToolResult("nine")}))
     completion, session = run(said(call("add", {"a": 9})), answered(), setup=setup)
     assert session.bodies[1]["messages"][-1]["content"] == "nine"
     assert outcomes(completion) == [Outcome.SHARED]

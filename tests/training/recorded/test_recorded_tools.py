@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records.states import Split
-from flywheel.records.tool_calls import FINISH_FUNCTIONS, Result, SharedRecordings, finish_answer
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, SharedRecordings, ToolResult, finish_answer
 from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
 from flywheel.training.recorded.call_key import tools_by_name
 from flywheel.training.recorded.recorded_rollout import RecordedTools, ToolTurn
@@ -206,7 +206,7 @@ def test_training_does_not_depend_on_held_out_traces(some: list[Recording]) -> N
 @given(RECORDINGS, st.randoms())
 def test_what_is_shared_is_what_two_say_and_nobody_denies(some: list[Recording], order: Any) -> None:
     shared = shared_recordings(some, Split.HELD_OUT).results
-    said_by: dict[str, set[tuple[Result, str]]] = {}
+    said_by: dict[str, set[tuple[ToolResult, str]]] = {}
     for each in some:
         for example in results_of(each).results:
             said_by.setdefault(example.key, set()).add((example.result, each.conversation or each.task_id))
