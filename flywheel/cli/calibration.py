@@ -229,8 +229,9 @@ def calibration_json(
 
 def show(report: dict[str, Any]) -> None:
     """Print the report."""
-    from flywheel.cli.tables import Row, excerpt, rows_table, stdout
+    from flywheel.cli.tables import Row, rows_table, stdout
     from flywheel.cli.verdict_table import spent
+    from flywheel.system.terminal import excerpt
 
     console = stdout()
     report = escape_terminal(report)

@@ -19,8 +19,8 @@ from flywheel.cli.app import (
     read_state,
     run_async,
 )
-from flywheel.cli.tables import UNBROKEN, Row, moment, print_rows, stdout
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.cli.tables import UNBROKEN, Row, print_rows, stdout
+from flywheel.system.terminal import escape_terminal, moment, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

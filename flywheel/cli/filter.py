@@ -337,8 +337,8 @@ def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dic
 
 
 def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[str, Any]:
-    from flywheel.cli.tables import excerpt
     from flywheel.daemon.judging.rubric_diff import contributions
+    from flywheel.system.terminal import excerpt
 
     line = compared.task.line
     before, after = old.rubric.threshold, new.rubric.threshold

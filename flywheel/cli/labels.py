@@ -21,10 +21,10 @@ from flywheel.cli.app import (
     run_async,
     this_person,
 )
-from flywheel.cli.tables import Row, moment, print_rows, stdout
+from flywheel.cli.tables import Row, print_rows, stdout
 from flywheel.errors import ExportError
 from flywheel.system.files import write_atomic
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, moment, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

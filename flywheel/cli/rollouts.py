@@ -13,9 +13,9 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json
 from flywheel.cli.show import turns
-from flywheel.cli.tables import UNBROKEN, excerpt, score_text, short_path, stdout
+from flywheel.cli.tables import UNBROKEN, short_path, stdout
 from flywheel.errors import StoreError
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, excerpt, quantity, score_text
 
 if TYPE_CHECKING:
     from rich.console import Console

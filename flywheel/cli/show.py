@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
-from flywheel.cli.tables import moment
 from flywheel.errors import StoreError
-from flywheel.system.terminal import escape_terminal
+from flywheel.system.terminal import escape_terminal, moment
 
 
 @app.command()

@@ -32,7 +32,6 @@ from flywheel.cli.tables import (
     counted,
     facts_grid,
     facts_text,
-    moment,
     money,
     rows_table,
     short_path,
@@ -40,7 +39,7 @@ from flywheel.cli.tables import (
     source_text,
 )
 from flywheel.daemon.status_parts import by_target, servers_of
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, moment, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -53,21 +53,6 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in ranked if number)
 
 
-def moment(text: str) -> str:
-    """A stored time (UTC) to the second."""
-    return text[:19].replace("T", " ")
-
-
-def excerpt(text: object, most: int = UNBROKEN) -> str:
-    """A text on one line, cut after `most` characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
-def score_text(score: float | None) -> str:
-    return "–" if score is None else f"{score:.2f}"
-
-
 def money(cost: Mapping[str, Any]) -> str:
     """`about 0.12 USD`, with as many digits as an estimate is worth."""
     amount = cost["amount"]

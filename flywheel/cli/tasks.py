@@ -18,10 +18,10 @@ from flywheel.cli.app import (
     read_state,
     run_async,
 )
-from flywheel.cli.tables import Row, excerpt, moment, print_rows, score_text, stdout
+from flywheel.cli.tables import Row, print_rows, stdout
 from flywheel.errors import EXIT_USAGE
 from flywheel.records.states import TaskState
-from flywheel.system.terminal import escape_terminal
+from flywheel.system.terminal import escape_terminal, excerpt, moment, score_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

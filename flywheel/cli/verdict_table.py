@@ -9,8 +9,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from flywheel.cli.tables import UNBROKEN, Row, excerpt, facts_grid, facts_text, money, print_rows, score_text
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.cli.tables import UNBROKEN, Row, facts_grid, facts_text, money, print_rows
+from flywheel.system.terminal import escape_terminal, excerpt, quantity, score_text
 
 COLOURS: Final = {
     "accepted": "green",

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
-from flywheel.cli.tables import criterion_lines, score_text
+from flywheel.cli.tables import criterion_lines
 from flywheel.errors import StoreError
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, quantity, score_text
 
 SHOWN: Final = 300
 """Characters of a system prompt."""

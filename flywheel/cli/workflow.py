@@ -19,9 +19,8 @@ from flywheel.cli.app import (
     read_state,
     run_async,
 )
-from flywheel.cli.tables import excerpt
 from flywheel.errors import EXIT_FAILED, ConfigError
-from flywheel.system.terminal import escape_terminal, quantity
+from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

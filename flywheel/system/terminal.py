@@ -1,4 +1,4 @@
-"""Text for people: numbers with their nouns, sizes and durations, and control characters made harmless.
+"""Text for people: numbers with their nouns, times, sizes and excerpts, and control characters made harmless.
 
 Questions, answers, names and reasons come from traces and models. An escape sequence in one of them could clear the
 screen, rename the window or hide other output. Programs get the exact text (`--json`).
@@ -71,3 +71,18 @@ def byte_size(count: int) -> str:
             return f"{amount:,.0f} {unit}" if unit == "bytes" or amount >= 100 else f"{amount:,.1f} {unit}"
         amount /= 1024
     return f"{amount:,.1f} TiB"
+
+
+def excerpt(text: object, most: int | None = None) -> str:
+    """A text on one line, cut after `most` characters."""
+    line = " ".join(str(text).split())
+    return line if most is None or len(line) <= most else f"{line[: most - 1]}…"
+
+
+def moment(text: str) -> str:
+    """A stored time (UTC) to the second."""
+    return text[:19].replace("T", " ")
+
+
+def score_text(score: float | None) -> str:
+    return "–" if score is None else f"{score:.2f}"

@@ -34,7 +34,7 @@ _NUMBER: Final = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ErrorGroup:
     """Dead letters whose errors differ only in numbers; `key` names the group in addresses."""
 
     key: str
@@ -44,14 +44,14 @@ class Group:
     """Those that are open."""
 
 
-def groups_of(letters: Sequence[tuple[int, str, bool]]) -> list[Group]:
+def groups_of(letters: Sequence[tuple[int, str, bool]]) -> list[ErrorGroup]:
     """Dead letters by error, the largest group first."""
-    found: dict[str, Group] = {}
+    found: dict[str, ErrorGroup] = {}
     for number, error, is_open in letters:
         alike = _NUMBER.sub("N", error)
         if (group := found.get(alike)) is None:
             key = hashlib.sha256(alike.encode("utf-8", "replace")).hexdigest()[:16]
-            group = found[alike] = Group(key, error, [], [])
+            group = found[alike] = ErrorGroup(key, error, [], [])
         group.ids.append(number)
         if is_open:
             group.waiting.append(number)

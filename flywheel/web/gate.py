@@ -24,7 +24,7 @@ from flywheel.store.views import gate_outcomes, task_list
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.gate.gate import decide, misses_of
-from flywheel.web import forest_plot
+from flywheel.web import plots
 from flywheel.web.gate_sentence import compared_with, later, level, sentence
 from flywheel.web.site import position, site_of
 
@@ -51,7 +51,7 @@ def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any
         coming = [of_live(live)] if live is not None else _of_next_tests(conn, config)
     return {
         "rows": [(each, sentence(each), later(each)) for each in shown],
-        "axis": forest_plot.axis_of(bound for each in seen for bound in (each.lower, each.upper)),
+        "axis": plots.axis_of(bound for each in seen for bound in (each.lower, each.upper)),
         "older": shown[-1].id if len(found) > PER_PAGE else None,
         "before": before,
         "coming": coming,
@@ -168,12 +168,12 @@ async def show(request: Request) -> Response:
         **values,
         comparison=comparison,
         bars=rows,
-        axis=forest_plot.axis_of(
+        axis=plots.axis_of(
             value for row in rows for value in (row.lower, row.upper, *([row.limit] if row.limit is not None else []))
         ),
-        dots=forest_plot.paired_dots(comparison.scores),
-        plot_width=forest_plot.plot_width(len(comparison.scores)),
-        scores=forest_plot.ranked(comparison.scores),
+        dots=plots.paired_dots(comparison.scores),
+        plot_width=plots.dots_width(len(comparison.scores)),
+        scores=plots.ranked(comparison.scores),
         questions=questions,
         misses=misses_of(comparison),
         best=[(score, pair_of(answers.get(score.task_id, ()), 1)) for score in best],
@@ -192,9 +192,9 @@ def _decision(name: str, gate: GateSettings, conn: Connection) -> tuple[GateOutc
 
 def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:
     """The tasks with the largest gains, and those with the largest losses; only such that differ."""
-    found = forest_plot.ranked(scores)
-    gains = [score for score in found if forest_plot.difference_of(score) > 0]
-    losses = [score for score in reversed(found) if forest_plot.difference_of(score) < 0]
+    found = plots.ranked(scores)
+    gains = [score for score in found if plots.difference_of(score) > 0]
+    losses = [score for score in reversed(found) if plots.difference_of(score) < 0]
     return gains[:PAIRS], losses[:PAIRS]
 
 
@@ -241,7 +241,7 @@ async def show_pair(request: Request) -> Response:
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
     outcome, questions = found
-    scores = forest_plot.ranked(outcome.comparison.scores) if outcome.comparison is not None else []
+    scores = plots.ranked(outcome.comparison.scores) if outcome.comparison is not None else []
     place = next((place for place, score in enumerate(scores) if score.task_id == key), None)
     answers, why = await _answers(outcome, [key])
     if place is None and key not in answers:

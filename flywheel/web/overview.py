@@ -17,7 +17,7 @@ from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.records.states import DeploymentState
 from flywheel.store import deployments, judge_usage, samples
 from flywheel.store.views import acceptance
-from flywheel.web import time_plot
+from flywheel.web import plots
 from flywheel.web.site import Site, site_of
 
 PERIODS: Final = 30
@@ -78,8 +78,8 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
         "by_source": _most(by_source),
         "by_agent": _most(by_agent),
         "groups": GROUPS,
-        "plot": time_plot.time_plot(periods, swaps),
-        "drawing": time_plot,
+        "plot": plots.time_plot(periods, swaps),
+        "drawing": plots,
         "supplies": {name: samples.newest_available(conn, target=name) for name in config.by_target()},
         "error_hours": judge_usage.errors_by_hour(conn, ERROR_HOURS),
         "errors": judge_usage.recent_errors(conn, ERROR_HOURS, ERRORS),

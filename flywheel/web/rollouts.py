@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from http import HTTPStatus
@@ -28,8 +28,13 @@ from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store.kernel.schema import rounds, tasks
 from flywheel.store.views import task_list
 from flywheel.training.data import rollout_file
-from flywheel.training.data.rollout_file import DROPPED, IndexedGroup, IndexedRollout
-from flywheel.web import tokens
+from flywheel.training.data.rollout_file import (
+    DROPPED,
+    PROBABILITIES,
+    IndexedGroup,
+    IndexedRollout,
+    probability_class,
+)
 from flywheel.web.site import Site, is_number, site_of
 
 PER_PAGE: Final = 25
@@ -55,6 +60,32 @@ ORDERS: Final[Mapping[str, tuple[str, Callable[[IndexedGroup], float]]]] = {
     "spread": ("widest rewards", lambda group: math.inf if group.spread is None else -group.spread),
 }
 """The orders of a list, with the number by which each sorts. Groups without it are last."""
+VIEWS: Final = {"logprob": "probability", "advantage": "advantage", "mask": "mask", "text": "text"}
+"""What tokens can be shown by, with the name of each."""
+TOKENS_PER_PAGE: Final = 2_000
+"""Tokens of a sample that are shown at once."""
+CONTEXT: Final = "t-context"
+_MASK: Final = {"t-trained": "trained", CONTEXT: "context, not trained on"}
+_LOGPROB: Final = {
+    **{
+        f"t-p{place}": f"probability {least:g} or more" if least else f"less than {PROBABILITIES[place - 1]:g}"
+        for place, least in enumerate(PROBABILITIES)
+    },
+    "t-unknown": "probability unknown",
+    CONTEXT: "context, not trained on",
+}
+_ADVANTAGES: Final = ((1.0, "t-a4", "1 or more"), (0.25, "t-a3", "0.25 to 1"), (-0.25, "t-a2", "-0.25 to 0.25"),
+                      (-1.0, "t-a1", "-1 to -0.25"), (-math.inf, "t-a0", "less than -1"))  # fmt: skip
+_NO_ADVANTAGE: Final = "t-none"
+_ADVANTAGE: Final = {
+    **{name: f"advantage {words}" for _, name, words in _ADVANTAGES},
+    _NO_ADVANTAGE: "generated, without an advantage",
+    CONTEXT: "context, not trained on",
+}
+LEGENDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "logprob": _LOGPROB, "advantage": _ADVANTAGE, "mask": _MASK, "text": {},
+}  # fmt: skip
+"""The classes of each view in words."""
 REMOVED: Final = "a round writes them at the end of each step, and retention removes those of old rounds"
 
 Key = tuple[float, int]
@@ -62,7 +93,7 @@ Key = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class RolloutSelection:
     """Which groups a list shows, and in which order: the query string of its address. Empty texts select all."""
 
     step: str = ""
@@ -81,13 +112,13 @@ class Selection:
     def query(self, **changes: object) -> str:
         """The query string of these groups; empty for all of them."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | changes
-        found = urlencode({name: value for name, value in values.items() if value != ""})
-        return f"?{found}" if found else ""
+        query = urlencode({name: value for name, value in values.items() if value != ""})
+        return f"?{query}" if query else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A selection with its values parsed."""
+class RolloutFilter:
+    """Which groups and rollouts a selection has, and the order of the groups."""
 
     step: int | None
     lowest: float
@@ -99,7 +130,7 @@ class Wanted:
     after: Key | None
 
     @classmethod
-    def of(cls, selection: Selection) -> Self:
+    def of(cls, selection: RolloutSelection) -> Self:
         """Raises ValueError for a value that cannot be."""
         if selection.end and selection.end not in ENDS:
             raise ValueError(f"rollouts do not end by {selection.end[:100]!r}")
@@ -107,7 +138,7 @@ class Wanted:
             raise ValueError(f"there is no order {selection.order[:100]!r}")
         if selection.step and not is_number(selection.step):
             raise ValueError(f"{selection.step[:100]!r} is no step")
-        lowest, highest = (_bound(getattr(selection, name), other) for name, other in _BOUNDS)
+        lowest, highest = (_bound(getattr(selection, name), default) for name, default in _BOUNDS)
         after = None
         if selection.after:
             value, _, at = selection.after.partition(":")
@@ -148,11 +179,11 @@ class Wanted:
 _BOUNDS: Final = (("lowest", -math.inf), ("highest", math.inf))
 
 
-def _bound(given: str, otherwise: float) -> float:
-    found = float(given) if given else otherwise
-    if math.isnan(found):
-        raise ValueError(f"{given[:100]!r} is no reward")
-    return found
+def _bound(text: str, default: float) -> float:
+    bound = float(text) if text else default
+    if math.isnan(bound):
+        raise ValueError(f"{text[:100]!r} is no reward")
+    return bound
 
 
 @dataclass(slots=True)
@@ -180,11 +211,11 @@ class Listed:
     def mean(self) -> float | None:
         return self.total / self.rewards if self.rewards else None
 
-    def add(self, group: IndexedGroup, wanted: Wanted) -> None:
+    def add(self, group: IndexedGroup, chosen: RolloutFilter) -> None:
         """Count a group of the selection."""
         self.count += 1
         for rollout in group.rollouts:
-            if not wanted.has_rollout(rollout):
+            if not chosen.has_rollout(rollout):
                 continue
             self.rollouts += 1
             if rollout.reward is not None:
@@ -193,45 +224,45 @@ class Listed:
                 self.bins[min(max(int(round(rollout.reward, DIGITS) * BINS), 0), BINS - 1)] += 1
 
 
-def listed(directory: Path, wanted: Wanted) -> Listed:
+def listed(directory: Path, chosen: RolloutFilter) -> Listed:
     """The groups of a selection, one page of them. The memory that it takes does not depend on how many there are."""
-    found = Listed()
+    page = Listed()
     criteria: Counter[str] = Counter()
 
     def selected() -> Iterable[IndexedGroup]:
         for group in rollout_file.groups(directory):
-            first, last = found.steps or (group.step, group.step)
-            found.steps = min(first, group.step), max(last, group.step)
+            first, last = page.steps or (group.step, group.step)
+            page.steps = min(first, group.step), max(last, group.step)
             for rollout in group.rollouts:
                 criteria.update(rollout.failed)
-            if wanted.has_group(group):
-                found.add(group, wanted)
-                if wanted.after is None or wanted.key(group) > wanted.after:
+            if chosen.has_group(group):
+                page.add(group, chosen)
+                if chosen.after is None or chosen.key(group) > chosen.after:
                     yield group
 
-    page = heapq.nsmallest(PER_PAGE + 1, selected(), key=wanted.key)
-    found.groups = page[:PER_PAGE]
-    found.criteria = [name for name, _ in criteria.most_common()]
-    if len(page) > PER_PAGE:
-        value, at = wanted.key(found.groups[-1])
-        found.more = f"{value!r}:{at}"
-    return found
+    nearest = heapq.nsmallest(PER_PAGE + 1, selected(), key=chosen.key)
+    page.groups = nearest[:PER_PAGE]
+    page.criteria = [name for name, _ in criteria.most_common()]
+    if len(nearest) > PER_PAGE:
+        value, at = chosen.key(page.groups[-1])
+        page.more = f"{value!r}:{at}"
+    return page
 
 
 async def show_newest(request: Request) -> Response:
     """The rollouts of the newest round that has any."""
     site = site_of(request)
-    found = await site.read(_rounds)
-    for row in found:
+    newest = await site.read(_rounds)
+    for row in newest:
         if (Path(row.dir) / ROLLOUTS_FILE).exists():
             return RedirectResponse(f"/rollouts/{row.name}")
-    values = {"name": "", "rounds": found, "has_debug": _has_debug(site), **_EMPTY}
+    values = {"name": "", "rounds": newest, "has_debug": _has_debug(site), **_EMPTY}
     return site.page("rollouts.html", without="there is no round with rollouts yet", **values)
 
 
 _EMPTY: Final[Mapping[str, Any]] = {
-    "wanted": Selection(),
-    "found": Listed(),
+    "selection": RolloutSelection(),
+    "page": Listed(),
     "rows": (),
     "orders": ORDERS,
     "ends": ENDS,
@@ -252,27 +283,27 @@ def _directory(name: str, site: Site, conn: Connection) -> Path | None:
     """The directory of a round."""
     if name == DEBUG:
         return site.config.state_dir / "rounds" / DEBUG
-    found = conn.execute(select(rounds.c.dir).where(rounds.c.name == name)).scalar_one_or_none()
-    return Path(found) if found is not None else None
+    directory = conn.execute(select(rounds.c.dir).where(rounds.c.name == name)).scalar_one_or_none()
+    return Path(directory) if directory is not None else None
 
 
 async def show_list(request: Request) -> Response:
     """The groups of a round, a page of them."""
     site, name = site_of(request), request.path_params["round"]
-    wanted = Selection.of(request.query_params)
+    selection = RolloutSelection.of(request.query_params)
     try:
-        parsed = Wanted.of(wanted)
+        chosen = RolloutFilter.of(selection)
     except ValueError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of rollouts: {error}.") from None
     directory = await _directory_of(site, name)
     others = await site.read(_rounds)
-    values = {"name": name, "rounds": others, "has_debug": _has_debug(site), **_EMPTY, "wanted": wanted}
+    values = {"name": name, "rounds": others, "has_debug": _has_debug(site), **_EMPTY, "selection": selection}
     if not (directory / ROLLOUTS_FILE).exists():
         return site.page("rollouts.html", without=f"there is no {ROLLOUTS_FILE} in {directory}: {REMOVED}", **values)
-    found = await asyncio.to_thread(listed, directory, parsed)
-    questions = await site.read(task_list.questions, [group.task_id for group in found.groups])
-    rows = [Shown(group, questions.get(group.task_id, ""), parsed) for group in found.groups]
-    return site.page("rollouts.html", without="", **{**values, "found": found, "rows": rows})
+    page = await asyncio.to_thread(listed, directory, chosen)
+    questions = await site.read(task_list.questions, [group.task_id for group in page.groups])
+    rows = [Shown(group, questions.get(group.task_id, ""), chosen) for group in page.groups]
+    return site.page("rollouts.html", without="", **{**values, "page": page, "rows": rows})
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +312,7 @@ class Shown:
 
     group: IndexedGroup
     question: str
-    wanted: Wanted
+    chosen: RolloutFilter
 
     @property
     def key(self) -> str:
@@ -290,7 +321,7 @@ class Shown:
     @property
     def rollouts(self) -> list[tuple[int, IndexedRollout, bool]]:
         """Place, rollout, and whether it is selected; the highest reward first."""
-        return [(place, each, self.wanted.has_rollout(each)) for place, each in by_reward(self.group)]
+        return [(place, each, self.chosen.has_rollout(each)) for place, each in by_reward(self.group)]
 
     @property
     def failed(self) -> list[tuple[str, int]]:
@@ -336,22 +367,22 @@ async def _directory_of(site: Site, name: str) -> Path:
 async def show(request: Request) -> Response:
     """One group, with one of its rollouts in full."""
     site, name, key = site_of(request), request.path_params["round"], request.path_params["group"]
-    given = {each: request.query_params.get(each, "") for each in ("rollout", "sample", "from")}
+    numbers = {name: request.query_params.get(name, "") for name in ("rollout", "sample", "from")}
     view = request.query_params.get("by", "logprob")
-    if view not in tokens.VIEWS or any(value and not is_number(value) for value in given.values()):
+    if view not in VIEWS or any(value and not is_number(value) for value in numbers.values()):
         raise HTTPException(HTTPStatus.BAD_REQUEST, "There is no such part of the rollouts.")
     directory = await _directory_of(site, name)
     group, before, after = await asyncio.to_thread(_beside, directory, key)
     if group is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"{name} has no rollouts {key}.")
-    place = int(given["rollout"]) if given["rollout"] else by_reward(group)[0][0]
+    place = int(numbers["rollout"]) if numbers["rollout"] else by_reward(group)[0][0]
     rollout = await asyncio.to_thread(_rollout, directory, group, place)
     if rollout is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"The group has no rollout {place}.")
     samples = rollout["samples"]
-    number = int(given["sample"]) if given["sample"] else len(samples)
+    number = int(numbers["sample"]) if numbers["sample"] else len(samples)
     sample = samples[number - 1] if 0 < number <= len(samples) else None
-    start = _start(sample, given["from"]) if sample is not None else 0
+    start = _start(sample, numbers["from"]) if sample is not None else 0
     task = await site.read(partial(_prompt, group.task_id))
     return site.page(
         "rollout_group.html",
@@ -366,37 +397,37 @@ async def show(request: Request) -> Response:
         rollout=rollout,
         task=task,
         view=view,
-        views=tokens.VIEWS,
-        legend=tokens.LEGENDS[view],
+        views=VIEWS,
+        legend=LEGENDS[view],
         number=number,
         samples=len(samples),
         length=len(sample["token_ids"]) if sample is not None else 0,
         trained=sum(sample["loss_mask"]) if sample is not None else 0,
         start=start,
-        page=tokens.PER_PAGE,
-        runs=tokens.runs(sample, rollout["advantage"], view, start) if sample is not None else (),
+        page=TOKENS_PER_PAGE,
+        runs=token_runs(sample, rollout["advantage"], view, start) if sample is not None else (),
     )
 
 
-def _start(sample: Mapping[str, Any], given: str) -> int:
+def _start(sample: Mapping[str, Any], choice: str) -> int:
     """The first token that is shown: without a choice, one such that generated tokens are seen."""
-    if given:
-        return min(int(given), len(sample["token_ids"]))
+    if choice:
+        return min(int(choice), len(sample["token_ids"]))
     first = next((place for place, mask in enumerate(sample["loss_mask"]) if mask), 0)
-    return first // tokens.PER_PAGE * tokens.PER_PAGE
+    return first // TOKENS_PER_PAGE * TOKENS_PER_PAGE
 
 
 def _beside(directory: Path, key: str) -> tuple[IndexedGroup | None, IndexedGroup | None, IndexedGroup | None]:
     """A group by its key, and those before and after it."""
-    before = found = None
+    before = match = None
     for group in rollout_file.groups(directory):
-        if found is not None:
-            return found, before, group
+        if match is not None:
+            return match, before, group
         if key_of(group) == key:
-            found = group
+            match = group
         else:
             before = group
-    return (found, before, None) if found is not None else (None, None, None)
+    return (match, before, None) if match is not None else (None, None, None)
 
 
 def _rollout(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any] | None:
@@ -411,3 +442,57 @@ def _prompt(key: str, conn: Connection) -> dict[str, Any] | None:
         return None
     asked = {"role": "user", "content": line["main_query"]}
     return {"question": line["main_query"], "messages": line.get("prompt") or [*line["init_messages"], asked]}
+
+
+@dataclass(slots=True)
+class TokenRun:
+    """Tokens that are shown as one piece. `said` is the probability of a single token in words, else empty."""
+
+    kind: str
+    text: str
+    said: str = ""
+    tokens: int = 1
+
+
+def token_runs(sample: Mapping[str, Any], advantage: float | None, view: str, start: int = 0) -> list[TokenRun]:
+    """A page of the tokens of a sample from the token `start`."""
+    pieces: list[TokenRun] = []
+    for run in _tokens(sample, advantage, view, start):
+        if pieces and not run.said and (pieces[-1].kind, pieces[-1].said) == (run.kind, ""):
+            pieces[-1].text += run.text
+            pieces[-1].tokens += 1
+        else:
+            pieces.append(run)
+    return pieces
+
+
+def _tokens(sample: Mapping[str, Any], advantage: float | None, view: str, start: int) -> Iterator[TokenRun]:
+    shown = slice(start, start + TOKENS_PER_PAGE)
+    for token, mask, logprob, text in zip(
+        *(sample[name][shown] for name in ("token_ids", "loss_mask", "logprobs", "text")), strict=True
+    ):
+        words = f"<{token}>" if text is None else text
+        if not mask:
+            yield TokenRun(CONTEXT, words)
+            continue
+        # A line feed is a token to be seen, too. The line still ends there.
+        ends = "\n" if words.endswith("\n") else ""
+        words = words.replace("\n", "↵")
+        if view == "text":
+            yield TokenRun("t-plain", f"⟦{words}|{'null' if logprob is None else f'{logprob:.2f}'}⟧{ends}")
+        elif view == "mask":
+            yield TokenRun("t-trained", words + ends)
+        elif view == "advantage":
+            yield TokenRun(_of_advantage(advantage), words + ends)
+        elif logprob is None:
+            yield TokenRun("t-unknown", words + ends, "probability unknown")
+        else:
+            yield TokenRun(
+                f"t-p{probability_class(logprob)}", words + ends, f"{math.exp(logprob):.1%}, logprob {logprob:.2f}"
+            )
+
+
+def _of_advantage(advantage: float | None) -> str:
+    if advantage is None:
+        return _NO_ADVANTAGE
+    return next(name for least, name, _ in _ADVANTAGES if advantage >= least)

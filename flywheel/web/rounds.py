@@ -30,9 +30,8 @@ from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import duration
 from flywheel.training.data.round_progress import RoundProgress, progress_of
-from flywheel.web.curves import CHARTS, Picture, charts_of, figures_by_step, picture
+from flywheel.web.curves import Curves, MetricsTails, charts_of, figures_by_step, sparkline
 from flywheel.web.gate_sentence import later, sentence
-from flywheel.web.metrics_tail import Curves, MetricsTails
 from flywheel.web.site import site_of
 
 PER_PAGE: Final = 20
@@ -86,9 +85,8 @@ class ListedRound:
         return self.facts.state in LIVE_ROUND
 
     @property
-    def sparkline(self) -> Picture | None:
-        """The reward by step."""
-        return picture(CHARTS[0], self.curves)
+    def sparkline(self) -> str:
+        return sparkline(self.curves)
 
     @property
     def steps(self) -> int:
@@ -145,7 +143,7 @@ async def show(request: Request) -> Response:
         outcome=own.outcome,
         sentence=sentence(own.outcome),
         later=later(own.outcome),
-        charts=[(chart, picture(chart, own.curves)) for chart in charts_of(own.curves)],
+        charts=charts_of(own.curves),
         columns=columns(own.curves),
         places=range(end - 1, first - 1, -1),
         timeline=history,

@@ -31,7 +31,7 @@ EXPORTED_AT_ONCE: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TaskSelection:
     """Which tasks a list shows; the query string of its address. Empty texts select all."""
 
     stage: str = ""
@@ -55,8 +55,8 @@ class Selection:
     def address(self, path: str = "/tasks", **changes: object) -> str:
         """The address of the list, or of its export, with these tasks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
-        found = urlencode({name: value for name, value in values.items() if value})
-        return f"{path}?{found}" if found else path
+        query = urlencode({name: value for name, value in values.items() if value})
+        return f"{path}?{query}" if query else path
 
     def conditions(self, takes: TaskScopes) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
@@ -109,9 +109,9 @@ async def show_list(request: Request) -> Response:
     )
 
 
-def _selected(request: Request) -> tuple[Selection, task_list.Conditions, int | None]:
+def _selected(request: Request) -> tuple[TaskSelection, task_list.Conditions, int | None]:
     """What is asked for, as conditions, and before which task."""
-    wanted, before = Selection.of(request.query_params), position(request.query_params, "before")
+    wanted, before = TaskSelection.of(request.query_params), position(request.query_params, "before")
     try:
         return wanted, wanted.conditions(site_of(request).config.takes), before
     except ValueError as error:
@@ -119,7 +119,7 @@ def _selected(request: Request) -> tuple[Selection, task_list.Conditions, int | 
 
 
 def _page(
-    wanted: Selection, conditions: task_list.Conditions, before: int | None, conn: Connection
+    wanted: TaskSelection, conditions: task_list.Conditions, before: int | None, conn: Connection
 ) -> dict[str, Any]:
     rows, older = task_list.search(conn, conditions, PER_PAGE, before, SEARCH_SECONDS)
     total = None

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from flywheel.config import Config
 from flywheel.web.server import application
-from flywheel.web.text import visible
+from flywheel.web.site import visible
 from tests.web.recorded_state import injections
 
 START: Final = "http://testserver/"
@@ -25,9 +25,9 @@ ELEMENTS: Final = frozenset([
     "body", "br", "button", "caption", "circle", "code", "datalist", "dd", "del", "desc", "details", "div",
     "dl", "dt", "em", "fieldset", "figcaption", "figure", "footer", "form", "g", "h1", "h2", "h3", "h4", "head",
     "header", "html", "input", "ins", "kbd", "label", "legend", "li", "line", "link", "main", "mark", "meta", "nav",
-    "ol", "optgroup", "option", "output", "p", "path", "pattern", "polygon", "polyline", "pre", "rect", "s", "script",
-    "section", "select", "small", "span", "strong", "sub", "summary", "sup", "svg", "symbol", "table", "tbody", "td",
-    "text", "textarea", "tfoot", "th", "thead", "time", "title", "tr", "u", "ul", "use",
+    "noscript", "ol", "optgroup", "option", "output", "p", "path", "pattern", "polygon", "polyline", "pre", "rect",
+    "s", "script", "section", "select", "small", "span", "strong", "sub", "summary", "sup", "svg", "symbol", "table",
+    "tbody", "td", "text", "textarea", "tfoot", "th", "thead", "time", "title", "tr", "u", "ul", "use",
 ])
 # fmt: on
 ADDRESSES: Final = frozenset({"href", "src", "action", "formaction", "xlink:href", "data-src"})

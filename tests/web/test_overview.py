@@ -18,9 +18,9 @@ from flywheel.store.kernel.database import Reader
 from flywheel.store.views import acceptance
 from flywheel.store.views.acceptance import AcceptancePeriod
 from flywheel.web import overview
+from flywheel.web.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
 from flywheel.web.server import application
 from flywheel.web.site import Site
-from flywheel.web.time_plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
 from tests.web.conftest import Check
 from tests.web.recorded_state import in_thread
 

@@ -12,8 +12,7 @@ from playwright.sync_api import Page, expect
 
 from flywheel.config import Config
 from flywheel.training.data.rollout_file import append
-from flywheel.web.rollouts import Selection, Wanted, listed
-from flywheel.web.tokens import PER_PAGE, runs
+from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutFilter, RolloutSelection, listed, token_runs
 from tests.cli.test_rollouts import rollout, sample
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE
@@ -139,13 +138,13 @@ def test_what_is_not_there_is_a_page_that_says_so(visitor: Visitor, address: str
 
 def select(directory: Path, **given: str) -> list[tuple[int, int]]:
     """The groups of a selection, over all its pages."""
-    wanted, found = Selection(**given), []
+    wanted, found = RolloutSelection(**given), []
     while True:
-        page = listed(directory, Wanted.of(wanted))
+        page = listed(directory, RolloutFilter.of(wanted))
         found += [(group.step, group.group) for group in page.groups]
         if not page.more:
             return found
-        wanted = Selection(**{**given, "after": page.more})
+        wanted = RolloutSelection(**{**given, "after": page.more})
 
 
 def line(step: int, group: int, **values: Any) -> dict[str, Any]:
@@ -187,20 +186,20 @@ def test_filters_select_groups_by_their_rollouts(round_directory: Path) -> None:
     assert len(select(round_directory, end="ungraded")) == 40
     assert len(select(round_directory, criterion="right")) == 40
     assert select(round_directory, lowest="0.96") == [(40, 0), (39, 0), (1, 0)]
-    found = listed(round_directory, Wanted.of(Selection(lowest="0.96")))
+    found = listed(round_directory, RolloutFilter.of(RolloutSelection(lowest="0.96")))
     assert (found.rollouts, found.steps, found.criteria) == (3, (1, 40), ["right"])
     assert sum(found.bins) == found.rewards == 3
 
 
 def test_a_long_sample_is_shown_in_parts() -> None:
-    count = 2 * PER_PAGE + 5
+    count = 2 * TOKENS_PER_PAGE + 5
     long = sample(
         token_ids=list(range(count)),
         loss_mask=[0] * count,
         logprobs=[None] * count,
         text=["x"] * (count - 1) + [None],
     )
-    found = [runs(long, None, "logprob", start) for start in (0, PER_PAGE, 2 * PER_PAGE)]
-    assert [[run.tokens for run in part] for part in found] == [[PER_PAGE], [PER_PAGE], [5]]
+    found = [token_runs(long, None, "logprob", start) for start in (0, TOKENS_PER_PAGE, 2 * TOKENS_PER_PAGE)]
+    assert [[run.tokens for run in part] for part in found] == [[TOKENS_PER_PAGE], [TOKENS_PER_PAGE], [5]]
     assert found[2][0].text == f"xxxx<{count - 1}>"
-    assert json.dumps(runs(long, None, "logprob", count)) == "[]"
+    assert json.dumps(token_runs(long, None, "logprob", count)) == "[]"

@@ -52,7 +52,7 @@ def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, addr
 )  # fmt: skip
 def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, query: str) -> None:
     """Pages of the list together are the export, and both are what `listed` selects at once."""
-    wanted = tasks.Selection.of(QueryParams(query))
+    wanted = tasks.TaskSelection.of(QueryParams(query))
     before = [schema.tasks.c.id < int(wanted.before)] if wanted.before else []
     reader = Reader(shared_state.state_dir)
     rows = in_thread(reader.read(task_list.listed, [*wanted.conditions(shared_state.takes), *before]))

@@ -1,5 +1,5 @@
 // Draws the curves of a round, with other rounds over them, and draws on as steps come. Without it the page shows the
-// same lines without a scale of steps, and a table of all figures.
+// last figures and a table of all steps.
 "use strict";
 (() => {
   const box = document.getElementById("charts");

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records.round import Score
-from flywheel.web.forest_plot import MARGIN, PLOT_HEIGHT, PLOT_TOP, WIDTH, axis_of, paired_dots, plot_width
+from flywheel.web.plots import AXIS_MARGIN, AXIS_WIDTH, DOTS_HEIGHT, DOTS_TOP, axis_of, dots_width, paired_dots
 
 
 @given(st.lists(st.floats(-1, 1), max_size=8))
@@ -16,8 +16,8 @@ def test_an_axis_has_all_values_and_zero_and_a_few_ticks(values: list[float]) ->
     assert axis.high >= max(values, default=0) - 1e-6
     assert 0 in axis.ticks
     assert 2 <= len(axis.ticks) <= 6
-    assert (axis.at(axis.low), axis.at(axis.high)) == (MARGIN, WIDTH - MARGIN)
-    assert all(MARGIN <= axis.at(value) <= WIDTH - MARGIN for value in values)
+    assert (axis.at(axis.low), axis.at(axis.high)) == (AXIS_MARGIN, AXIS_WIDTH - AXIS_MARGIN)
+    assert all(AXIS_MARGIN <= axis.at(value) <= AXIS_WIDTH - AXIS_MARGIN for value in values)
 
 
 def test_ticks_are_round_numbers() -> None:
@@ -33,6 +33,6 @@ def test_paired_dots_begin_with_the_largest_loss() -> None:
     ]
     dots = paired_dots(scores)
     assert [(each.task_id, each.kind) for each in dots] == [("loss", "loss"), ("same", "same"), ("gain", "gain")]
-    assert (dots[2].candidate, dots[2].deployed) == (PLOT_TOP, PLOT_TOP + PLOT_HEIGHT)
-    assert all(0 < each.x < plot_width(3) for each in dots)
+    assert (dots[2].candidate, dots[2].deployed) == (DOTS_TOP, DOTS_TOP + DOTS_HEIGHT)
+    assert all(0 < each.x < dots_width(3) for each in dots)
     assert not paired_dots([])

@@ -1,0 +1,186 @@
+"""Plots: the geometry of shares over time, of forest plots and of paired dots. Templates draw them.
+
+Numbers are in units of the drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from flywheel.records.round import Score
+from flywheel.store.views.acceptance import AcceptancePeriod
+
+WIDTH: Final = 900
+HEIGHT: Final = 240
+LEFT: Final = 46
+RIGHT: Final = 12
+TOP: Final = 22
+BOTTOM: Final = 26
+TICKS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
+SERIES: Final = 6
+"""So many series have a colour and a sign of their own; further ones begin again."""
+AXIS_WIDTH: Final = 240
+AXIS_MARGIN: Final = 8
+"""Room left and right of the axis, for the ends of intervals."""
+_STEPS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_MOST_TICKS: Final = 5
+DOTS_HEIGHT: Final = 160
+DOTS_TOP: Final = 8
+DOTS_LEFT: Final = 34
+_LEAST_BETWEEN, _MOST_BETWEEN, _USUAL_WIDTH = 12, 26, 680
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`y`, `low` and `high` are heights from the top; `period` is what is drawn."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    period: AcceptancePeriod
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    name: str
+    kind: int
+    points: list[Point]
+
+    @property
+    def line(self) -> str:
+        """The `points` of a polyline."""
+        return " ".join(f"{each.x},{each.y}" for each in self.points)
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlot:
+    """`times` are ticks of the axis and `marks` what is marked on it, each with its place and its text."""
+
+    series: list[Series]
+    times: list[tuple[float, str]]
+    marks: list[tuple[float, str]]
+
+
+def height_of(share: float) -> float:
+    return round(TOP + (1 - share) * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def time_plot(periods: Sequence[AcceptancePeriod], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
+    """The plot of these periods; None without any. Marks before the first period are drawn at its begin."""
+    if not periods:
+        return None
+    begin, end = min(each.begin for each in periods), max(each.end for each in periods)
+    span = (end - begin) / timedelta(seconds=1)
+
+    def place(at: datetime) -> float:
+        share = (min(max(at, begin), end) - begin) / timedelta(seconds=1) / span
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+
+    names = list(dict.fromkeys(each.adapter for each in periods))
+    series = [
+        Series(
+            name,
+            number % SERIES,
+            [
+                Point(
+                    place(each.begin + (each.end - each.begin) / 2),
+                    height_of(each.share), height_of(each.lower), height_of(each.upper), each,
+                )
+                for each in periods
+                if each.adapter == name
+            ],
+        )
+        for number, name in enumerate(names)
+    ]  # fmt: skip
+    form = "%m-%d %H:%M" if end - begin < timedelta(days=3) else "%Y-%m-%d"
+    times = [(begin + share * (end - begin) / 4) for share in range(5)]
+    return TimePlot(
+        series, [(place(at), at.strftime(form)) for at in times], [(place(at), text) for at, text in marks]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A horizontal axis from `low` to `high`, which has ticks at multiples of `step`."""
+
+    low: float
+    high: float
+    step: float
+
+    def at(self, value: float) -> float:
+        """Where a value stands; at the end of the axis if it is beyond."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return round(AXIS_MARGIN + share * (AXIS_WIDTH - 2 * AXIS_MARGIN), 1)
+
+    @property
+    def ticks(self) -> list[float]:
+        first, last = (round(value / self.step) for value in (self.low, self.high))
+        return [round(number * self.step, 2) + 0.0 for number in range(first, last + 1)]
+
+
+def axis_of(values: Iterable[float]) -> Axis:
+    """The shortest axis of a few ticks that has all values and 0."""
+    ends = [0.0, *values]
+    low, high = min(ends), max(ends)
+    if high - low < _STEPS[0]:
+        low, high = low - 0.1, high + 0.1
+    for step in _STEPS:
+        first, last = math.floor(round(low / step, 6)), math.ceil(round(high / step, 6))
+        if last - first < _MOST_TICKS:
+            break
+    return Axis(round(first * step, 2), round(last * step, 2), step)
+
+
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """The scores of a task: `x` is its place, `candidate` and `deployed` are heights from the top."""
+
+    task_id: str
+    x: float
+    candidate: float
+    deployed: float
+    score: Score
+
+    @property
+    def kind(self) -> str:
+        """How the candidate compares: `gain`, `loss` or `same`."""
+        difference = difference_of(self.score)
+        return "gain" if difference > 0 else "loss" if difference < 0 else "same"
+
+
+def difference_of(score: Score) -> float:
+    """The candidate's score minus the deployed one's, without floating-point noise."""
+    return round(score.candidate - score.deployed, 9)
+
+
+def ranked(scores: Sequence[Score]) -> list[Score]:
+    """The scores by their difference, the largest gain first."""
+    return sorted(scores, key=lambda score: (-difference_of(score), score.task_id))
+
+
+def paired_dots(scores: Sequence[Score]) -> list[Dots]:
+    """The dots of all tasks, the largest loss on the left."""
+    between = _between(len(scores))
+    places = (round(DOTS_LEFT + (number + 0.75) * between, 1) for number in range(len(scores)))
+    return [
+        Dots(score.task_id, place, _height(score.candidate), _height(score.deployed), score)
+        for place, score in zip(places, reversed(ranked(scores)), strict=True)
+    ]
+
+
+def dots_width(tasks: int) -> int:
+    return DOTS_LEFT + math.ceil((tasks + 1) * _between(tasks))
+
+
+def _between(tasks: int) -> float:
+    """The distance of two tasks: a few fill the usual width."""
+    return min(max(_USUAL_WIDTH / (tasks + 1), _LEAST_BETWEEN), _MOST_BETWEEN)
+
+
+def _height(score: float) -> float:
+    return round(DOTS_TOP + (1 - score) * DOTS_HEIGHT, 1)
