@@ -72,7 +72,7 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
     from flywheel.config import parse
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store.kernel.database import Store
-    from flywheel.system.process_tuning import tune_process
+    from flywheel.system.process import tune_process
 
     async def run() -> dict[str, Any]:
         config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)

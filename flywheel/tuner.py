@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.config import Config, parse
-from flywheel.config.tuner import merged, translated
+from flywheel.config.other_programs import from_tuner, merged
 from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
 from flywheel.system.yaml_file import read_yaml
@@ -74,9 +74,9 @@ def _settings(given: Any, name: str, single: str = "") -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, str | Path) and single:
-        return translated({single: str(given)}, (), f"the {name}")
+        return from_tuner({single: str(given)}, (), f"the {name}")
     values = given if isinstance(given, Mapping) else {**getattr(given, "model_dump", lambda: vars(given))()}
-    found = translated(values, (), f"the {name}")
+    found = from_tuner(values, (), f"the {name}")
     if unknown := [key for key in found if key not in Config.model_fields]:
         raise ConfigError(f"use the {name}", f"unknown setting `{unknown[0]}`", "See `flywheel docs workflows`.")
     rollout = found.get("rollout", {})
@@ -109,7 +109,7 @@ def _config(
         raw = dict(config)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
-    both = merged(given, translated(raw, Config.model_fields.keys(), name))
+    both = merged(given, from_tuner(raw, Config.model_fields.keys(), name))
     agent = both.setdefault("rollout", {}).get("agent")
     own = {"workflow": workflow, "folder": str(Path.cwd())}
     both["rollout"]["agent"] = {**(agent if isinstance(agent, Mapping) else {}), **own}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flywheel.daemon.judging.judging_report import Cost, JudgingEstimate
     from flywheel.judge.calibration import Calibration
     from flywheel.judge.grader import Grader
-    from flywheel.judge.labels import Labels
+    from flywheel.judge.labels import LabelFile
     from flywheel.judge.rubric import Rubric
     from flywheel.judge.usage import Budget
     from flywheel.records.verdict import Verdict
@@ -100,7 +100,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     return report | {"cost": cost_of(**report["usage"], prices=settings.prices).price}
 
 
-def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
+def _preview(grader: Grader, given: LabelFile, repeats: int) -> JudgingEstimate:
     """The expected calls and tokens of judging the labels."""
     from flywheel.daemon.judging.judging_report import JudgingEstimate
 
@@ -171,7 +171,7 @@ async def _unless_stopped(work: Callable[..., T | None], config: Config, attempt
     return outcome
 
 
-async def _labels(path: Path, store: Store) -> Labels:
+async def _labels(path: Path, store: Store) -> LabelFile:
     from flywheel.judge.labels import read_labels
     from flywheel.store import calibrations
 
@@ -184,7 +184,7 @@ async def _labels(path: Path, store: Store) -> Labels:
 
 
 def calibration_json(
-    file: Path, rubric: Rubric, judge: str, given: Labels, outcome: Calibration, shortfall: str | None
+    file: Path, rubric: Rubric, judge: str, given: LabelFile, outcome: Calibration, shortfall: str | None
 ) -> dict[str, Any]:
     """The report of `--json`, without the cost."""
     table, kappa = outcome.confusion, outcome.kappa

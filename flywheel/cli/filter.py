@@ -22,7 +22,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
     from flywheel.config import Config

@@ -20,7 +20,7 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, open_state, run_async
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

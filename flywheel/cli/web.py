@@ -10,7 +10,7 @@ import typer
 from flywheel.cli.app import ConfigOption, app, load_config, require_state, run_async
 from flywheel.errors import ConfigError
 from flywheel.secrets import register_secret_variable
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 
 TOKEN = "FLYWHEEL_WEB_TOKEN"
 SHORTEST_TOKEN = 16

@@ -19,8 +19,8 @@ from flywheel.config.judge import FilterSettings as FilterSettings
 from flywheel.config.judge import JudgeBudget as JudgeBudget
 from flywheel.config.judge import JudgePrices as JudgePrices
 from flywheel.config.judge import JudgeSettings as JudgeSettings
-from flywheel.config.notify import NoticeType as NoticeType
-from flywheel.config.notify import NotifySettings as NotifySettings
+from flywheel.config.notices import NoticeType as NoticeType
+from flywheel.config.notices import NotifySettings as NotifySettings
 from flywheel.config.serving import DaemonSettings as DaemonSettings
 from flywheel.config.serving import ServingSettings as ServingSettings
 from flywheel.config.training import AgentProgramSettings as AgentProgramSettings

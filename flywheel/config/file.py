@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from flywheel.config.agentjet import MARKERS, translated
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -26,7 +25,8 @@ from flywheel.config.ingest import (
     StudioSource,
 )
 from flywheel.config.judge import FilterSettings, JudgeSettings
-from flywheel.config.notify import NotifyList
+from flywheel.config.notices import NotifyList
+from flywheel.config.other_programs import MARKERS, from_agentjet
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
@@ -301,7 +301,7 @@ def parse(
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
-    own = translated(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
+    own = from_agentjet(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
     # Translated keys have other names and positions in the file.
     document = document if own is raw else None
     try:

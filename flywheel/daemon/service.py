@@ -37,8 +37,7 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
-from flywheel.system.process_tuning import trim_malloc
-from flywheel.system.systemd import beat, notify
+from flywheel.system.process import feed_watchdog, tell_systemd, trim_malloc
 
 IDLE_CHECKS: Final = 2
 """Checks without work before memory is released."""
@@ -192,7 +191,7 @@ class Service:
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
         scheduler = self._schedule()
-        beating = asyncio.create_task(beat(), name="watchdog")
+        beating = asyncio.create_task(feed_watchdog(), name="watchdog")
         self._running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
         notices = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._notices]
         self._metrics.wake.set()
@@ -202,12 +201,12 @@ class Service:
             self._has_started = True
             for stage in (self._judge, self._round, self._reconcile, self._remove):
                 stage.wake.set()
-            notify(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
+            tell_systemd(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
             await self._stopping.wait()
         finally:
             microseconds = round(self._longest_end_seconds() * 1e6)
-            notify(f"STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC={microseconds}")
+            tell_systemd(f"STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC={microseconds}")
             if scheduler.running:  # False when a source could not start
                 scheduler.shutdown(wait=False)
             await self._end(self._running)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.judge.grader import Grader
-from flywheel.judge.labels import Label
+from flywheel.judge.labels import LabelledReply
 from flywheel.judge.thread_pool import grade_all
 from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Outcome, Verdict
@@ -112,7 +112,7 @@ WORST: Final = 10
 class Disagreement:
     """A reply on which judge and person differ; `margin` is the distance of its score from the threshold."""
 
-    label: Label
+    label: LabelledReply
     verdict: Verdict
     margin: float
 
@@ -130,7 +130,7 @@ class Calibration:
 
     confusion: Confusion
     kappa: Kappa
-    undecided: tuple[tuple[Label, str], ...]
+    undecided: tuple[tuple[LabelledReply, str], ...]
     consistency: float | None
     unanimous: float | None
     worst: tuple[Disagreement, ...]
@@ -146,7 +146,7 @@ class Calibration:
 
 def calibrate(
     grader: Grader,
-    labels: Sequence[Label],
+    labels: Sequence[LabelledReply],
     max_thread: int,
     *,
     repeats: int = 1,
@@ -172,7 +172,7 @@ def calibrate(
 
 
 def _summary(
-    labels: Sequence[Label], verdicts: Sequence[Sequence[Verdict]], threshold: float, repeats: int
+    labels: Sequence[LabelledReply], verdicts: Sequence[Sequence[Verdict]], threshold: float, repeats: int
 ) -> Calibration:
     people: list[bool] = []
     judge: list[bool] = []

@@ -188,7 +188,7 @@ REJECTED_FOR_ALL: Final = frozenset({401, 402, 403, 404})
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JudgeReply:
     """The reply to one call.
 
     Attributes:
@@ -212,7 +212,7 @@ class Reply:
     judge: str = ""
 
 
-def parse_response(body: bytes) -> Reply:
+def parse_response(body: bytes) -> JudgeReply:
     """The reply in a response. Raises CallError for a response without one."""
     try:
         completion = orjson.loads(body)
@@ -227,10 +227,10 @@ def parse_response(body: bytes) -> Reply:
         return _without_choice(completion.get("error"), tokens, has_usage=bool(usage))
     choice = _dict(choices[0])
     text, problem = _text(_dict(choice.get("message")))
-    return Reply(text, problem, *tokens, cut_off=choice.get("finish_reason") == "length", has_usage=bool(usage))
+    return JudgeReply(text, problem, *tokens, cut_off=choice.get("finish_reason") == "length", has_usage=bool(usage))
 
 
-def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> Reply:
+def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> JudgeReply:
     problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
     code = _dict(error).get("code")
     status = _count(int(code) if isinstance(code, str) and code.isdecimal() and len(code) <= 4 else code)
@@ -238,7 +238,7 @@ def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> 
     # What was billed is kept, though it is no verdict. What was not can be retried, or concerns every call.
     if status and not any(tokens) and (failure.retryable or status in REJECTED_FOR_ALL):
         raise failure
-    return Reply("", problem, *tokens, has_usage=has_usage)
+    return JudgeReply("", problem, *tokens, has_usage=has_usage)
 
 
 def _repaired(body: bytes) -> Any:

@@ -1,7 +1,7 @@
 """Client for the judge: calls with retries, API keys and limits, and failover to the backup.
 
 `JudgeClient` asks the judge in the strictest response format that it supports, or its backup while the judge fails.
-`Endpoint` makes the calls to one model: retries (tenacity), keys, limits, and errors that name the setting to change.
+`JudgeEndpoint` makes the calls to one model: retries, keys, limits, and errors that name the setting to change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flywheel.judge.chat_completions import (
     LABELS,
     PARAMETERS,
     EndpointCapabilities,
-    Reply,
+    JudgeReply,
     ResponseFormat,
     is_rejection_of,
     parse_response,
@@ -259,7 +259,7 @@ class JudgeClient:
     ) -> None:
         self.capabilities = capabilities or EndpointCapabilities()
         configs = endpoints_of(settings)
-        self.endpoints = [Endpoint(config, settings) for config in configs]
+        self.endpoints = [JudgeEndpoint(config, settings) for config in configs]
         self.identity = "\0".join(f"{each.base_url}\0{each.model}" for each in configs)
         self._clock = clock
         self._failover_until = float("-inf")
@@ -273,8 +273,8 @@ class JudgeClient:
         max_tokens: int,
         seed: int | None = None,
         stop: threading.Event = NEVER,
-    ) -> Reply:
-        """One reply; a Reply with a problem when the endpoint rejects this call only.
+    ) -> JudgeReply:
+        """One reply; a JudgeReply with a problem when the endpoint rejects this call only.
 
         Raises JudgeError: retryable when every attempt failed (`stop` ends the attempts), not retryable when every
         other call would be rejected too.
@@ -296,7 +296,7 @@ class JudgeClient:
         assert failure is not None
         raise failure
 
-    def note_ignored_format(self, reply: Reply) -> bool:
+    def note_ignored_format(self, reply: JudgeReply) -> bool:
         """The reply is not in the requested format. Returns whether another format is left for the next call."""
         endpoint = next((each for each in self.endpoints if str(each.config) == reply.judge), None)
         if endpoint is None or reply.format is ResponseFormat.TEXT:
@@ -305,8 +305,8 @@ class JudgeClient:
         return True
 
     def _ask(
-        self, endpoint: Endpoint, request: dict[str, Any], response_format: dict[str, Any], stop: threading.Event
-    ) -> Reply:
+        self, endpoint: JudgeEndpoint, request: dict[str, Any], response_format: dict[str, Any], stop: threading.Event
+    ) -> JudgeReply:
         """In the strictest format that the endpoint supports, without the parameters that it does not.
 
         A rejection that names a parameter or the format is recorded. After any other, text is tried.
@@ -337,7 +337,7 @@ class JudgeClient:
                 self._record(endpoint, suspected)
             return replace(reply, format=form)
 
-    def _record(self, endpoint: Endpoint, part: str, what: str = "does not support") -> None:
+    def _record(self, endpoint: JudgeEndpoint, part: str, what: str = "does not support") -> None:
         if self.capabilities.add(str(endpoint.config), part):
             log.info("%s %s %s; later requests omit it", endpoint.config, what, LABELS[part])
 
@@ -346,7 +346,7 @@ class JudgeClient:
             endpoint.close()
 
 
-class Endpoint:
+class JudgeEndpoint:
     """Calls to one model at one endpoint. Thread-safe. `has_answered` is set once it accepted a call."""
 
     def __init__(self, config: EndpointConfig, settings: JudgeSettings) -> None:
@@ -361,7 +361,7 @@ class Endpoint:
         self._connecting = threading.Lock()
         self._connection: tuple[KeyPool, ModelHttpClient] | None = None
 
-    def call(self, request: Mapping[str, Any], stop: threading.Event) -> Reply:
+    def call(self, request: Mapping[str, Any], stop: threading.Event) -> JudgeReply:
         """The reply to one request, with as many attempts as the settings allow.
 
         Raises CallError when the endpoint rejects this request, and JudgeError: retryable when every attempt failed
@@ -398,17 +398,17 @@ class Endpoint:
         except CallError as error:
             raise self._unreachable(str(error)) from error
 
-    def rejected(self, error: CallError) -> Reply:
+    def rejected(self, error: CallError) -> JudgeReply:
         """A call that the endpoint rejected. Raises JudgeError when every other call would be rejected too."""
         message = str(error)
         hint = None if error.status == 403 and MODERATION.search(message) else HINTS.get(error.status)
         concerns_call = error.status == 413 or (THIS_CALL.search(message) and not OUTPUT_LIMIT.search(message))
         # An endpoint that accepted other calls is configured correctly: one long task must not stop the rest.
         if hint is None and (self.has_answered or concerns_call):
-            return Reply("", f"the endpoint refused this call: {message}", calls=0, judge=str(self.config))
+            return JudgeReply("", f"the endpoint refused this call: {message}", calls=0, judge=str(self.config))
         raise self._error(message, hint or REJECTED_HINT) from error
 
-    def _attempt(self, body: bytes, stop: threading.Event) -> Reply:
+    def _attempt(self, body: bytes, stop: threading.Event) -> JudgeReply:
         """One attempt, with as many keys as it takes to find one that works."""
         keys, client = self._connect()
         count = len(keys.keys)
@@ -425,7 +425,9 @@ class Endpoint:
                 log.warning("key %d of %d for %s rests: %s", key.place, count, self.config, error)
         raise AssertionError("a pool has at least one key")
 
-    def _send(self, client: ModelHttpClient, keys: KeyPool, key: Key, body: bytes, stop: threading.Event) -> Reply:
+    def _send(
+        self, client: ModelHttpClient, keys: KeyPool, key: Key, body: bytes, stop: threading.Event
+    ) -> JudgeReply:
         """One request within the limits, which its outcome adjusts."""
         began = self.concurrency.acquire(stop)
         if began is None:
@@ -441,7 +443,7 @@ class Endpoint:
                 reply = parse_response(client.post("/chat/completions", body, key.secret).body)
                 outcome = "answered"
             except ResponseTooLargeError as error:
-                reply = Reply("", str(error))
+                reply = JudgeReply("", str(error))
             except CallError as error:
                 self._tokens.correct(-expected)
                 if error.status == 429 or error.retry_after is not None:

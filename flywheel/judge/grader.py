@@ -22,7 +22,7 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, CostlyCheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
-from flywheel.judge.chat_completions import Reply
+from flywheel.judge.chat_completions import JudgeReply
 from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.judge.rubric.checks import ask_the_judge, check_all, fails_required
@@ -62,7 +62,7 @@ class JudgeCall:
 
         Returns the results and what the calls used, without an outcome; and the failure when no reply came at all.
         """
-        replies: list[tuple[Reply, int]] = []
+        replies: list[tuple[JudgeReply, int]] = []
         found: list[CriterionResult] = []
         error, answer, failure = "", "", None
         try:
@@ -102,7 +102,7 @@ class JudgeCall:
         exchange: Exchange,
         criteria: tuple[Criterion, ...],
         seed: int | None,
-        replies: list[tuple[Reply, int]],
+        replies: list[tuple[JudgeReply, int]],
         stop: threading.Event,
     ) -> tuple[CriterionResult, ...]:
         """One call. After an unreadable reply the judge is told the problem and asked once more.
@@ -137,7 +137,7 @@ class JudgeCall:
                 problem = str(error)
 
     def _read(
-        self, criteria: Sequence[Criterion], reply: Reply, nonce: str, shown: str
+        self, criteria: Sequence[Criterion], reply: JudgeReply, nonce: str, shown: str
     ) -> tuple[CriterionResult, ...]:
         cut_off = f" (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else ""
         if reply.problem:

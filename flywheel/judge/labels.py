@@ -23,7 +23,7 @@ Lookup = Callable[[list[str]], Mapping[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class LabelledReply:
     """One reply with the verdict of a person and its reason; `name` identifies it in reports."""
 
     name: str
@@ -33,10 +33,10 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class LabelFile:
     """The labels of a file; `left_out` counts the lines without an answer or without a verdict."""
 
-    labels: tuple[Label, ...]
+    labels: tuple[LabelledReply, ...]
     left_out: int
 
 
@@ -44,7 +44,7 @@ class _LineError(ValueError):
     """A line that cannot be used."""
 
 
-def read_labels(path: Path, lookup: Lookup | None = None) -> Labels:
+def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
     """Read a label file. A line is a question with an answer, a task line, or the id of a task in the state.
 
     Raises ConfigError that names every invalid line.
@@ -78,13 +78,13 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> Labels:
             continue
         if exchange is not None:
             name = str(line.get("task_id") or line.get("span_id") or f"line {number}")
-            labels.append(Label(name, exchange, accept, str(line.get("reason") or "")))
+            labels.append(LabelledReply(name, exchange, accept, str(line.get("reason") or "")))
     if problems:
         more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         raise ConfigError(attempted, "; ".join(problems[:_MAX_PROBLEMS]) + more, "See `flywheel docs rubrics`.")
     if not labels:
         raise ConfigError(attempted, "it has no label", "Each line needs a question, an answer and a verdict.")
-    return Labels(tuple(labels), count - len(labels))
+    return LabelFile(tuple(labels), count - len(labels))
 
 
 def _verdict(line: Any) -> bool | None:

@@ -14,7 +14,7 @@ import yaml
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge.chat_completions import storable_value, strict_format, strict_object
 from flywheel.judge.client import JudgeClient
-from flywheel.judge.labels import Label
+from flywheel.judge.labels import LabelledReply
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check
@@ -63,7 +63,7 @@ class _InvalidDraftError(ValueError):
     """The message says what is wrong with the draft."""
 
 
-def draft(client: JudgeClient, labels: Sequence[Label], name: str, stop: threading.Event = NEVER) -> str:
+def draft(client: JudgeClient, labels: Sequence[LabelledReply], name: str, stop: threading.Event = NEVER) -> str:
     """The YAML of a rubric with this name. After an invalid draft the judge is told the problem and asked once more.
 
     Raises JudgeError when the second draft is invalid too, and when the judge cannot be asked.
@@ -91,19 +91,19 @@ def draft(client: JudgeClient, labels: Sequence[Label], name: str, stop: threadi
     )
 
 
-def choose_examples(labels: Sequence[Label]) -> list[Label]:
+def choose_examples(labels: Sequence[LabelledReply]) -> list[LabelledReply]:
     """The labels for the prompt: the same each time, spread over the file, with both verdicts if there are both."""
     accepted = [label for label in labels if label.accept]
     rejected = [label for label in labels if not label.accept]
     share = max(MAX_EXAMPLES // 2, MAX_EXAMPLES - len(rejected))
-    chosen: list[Label] = []
+    chosen: list[LabelledReply] = []
     for group, most in ((accepted, share), (rejected, MAX_EXAMPLES - min(len(accepted), share))):
         count = min(most, len(group))
         chosen += [group[place * len(group) // count] for place in range(count)]
     return chosen
 
 
-def messages(labels: Sequence[Label], problem: str = "") -> list[ChatMessage]:
+def messages(labels: Sequence[LabelledReply], problem: str = "") -> list[ChatMessage]:
     """System and user message. `problem` is what was wrong with an earlier draft; it quotes no example."""
     nonce = new_nonce()
     parts = []
@@ -136,7 +136,7 @@ def parse_draft(text: str) -> dict[str, Any]:
     return found
 
 
-def _rubric_file(drafted: dict[str, Any], examples: Sequence[Label], name: str, count: int) -> str:
+def _rubric_file(drafted: dict[str, Any], examples: Sequence[LabelledReply], name: str, count: int) -> str:
     """The draft as a rubric file. Raises _InvalidDraftError with all problems."""
     criteria = [
         {key: value for key, value in each.items() if key in FIELDS} if isinstance(each, dict) else each
@@ -167,7 +167,7 @@ def _rubric_file(drafted: dict[str, Any], examples: Sequence[Label], name: str, 
     )
 
 
-def _contradictions(rubric: Rubric, examples: Sequence[Label]) -> list[str]:
+def _contradictions(rubric: Rubric, examples: Sequence[LabelledReply]) -> list[str]:
     """Required checks that accepted answers fail."""
     accepted = [label for label in examples if label.accept]
     found = []

@@ -1,7 +1,8 @@
 """Locks between processes; the kernel releases them when their holder dies.
 
 A process that writes tasks, verdicts or rounds holds `lock`. A process that moves the alias holds `swap.lock`
-meanwhile, so that a manual rollback and the daemon's swaps run one after the other.
+meanwhile, so that a manual rollback and the daemon's swaps run one after the other. A round's worker holds
+`worker.lock` in the directory of its round.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flywheel.system.files import make_private, private
 
 log = logging.getLogger(__name__)
 
+WORKER_LOCK: Final = "worker.lock"
 LOG_AT_ATTEMPT: Final = 10
 """The wait for a lock is logged at this attempt; there are ten per second."""
 FLOCK: Final = "hhqqi4x"
@@ -90,4 +92,20 @@ async def swap_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]
                 if attempt == LOG_AT_ATTEMPT:
                     log.info("waiting for a swap that is running: %s", error.why)
                 await asyncio.sleep(0.1)
+        yield
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Lock the directory until the process ends. Raises LockedError when another worker holds it."""
+    with (directory / WORKER_LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(
+                f"run the round in {directory}",
+                "another worker is running it",
+                "Wait for that one, or stop it first.",
+                retryable=True,
+            ) from None
         yield

@@ -11,7 +11,9 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 from flywheel.secrets import redact_secrets
@@ -72,3 +74,20 @@ def setup(level: str = "INFO", *, as_json: bool = False) -> None:
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("flywheel").setLevel(level)
+
+
+@contextlib.contextmanager
+def output_to(log: Path) -> Iterator[None]:
+    """Redirect all output of this process and its children to the log, including that of native code."""
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    with log.open("ab") as file:
+        for number, _ in kept:
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during a command: it ends in order, with the exit code of the signal.
+"""SIGINT and SIGTERM: a command or a round's worker ends in order, with the exit code of the signal.
 
 The daemon handles its signals itself.
 """
@@ -100,3 +100,33 @@ class StopSignals:
         await stopping
         task.cancel()
         await asyncio.wait((task,))
+
+
+POLL_SECONDS: Final = 0.5
+"""Between two looks of a worker for signals."""
+
+
+class Stopped(BaseException):
+    """A signal asked the worker to stop. A BaseException, so that libraries do not handle it as an error."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+_received: list[int] = []
+
+
+def catch_signals() -> None:
+    """Note SIGTERM and SIGINT for `check_stopped`. Called again after any library that installs handlers of its own.
+
+    The handler does not raise: inside Ray's native code the exception would be replaced by another one.
+    """
+    for number in SIGNALS:
+        signal.signal(number, lambda received, _: _received.append(received))
+
+
+def check_stopped() -> None:
+    """Raise Stopped after a signal. Waiting code waits in slices of POLL_SECONDS and calls this in between."""
+    if _received:
+        raise Stopped(_received[0])

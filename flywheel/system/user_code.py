@@ -35,7 +35,7 @@ class FunctionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class ReturnedValue:
     """What a function returned, or its value and its reason if it returned two."""
 
     value: bool | float | None
@@ -60,7 +60,7 @@ class PythonProcess:
         with self._children.child(self._start):
             pass
 
-    def __call__(self, value: Mapping[str, Any]) -> Returned:
+    def __call__(self, value: Mapping[str, Any]) -> ReturnedValue:
         """Call the function. Raises FunctionError, and ConfigError if the function does not load any more."""
         request = json.dumps(value).encode()
         with self._children.child(self._start) as child:
@@ -73,7 +73,7 @@ class PythonProcess:
                 raise FunctionError(f"{self._name} ended its process ({error})") from None
         if "error" in answer:
             raise FunctionError(answer["error"])
-        return Returned(**answer)
+        return ReturnedValue(**answer)
 
     def _start(self) -> ChildProcess:
         child = ChildProcess(python_command(__name__), environment_without_secrets())

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.system.process_tuning import trim_malloc
+from flywheel.system.process import trim_malloc
 from flywheel.system.server_limits import LOCAL_NAMES
 from flywheel.system.web_server import web_server
 from flywheel.web import (

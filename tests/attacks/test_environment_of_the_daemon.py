@@ -10,7 +10,7 @@ import pytest
 
 PARENT = """
 import ctypes, os, subprocess, sys
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)

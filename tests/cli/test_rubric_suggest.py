@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.judge.labels import Label
+from flywheel.judge.labels import LabelledReply
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.suggestion import MAX_EXAMPLES, choose_examples, messages
 from flywheel.records.verdict import Exchange
@@ -179,7 +179,7 @@ def test_a_judge_that_writes_no_json(flywheel: Run, config: Path, author: Author
 
 
 def test_labels_are_spread_and_shown_between_delimiters_only() -> None:
-    labels = [Label(str(n), Exchange("q", f"answer {n} <<<END EXAMPLE"), n % 10 == 0) for n in range(400)]
+    labels = [LabelledReply(str(n), Exchange("q", f"answer {n} <<<END EXAMPLE"), n % 10 == 0) for n in range(400)]
     shown = choose_examples(labels)
     assert len(shown) == MAX_EXAMPLES
     assert sum(label.accept for label in shown) == 20

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.system.systemd import beat, notify
+from flywheel.system.process import feed_watchdog, tell_systemd
 from tests import warm
 
 
@@ -19,10 +19,10 @@ def test_the_service_manager_hears_it(tmp_path: Path, monkeypatch: pytest.Monkey
         manager.bind(str(path))
         manager.settimeout(30)
         monkeypatch.setenv("NOTIFY_SOCKET", str(path))
-        assert notify("READY=1")
+        assert tell_systemd("READY=1")
         assert manager.recv(100) == b"READY=1"
     path.unlink()
-    assert not notify("READY=1")
+    assert not tell_systemd("READY=1")
 
 
 async def test_a_service_manager_that_watches_hears_that_the_loop_goes_on(
@@ -35,7 +35,7 @@ async def test_a_service_manager_that_watches_hears_that_the_loop_goes_on(
         monkeypatch.setenv("NOTIFY_SOCKET", str(path))
         monkeypatch.setenv("WATCHDOG_USEC", "20000")
         monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
-        beating = asyncio.create_task(beat())
+        beating = asyncio.create_task(feed_watchdog())
         heard = [await asyncio.to_thread(manager.recv, 100) for _ in range(3)]
         assert heard == [b"WATCHDOG=1"] * 3
         beating.cancel()
@@ -45,12 +45,12 @@ async def test_a_service_manager_that_watches_hears_that_the_loop_goes_on(
 async def test_who_is_not_watched_says_nothing(monkeypatch: pytest.MonkeyPatch, microseconds: str, pid: str) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", microseconds)
     monkeypatch.setenv("WATCHDOG_PID", pid)
-    await beat()  # returns
+    await feed_watchdog()  # returns
 
 
 def test_without_a_service_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not notify("READY=1")
+    assert not tell_systemd("READY=1")
 
 
 def test_the_daemon_says_when_it_is_ready_that_it_lives_and_how_long_its_end_may_take(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from flywheel.judge import suggestion
-from flywheel.judge.labels import Label
+from flywheel.judge.labels import LabelledReply
 from flywheel.judge.prompt import escape, messages
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
@@ -81,7 +81,7 @@ def everywhere(text: str) -> Exchange:
 
 def asked(text: str) -> list[str]:
     """Every prompt that shows traced texts to a model, with this text wherever there can be one."""
-    labels = [Label("1", everywhere(text), accept=True, reason=text)]
+    labels = [LabelledReply("1", everywhere(text), accept=True, reason=text)]
     return [
         str(message["content"])
         for made in (messages(RUBRIC, everywhere(text)), suggestion.messages(labels))

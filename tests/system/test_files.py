@@ -148,7 +148,7 @@ def test_a_path_is_tidied_where_it_leads_to_the_same_place(tmp_path: Path) -> No
 
 def test_as_many_open_files_as_the_system_allows() -> None:
     script = (
-        "import resource; from flywheel.system.process_tuning import tune_process; "
+        "import resource; from flywheel.system.process import tune_process; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)); tune_process(); tune_process(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -13,7 +13,7 @@ _ARENAS = """
 import concurrent.futures, sys, threading
 from pathlib import Path
 if sys.argv[1] == "tuned":
-    from flywheel.system.process_tuning import tune_process
+    from flywheel.system.process import tune_process
     tune_process()
 together = threading.Barrier(8)
 def burst():

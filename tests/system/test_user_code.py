@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.system.user_code import FunctionError, PythonProcess, Returned, function_of
+from flywheel.system.user_code import FunctionError, PythonProcess, ReturnedValue, function_of
 from tests.waiting import wait_for
 
 FILE = """
@@ -67,7 +67,7 @@ def made(seconds: float = 60, most: int = 1, source: str = FILE, name: str = "ke
     [(True, True), (0.25, 0.25), (2, 2.0), (None, None), ("yes", None), (float("inf"), float("inf"))],
 )
 def test_what_is_returned_comes_as_it_is(said: Any, value: Any) -> None:
-    assert made()({"do": "", "say": said}) == Returned(value, None, repr(said))
+    assert made()({"do": "", "say": said}) == ReturnedValue(value, None, repr(said))
 
 
 def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_one_that_ends_its_process_costs_one_call(do: str, complaint: str) -> No
 
 
 def test_what_it_prints_and_reads_is_not_ours(capfd: pytest.CaptureFixture[str]) -> None:
-    assert made()({"do": "talk"}) == Returned(True, "read to the end", repr((True, "read to the end")))
+    assert made()({"do": "talk"}) == ReturnedValue(True, "read to the end", repr((True, "read to the end")))
     out, err = capfd.readouterr()
     assert out == ""
     assert [line for line in err.splitlines() if line] == ["printed", "written", "by another program"]
@@ -121,7 +121,7 @@ def test_signals_to_all_of_us_leave_the_call_alone() -> None:
 def test_calls_do_not_wait_for_each_other_while_there_may_be_more_processes(tmp_path: Path) -> None:
     keep = made(most=2)
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    told: list[Returned] = []
+    told: list[ReturnedValue] = []
     threads = [
         threading.Thread(target=lambda m=mine, o=other: told.append(keep({"do": "meet", "mine": m, "other": o})))
         for mine, other in ((one, two), (two, one))

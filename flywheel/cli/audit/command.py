@@ -19,7 +19,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import EXIT_FAILED
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:

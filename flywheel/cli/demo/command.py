@@ -20,7 +20,7 @@ import typer
 from flywheel.cli.app import app, open_state, run_async
 from flywheel.errors import ExportError
 from flywheel.records.request_id import UNRECORDED
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
     from types import FrameType

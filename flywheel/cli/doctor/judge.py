@@ -16,7 +16,7 @@ from flywheel.cli.doctor import Finding, Result
 from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, rubric_of, rubric_of_target
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
-from flywheel.judge.client import KEY_REJECTED, Endpoint, EndpointConfig, JudgeClient, endpoints_of, settings_for
+from flywheel.judge.client import KEY_REJECTED, EndpointConfig, JudgeClient, JudgeEndpoint, endpoints_of, settings_for
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
@@ -82,7 +82,7 @@ def _rubric(config: Config, rubric: Rubric, chain: Chain | None) -> Finding:
 def _listed(who: EndpointConfig, settings: JudgeSettings) -> Finding:
     """What the endpoint answers when it is asked for its models, without a key and with each key."""
     timeout = min(settings.timeout_seconds, TIMEOUT_SECONDS)
-    endpoint = Endpoint(who, settings.model_copy(update={"timeout_seconds": timeout}))
+    endpoint = JudgeEndpoint(who, settings.model_copy(update={"timeout_seconds": timeout}))
     try:
         without_key, *by_key = endpoint.model_listings()
     except JudgeError as error:

@@ -13,7 +13,7 @@ from flywheel.store import bursts, rounds, samples
 from flywheel.system.terminal import quantity
 
 if TYPE_CHECKING:
-    from flywheel.judge.filters.influence import Candidate, Influence
+    from flywheel.judge.filters.influence import Influence, WeighedSample
 
 OVER: Final = "over their share"
 LATER: Final = "more than a round takes"
@@ -78,14 +78,14 @@ class AvailableSamplesCache:
             return AvailableSamples(usable, needs, waiting=waiting)
         return AvailableSamples(usable, needs, chosen.tasks, waiting, chosen.widened)
 
-    def _candidates(self, conn: Connection) -> list[Candidate]:
-        from flywheel.judge.filters.influence import Candidate, weigh
+    def _candidates(self, conn: Connection) -> list[WeighedSample]:
+        from flywheel.judge.filters.influence import WeighedSample, weigh
 
         # Samples that no filter run has weighed yet have shares too.
         unknown = {row.id: weigh(row.payload) for row in bursts.unknown(conn, None)}
         found = bursts.candidates(conn, self._config.takes.train)
         return [
-            Candidate(row.id, of.conversation, of.user, of.template)
+            WeighedSample(row.id, of.conversation, of.user, of.template)
             for row in found
             for of in (unknown.get(row.id, row),)
         ]

@@ -62,7 +62,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WeighedSample:
     """A free sample and what it counts towards. An empty user and template 0 are not counted."""
 
     task: int
@@ -97,7 +97,7 @@ class Choice:
 SHARES: Final = ("conversation", "user", "template")
 
 
-def choose(candidates: Sequence[Candidate], caps: Influence, most: int, needed: int) -> Choice:
+def choose(candidates: Sequence[WeighedSample], caps: Influence, most: int, needed: int) -> Choice:
     """Choose tasks for a round of at most `most` samples that needs `needed`, or all there are if fewer."""
     taken = within_shares(candidates, caps, most)
     needed = min(needed, most, len(candidates))
@@ -117,7 +117,7 @@ def choose(candidates: Sequence[Candidate], caps: Influence, most: int, needed: 
     return Choice(max(larger, with_more(extra), key=len), widened)
 
 
-def within_shares(candidates: Sequence[Candidate], caps: Influence, most: int) -> list[int]:
+def within_shares(candidates: Sequence[WeighedSample], caps: Influence, most: int) -> list[int]:
     """The tasks that a round of at most `most` samples can take, the oldest first.
 
     No share of them is above its limit, except that one sample is always allowed. If the limits make the round
@@ -136,14 +136,14 @@ def _limits(caps: Influence, size: int) -> dict[str, int]:
     return {name: max(1, int(getattr(caps, name) * size + 1e-9)) for name in SHARES}
 
 
-def _filling(candidates: Sequence[Candidate], name: str, size: int) -> int:
+def _filling(candidates: Sequence[WeighedSample], name: str, size: int) -> int:
     """The smallest limit with which the candidates fill a round of this size, if it is the only limit."""
     counts = Counter(key for candidate in candidates if (key := getattr(candidate, name)))
     free = len(candidates) - counts.total()
     return bisect_left(range(size), size, key=lambda limit: free + sum(min(n, limit) for n in counts.values()))
 
 
-def _pick(candidates: Iterable[Candidate], limits: Mapping[str, int], size: int) -> list[int]:
+def _pick(candidates: Iterable[WeighedSample], limits: Mapping[str, int], size: int) -> list[int]:
     counts: dict[str, Counter[object]] = {name: Counter() for name in limits}
     taken: list[int] = []
     for candidate in candidates:

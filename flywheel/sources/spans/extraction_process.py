@@ -19,7 +19,7 @@ from flywheel.records.trace import ReplySelection
 from flywheel.secrets import environment_without_secrets
 from flywheel.sources.spans.replies import extract
 from flywheel.system.child_process import ChildProcess, python_command, serve
-from flywheel.system.process_tuning import tune_process
+from flywheel.system.process import tune_process
 
 SECONDS: Final = 600.0
 """Longest extraction of one batch."""

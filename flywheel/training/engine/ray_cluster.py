@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
-from flywheel.system.worker_setup import POLL_SECONDS, check_stopped
+from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
 
 PR_SET_CHILD_SUBREAPER = 36

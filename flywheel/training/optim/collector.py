@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.system.worker_setup import POLL_SECONDS, check_stopped
+from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.data.rollout import Batch, Completion, RewardWeights, Rollout, RolloutRequest, exchange
 from flywheel.training.data.round_progress import Meter
 

@@ -26,7 +26,9 @@ from flywheel.judge.usage import UsageFile
 from flywheel.records.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
 from flywheel.system import log as logs
 from flywheel.system.files import write_atomic
-from flywheel.system.worker_setup import Stopped, alone_in, catch_signals, output_to
+from flywheel.system.lock import alone_in
+from flywheel.system.log import output_to
+from flywheel.system.signals import Stopped, catch_signals
 from flywheel.training.data.round_directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import check_base, check_frozen, check_parent, other_form

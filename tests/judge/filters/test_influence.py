@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.judge.filters.deduplication import particulars, template
-from flywheel.judge.filters.influence import Candidate, Choice, Influence, choose, weigh, within_shares
+from flywheel.judge.filters.influence import Choice, Influence, WeighedSample, choose, weigh, within_shares
 from flywheel.records.task import task_line
 from tests.factories.trace import START, reply
 
@@ -73,8 +73,8 @@ def test_a_task_is_weighed_by_its_user_or_else_its_source() -> None:
     assert weigh(line).conversation == line["metadata"]["trace_id"]
 
 
-def candidates(*keys: str) -> list[Candidate]:
-    return [Candidate(number, key, "", 0) for number, key in enumerate(keys)]
+def candidates(*keys: str) -> list[WeighedSample]:
+    return [WeighedSample(number, key, "", 0) for number, key in enumerate(keys)]
 
 
 def test_what_is_above_its_share_waits_and_the_oldest_go_first() -> None:
@@ -100,7 +100,7 @@ def test_one_of_each_is_always_allowed_and_nothing_is_capped_without_caps() -> N
 
 
 def test_what_is_not_known_is_not_capped() -> None:
-    unknown = [Candidate(number, f"c{number}", "", 0) for number in range(20)]
+    unknown = [WeighedSample(number, f"c{number}", "", 0) for number in range(20)]
     assert len(within_shares(unknown, Influence(), 20)) == 20
 
 
@@ -113,7 +113,7 @@ CAPS = st.floats(0.01, 1.0)
     st.integers(1, 80),
 )
 def test_no_share_is_ever_above_its_cap(keys: list[tuple[int, int, int]], caps: Influence, most: int) -> None:
-    free = [Candidate(n, f"c{c}", f"u{u}" if u else "", t) for n, (c, u, t) in enumerate(keys)]
+    free = [WeighedSample(n, f"c{c}", f"u{u}" if u else "", t) for n, (c, u, t) in enumerate(keys)]
     taken = within_shares(free, caps, most)
     assert len(taken) <= most
     assert taken == sorted(set(taken))
@@ -126,10 +126,10 @@ def test_no_share_is_ever_above_its_cap(keys: list[tuple[int, int, int]], caps: 
         assert all(n <= max(1, getattr(caps, name) * len(taken) + 1e-6) for n in counted.values())
 
 
-def of_users(*pairs: str) -> list[Candidate]:
+def of_users(*pairs: str) -> list[WeighedSample]:
     """Candidates from `conversation user` and their numbers; `-` is a user who is not known."""
     return [
-        Candidate(number, conversation, "" if user == "-" else user, 0)
+        WeighedSample(number, conversation, "" if user == "-" else user, 0)
         for number, (conversation, user) in enumerate(pair.split() for pair in pairs)
     ]
 
@@ -143,7 +143,7 @@ def test_a_cap_that_what_is_there_cannot_meet_is_widened_to_what_can() -> None:
     few = of_users(*(f"c{n} {'anna' if n % 2 else 'ben'}" for n in range(40)))
     chosen = choose(few, Influence(), 20, 20)
     assert (len(chosen.tasks), chosen.widened) == (20, {"user": 0.5})
-    kind = [Candidate(n, f"c{n}", "", 7) for n in range(40)]
+    kind = [WeighedSample(n, f"c{n}", "", 7) for n in range(40)]
     assert choose(kind, Influence(), 20, 20) == Choice(list(range(20)))
     assert choose(kind, Influence(template=0.2), 20, 20) == Choice(list(range(20)), {"template": 1.0})
 
@@ -184,7 +184,7 @@ def test_caps_that_can_be_met_one_by_one_and_not_together_are_widened() -> None:
 def test_a_round_is_filled_whatever_is_there_and_keeps_to_what_is_said(
     keys: list[tuple[int, int, int]], caps: Influence, most: int, needed: int
 ) -> None:
-    free = [Candidate(n, f"c{c}", f"u{u}" if u else "", t) for n, (c, u, t) in enumerate(keys)]
+    free = [WeighedSample(n, f"c{c}", f"u{u}" if u else "", t) for n, (c, u, t) in enumerate(keys)]
     chosen = choose(free, caps, most, needed)
     assert min(needed, most, len(free)) <= len(chosen.tasks) <= most
     by_task = {candidate.task: candidate for candidate in free}

@@ -15,7 +15,7 @@ from flywheel.config import Config
 from flywheel.errors import LockedError, TrainError
 from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
 from flywheel.system.files import tree_sha256
-from flywheel.system.worker_setup import alone_in
+from flywheel.system.lock import alone_in
 from flywheel.training.data.round_directory import PARTS, finished, read_spec, settings_of, start_over
 from tests.training.data.rollouts import task
 

@@ -33,7 +33,7 @@ from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask, Sampling, SystemPrompt
 from flywheel.serving.client.weight_verification import compare
 from flywheel.system.files import tree_sha256
-from flywheel.system.worker_setup import LOCK_FILE
+from flywheel.system.lock import WORKER_LOCK
 from flywheel.training.data.round_progress import progress_of
 from tests.training.data.test_round_directory import POLICY
 from tests.waiting import wait_for
@@ -308,7 +308,7 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
             "spec.json",
             "usage.jsonl",
             "worker.log",
-            LOCK_FILE,
+            WORKER_LOCK,
         ]
     )
     assert trained.left_behind == []

@@ -38,7 +38,7 @@ _NUMBER: Final = re.compile(r"\d+")
 _TIME: Final = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\w+=\S+|0x[0-9a-f]+", re.IGNORECASE)
 
 
-class Run(NamedTuple):
+class RepeatedRun(NamedTuple):
     """A unit of text that is repeated without a gap."""
 
     unit: str
@@ -107,7 +107,7 @@ def _find_loop(prose: str, code: str) -> str:
     return f"only {share:.0%} of its word groups are new" if share < 0.15 else ""
 
 
-def _is_loop_in_prose(run: Run) -> bool:
+def _is_loop_in_prose(run: RepeatedRun) -> bool:
     letters = sum(character.isalpha() for character in run.unit)
     if not letters:
         # Horizontal rules, dot leaders, blanks to fill in and zeros are long, but not endless.
@@ -119,7 +119,7 @@ def _is_loop_in_prose(run: Run) -> bool:
     return (run.times >= 8 and run.characters >= 200) or (run.times >= 20 and run.characters >= 80)
 
 
-def _is_loop_in_code(run: Run) -> bool:
+def _is_loop_in_code(run: RepeatedRun) -> bool:
     """Tables of zeros, heartbeats in logs and test data repeat much more often than prose."""
     letters = sum(character.isalpha() for character in run.unit)
     if not letters:
@@ -129,7 +129,7 @@ def _is_loop_in_code(run: Run) -> bool:
     return run.times >= (15 if len(run.unit) >= 200 else 50) and run.characters >= 600
 
 
-def _longest_runs(units: Sequence[str], separator: str, longest_period: int) -> list[Run]:
+def _longest_runs(units: Sequence[str], separator: str, longest_period: int) -> list[RepeatedRun]:
     """The longest run of each period, in units."""
     import numpy as np  # not at the top: most commands do without it
 
@@ -148,10 +148,10 @@ def _longest_runs(units: Sequence[str], separator: str, longest_period: int) -> 
         if length >= 2 * period:
             covered = units[start : start + length + period]
             characters = sum(map(len, covered)) + len(separator) * len(covered)
-            runs.append(Run(separator.join(covered[:period]), (length + period) / period, characters))
+            runs.append(RepeatedRun(separator.join(covered[:period]), (length + period) / period, characters))
     return runs
 
 
-def _repeated(run: Run) -> str:
+def _repeated(run: RepeatedRun) -> str:
     unit = " ".join(run.unit.split())
     return f"{(unit if len(unit) <= 60 else f'{unit[:59]}…')!r} is repeated {int(run.times)} times"

@@ -1,14 +1,16 @@
-"""What suits a long-running process: limits of glibc's malloc and of open files, and a closed memory.
+"""This process: its limits of memory and open files, and its state as systemd hears it.
 
 By default glibc creates one malloc arena per busy thread, and after it has freed a large block it keeps blocks of up
 to 32 MB for reuse. Python threads take turns, so extra arenas only retain memory: a first ingestion uses one sixth
-more.
+more. systemd is told by the protocol of sd_notify(3) (`Type=notify`, `WatchdogSec=`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import socket
 from typing import Final
 
 _M_MMAP_THRESHOLD: Final = -3
@@ -49,3 +51,31 @@ def trim_malloc() -> None:
 
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def tell_systemd(message: str) -> bool:
+    """Send `READY=1`, `STOPPING=1` or `STATUS=…`, one per line; False without a service manager."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return False
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.sendto(message.encode(), address)
+        except OSError:
+            return False
+    return True
+
+
+async def feed_watchdog() -> None:
+    """Send watchdog notifications until cancelled, if the unit sets `WatchdogSec=`."""
+    # Imported here: child processes that only set their limits load no event loop.
+    import asyncio
+
+    microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not (microseconds.isdecimal() and int(microseconds)) or pid not in ("", str(os.getpid())):
+        return
+    while True:
+        tell_systemd("WATCHDOG=1")
+        await asyncio.sleep(int(microseconds) / 2e6)

@@ -1,0 +1,318 @@
+"""Configurations of other programs, translated to Flywheel's keys: AgentJet's or ASTuner's, and those of AgentScope's
+tuner with Trinity-RFT.
+
+In the first, the section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) has Studio's
+database, the task file, the judge's model and its parameters. Below the root, `model.path` is the trained model,
+`rollout` has the number and temperature of rollouts and the workflow that runs in them, and `task_judge` the class
+that rewards it. Other keys are for other programs and ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ROOTS: Final = ("ajet", "astuner")
+SECTION: Final = "feedback_tracing"
+MARKERS: Final = frozenset((*ROOTS, SECTION))
+"""Root keys that identify such a configuration."""
+SECTION_KEYS: Final = (
+    "base_url",
+    "train_output_path",
+    "alien_llm_model",
+    "alien_llm_response_length",
+    "filters",
+    "train_ratio",
+    "split_seed",
+)
+TRACING: Final = "tracing"
+LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
+"""The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
+USED_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("path",),
+    "rollout": ("num_repeat", "temperature", "user_workflow"),
+    "task_judge": ("judge_protocol",),
+}
+"""The used keys of the sections below the root, besides `task_reader`."""
+
+
+def section_in(raw: Any) -> tuple[str, Any] | None:
+    """The path and content of the section; None for other configurations."""
+    if not isinstance(raw, Mapping):
+        return None
+    if SECTION in raw:
+        return SECTION, raw[SECTION]
+    for root in ROOTS:
+        if isinstance(below := raw.get(root), Mapping):
+            reader = below.get("task_reader")
+            if isinstance(reader, Mapping) and SECTION in reader:
+                return f"{root}.task_reader.{SECTION}", reader[SECTION]
+            return f"{root}.{SECTION}", below.get(SECTION)
+    return None
+
+
+def filters_in(raw: Any) -> Any:
+    """The filters of such a configuration as a chain; other values of `raw` unchanged."""
+    found = section_in(raw)
+    if found is None or not isinstance(found[1], Mapping):
+        return raw
+    return {"version": 1, "id": "agentjet", "filters": found[1].get("filters") or []}
+
+
+def from_agentjet(raw: Mapping[str, Any], known: Collection[str], name: str, file: Path | None) -> Mapping[str, Any]:
+    """Such a configuration in Flywheel's keys; other configurations unchanged. Raises ConfigError.
+
+    `known` are Flywheel's own sections, which may also be present and take precedence.
+    """
+    found = section_in(raw)
+    if found is None:
+        return raw
+    place, section = found
+    attempted = f"use configuration {name}"
+    root = place.partition(".")[0]
+    below = raw[root] if root in ROOTS else {}
+    lines = _lines_of(_mapping(below.get("task_reader")), f"{root}.task_reader", attempted)
+    if lines is not None and section is None:
+        section = {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
+        )
+    if unknown := [str(key) for key in section if key not in SECTION_KEYS]:
+        close = difflib.get_close_matches(unknown[0], SECTION_KEYS, n=1)
+        meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(SECTION_KEYS)}"
+        raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
+    _warn_of_unused(raw, known, place, name)
+    own = {key: value for key, value in raw.items() if key in known}
+    model, rollout = _mapping(below.get("model")), _mapping(below.get("rollout"))
+    base = _present({"base": model.get("path")}, own.get("model"))
+    if isinstance(base, Mapping) and not base.get("base"):
+        key = f"{root}.model.path" if below else "model.base"
+        raise ConfigError(
+            attempted,
+            f"`{key}` is missing: nothing says which model is trained",
+            "Add it: `model: {base: MODEL}` at the root.",
+        )
+    return {
+        **own,
+        "sources": own.get("sources", [lines or _present({"path": section.get("base_url")})]),
+        "model": base,
+        "training": _present({"group_size": rollout.get("num_repeat")}, own.get("training")),
+        "rollout": _present(
+            {"temperature": rollout.get("temperature"), **_program(below, rollout, file)}, own.get("rollout")
+        ),
+        "ingest": _present(
+            {
+                "output": section.get("train_output_path"),
+                "train_ratio": section.get("train_ratio"),
+                "split_seed": section.get("split_seed"),
+            },
+            own.get("ingest"),
+        ),
+        "judge": _present(
+            {"model": section.get("alien_llm_model"), "max_tokens": section.get("alien_llm_response_length")},
+            own.get("judge"),
+        ),
+        "filter": _present({"chain": str(file) if file and section.get("filters") else None}, own.get("filter")),
+    }
+
+
+def _program(below: Mapping[str, Any], rollout: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
+    """The settings of a workflow, which rewards itself or has a judge class for that."""
+    if not (workflow := rollout.get("user_workflow")):
+        return {}
+    folder = _project(str(workflow), file.parent) if file is not None else Path()
+
+    def placed(name: Any) -> Any:
+        return str(folder / name) if isinstance(name, str) and ".py" in name else name
+
+    return {
+        "agent": {"workflow": placed(workflow), "folder": str(folder)},
+        "reward": {"rubric": 0, "workflow": 1},
+        "reward_function": placed(_mapping(below.get("task_judge")).get("judge_protocol")),
+    }
+
+
+def _project(workflow: str, folder: Path) -> Path:
+    """The folder in which a workflow's path or package is. AgentJet runs there, and its configurations are below."""
+    first = Path(workflow).parts[0] if ".py" in workflow else workflow.partition("->")[0].partition(".")[0]
+    found = (each for each in (folder, *folder.parents) if (each / first).exists() or (each / f"{first}.py").exists())
+    return next(found, folder)
+
+
+def _lines_of(reader: Mapping[str, Any], place: str, attempted: str) -> Mapping[str, Any] | None:
+    """The source of `task_reader` if it reads a file of tasks; None for traces. Raises ConfigError."""
+    kind = reader.get("type", TRACING)
+    if kind == TRACING:
+        return None
+    if kind not in LINES:
+        raise ConfigError(
+            attempted,
+            f"`{place}.type` is {kind}, which Flywheel does not read",
+            f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
+        )
+    section = _mapping(reader.get(kind))
+    path = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
+    if not path:
+        raise ConfigError(
+            attempted, f"`{place}.{kind}.training.file_path` is missing: nothing says where the tasks are", "Add it."
+        )
+    return {"type": "jsonl", "path": path}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _present(values: Mapping[str, Any], own: Any = None) -> Any:
+    if own is not None and not isinstance(own, Mapping):
+        return own  # validation reports it
+    return {key: value for key, value in values.items() if value is not None} | dict(own or {})
+
+
+def _warn_of_unused(raw: Mapping[str, Any], known: Collection[str], place: str, name: str) -> None:
+    root = place.partition(".")[0]
+    rest = [str(key) for key in raw if key not in known and key != root]
+    if root in ROOTS:
+        below = raw[root]
+        reader = _mapping(below.get("task_reader"))
+        used = {
+            **USED_KEYS,
+            "task_reader": (SECTION, "type", *([reader["type"]] if reader.get("type") in LINES else [])),
+        }
+        for key, value in below.items():
+            if key in used and isinstance(value, Mapping):
+                rest += [f"{root}.{key}.{inner}" for inner in value if inner not in used[key]]
+            elif key not in ("task_reader", SECTION):
+                rest.append(f"{root}.{key}")
+    if rest:
+        log.warning("%s: these keys are for another program and not used: %s", name, ", ".join(rest))
+
+
+log = logging.getLogger(__name__)
+
+TUNER_KEYS: Final[Mapping[str, str]] = {
+    "model_path": "model.base",
+    "max_model_len": "rollout.max_model_len",
+    "max_tokens": "rollout.max_completion_tokens",
+    "max_response_tokens": "rollout.max_completion_tokens",
+    "temperature": "rollout.temperature",
+    "inference_engine_num": "rollout.engines",
+    "engine_num": "rollout.engines",
+    "tool_call_parser": "serving.tool_call_parser",
+    "reasoning_parser": "serving.reasoning_parser",
+    "learning_rate": "training.learning_rate",
+    "lr": "training.learning_rate",
+    "repeat_times": "training.group_size",
+    "group_size": "training.group_size",
+    "batch_size": "training.prompts_per_step",
+    "total_steps": "training.steps",
+    "timeout": "rollout.agent_timeout_seconds",
+    "max_timeout": "rollout.agent_timeout_seconds",
+}
+"""The tuner's settings by their own names, which are the last part of a key in Trinity's files."""
+TRINITY_SECTIONS: Final[Mapping[str, Collection[str]]] = {
+    "algorithm": ("algorithm_type", "repeat_times", "optimizer.lr"),
+    "model": ("model_path", "max_model_len", "max_response_tokens"),
+    "buffer": ("batch_size", "total_steps"),
+    "explorer": (
+        "rollout_model.engine_num", "rollout_model.temperature", "rollout_model.tensor_parallel_size",
+        "rollout_model.tool_call_parser", "rollout_model.reasoning_parser", "max_timeout",
+    ),
+    "synchronizer": ("sync_interval",),
+    "trainer": (), "cluster": (), "data_processor": (), "service": (), "log": (), "stages": (),
+}  # fmt: skip
+"""The sections of a Trinity file, with the keys that are read."""
+REFUSED_VALUES: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "algorithm_type": (("multi_step_grpo", "grpo"), "rounds train with GRPO"),
+    "top_p": ((1, None), "rollouts are sampled from the policy itself"),
+    "tensor_parallel_size": ((1,), "an engine has one GPU; rollout.engines has their number"),
+    "enable_thinking": ((None,), "put --default-chat-template-kwargs into serving.extra_args"),
+    "sync_interval": ((1,), "engines get the weights after each step"),
+    "tinker_config": ((None,), "rounds train on this machine"),
+}
+"""Settings of which only some values are possible here, and why."""
+UNUSED_KEYS: Final = frozenset(
+    {"save_interval_steps", "eval_interval_steps", "project", "name", "mode", "checkpoint_root_dir", "total_epochs",
+     "project_name", "experiment_name"}
+)  # fmt: skip
+"""Settings without effect: a round writes its adapter, and is evaluated, at its end."""
+TUNER_DEFAULTS: Final[Mapping[str, Any]] = {"tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
+"""The tuner's defaults, which are Qwen 3's; Flywheel chooses by the model's family."""
+
+
+def from_tuner(raw: Mapping[str, Any], known: Collection[str], name: str) -> dict[str, Any]:
+    """The settings in Flywheel's keys. `known` are Flywheel's own sections, which are kept and take precedence.
+
+    Raises ConfigError for a value that is not possible here.
+    """
+    own: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
+    unused: list[str] = []
+    for key, value in raw.items():
+        if key in TRINITY_SECTIONS and isinstance(value, Mapping):
+            kept: dict[str, Any] = {}
+            for path, inner in _leaves(value):
+                if path in TRINITY_SECTIONS[key]:
+                    renamed |= _one(path.rpartition(".")[2], inner, f"{key}.{path}", name)
+                elif key in known:
+                    _put(kept, path, inner)
+                else:
+                    unused.append(f"{key}.{path}")
+            if kept:
+                own[key] = kept
+        elif key in TUNER_KEYS or key in REFUSED_VALUES:
+            renamed |= _one(key, value, key, name)
+        elif key in UNUSED_KEYS:
+            unused.append(key)
+        else:
+            own[key] = value
+    if unused:
+        log.warning("%s: these settings have no effect here: %s", name, ", ".join(unused))
+    result: dict[str, Any] = {}
+    for path, value in renamed.items():
+        _put(result, path, value)
+    return merged(result, own)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings, with those in them; where both have a value, that of `above`."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        result[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def _one(key: str, value: Any, path: str, name: str) -> dict[str, Any]:
+    if key in REFUSED_VALUES:
+        allowed, why = REFUSED_VALUES[key]
+        if value not in allowed:
+            choices = " or ".join(str(each) for each in allowed if each is not None) or "nothing"
+            raise ConfigError(f"use {name}", f"`{path}` is {value}: {why}", f"Set it to {choices}, or remove it.")
+        return {}
+    return {} if value is None or value == TUNER_DEFAULTS.get(key) else {TUNER_KEYS[key]: value}
+
+
+def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _put(into: dict[str, Any], path: str, value: Any) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        into = into.setdefault(section, {})
+    into[key] = value
