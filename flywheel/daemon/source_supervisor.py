@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flywheel.config import CallsSource, Config, JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
@@ -20,10 +21,12 @@ from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.otlp.inbox import inbox_of, prune
-from flywheel.sources.otlp.receiver import Receiver
 from flywheel.sources.watcher import Watcher
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
+
+if TYPE_CHECKING:
+    from flywheel.sources.otlp.receiver import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +64,9 @@ class SourceSupervisor:
         self._watcher = Watcher()
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
+                # A daemon without a receiver does not load protobuf.
+                from flywheel.sources.otlp.receiver import Receiver
+
                 inbox = inbox_of(source, self._config.state_dir)
                 receiver = Receiver(source.listen, inbox, token_env=source.token_env)
                 self._receivers.append(receiver)

@@ -21,7 +21,8 @@ from flywheel.judge.usage import Purpose
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import METRICS_FILE
 from flywheel.records.states import ReplyState, RoundState, TaskState
-from flywheel.sources.calls.call_log_copy import OFF, PulledServer, call_log_copy_path, pulled_servers
+from flywheel.serving.calls.call_log import call_log_copy_path
+from flywheel.sources.call_puller import OFF, PulledServer, pulled_servers
 from flywheel.store import (
     claims,
     dead_letters,

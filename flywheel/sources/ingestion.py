@@ -18,19 +18,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+import orjson
+
 from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, OtlpSource
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
-from flywheel.records.batch import Batch
-from flywheel.records.trace import Cursor
+from flywheel.records.batch import Batch, Entry, line_bytes
+from flywheel.records.similarity import beginning_of, prompt_signatures
+from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
-from flywheel.sources.calls.conversation_finder import ConversationFinder
+from flywheel.sources.calls.conversations import ConversationFinder
 from flywheel.sources.jsonl.file import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_of
-from flywheel.sources.redaction import redacted
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
@@ -301,6 +304,46 @@ class SourceIngestion:
             return SourceReport(self.path, self._source, error=error or failure)
         schema = self.connector.schema
         return SourceReport(self.path, self._source, schema, self._counts, done.new_tasks, self._warnings, error)
+
+
+def redacted(batch: Batch, redact: Redactor) -> Batch:
+    """The batch without personal data. Content hashes stay those of the original: they only detect changes.
+
+    An entry that cannot be redacted becomes a dead row, without its texts. Raises ConfigError.
+    """
+
+    def text(text: str) -> str:
+        line = {"main_query": text, "answer": "", "init_messages": [], "metadata": {}}
+        return str(redact(line)["main_query"]) if text else text
+
+    def entry(entry: Entry) -> Entry:
+        detail = text(entry.detail)
+        if not entry.line:
+            return msgspec.structs.replace(entry, detail=detail)
+        line = redact(orjson.loads(entry.line))
+        words, bands = prompt_signatures([line["main_query"]])[0] if entry.words else ((), ())
+        beginning = beginning_of(line)
+        return msgspec.structs.replace(
+            entry, line=line_bytes(line), detail=detail, beginning=beginning, words=words, bands=bands
+        )
+
+    entries: list[Entry] = []
+    dead: list[DeadRow] = []
+    rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
+    for row in rows:
+        try:
+            if isinstance(row, Entry):
+                entries.append(entry(row))
+            else:
+                dead.append(msgspec.structs.replace(row, error=text(row.error), excerpt=text(row.excerpt)))
+        except FlywheelError:
+            raise
+        except Exception as error:
+            # The error's message may quote the text.
+            why = f"the filter pii cannot redact it ({type(error).__name__}): nothing of its text is stored"
+            rowid = 0 if isinstance(row, Entry) else row.rowid
+            dead.append(DeadRow(rowid, row.span_id, row.trace_id, why))
+    return msgspec.structs.replace(batch, entries=tuple(entries), dead=tuple(dead))
 
 
 def _no_agent_spans(connector: StudioConnector) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from flywheel.config import Config, parse
 from flywheel.daemon.metrics_server import MetricsServer
-from flywheel.sources.otlp import Receiver
+from flywheel.sources.otlp.receiver import Receiver
 from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.web import guard
 from flywheel.web.server import application

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from flywheel.sources.otlp.decoding import MAX_FIELDS, Encoding, TooLargeError, UndecodableError, inflated, request_of
-from flywheel.sources.otlp.server import LIMITS
+from flywheel.sources.otlp.receiver import LIMITS
 from tests.serving.fake_vllm import FakeVllm, replica
 
 MANY = MAX_FIELDS + 1

@@ -16,8 +16,7 @@ from flywheel.config import parse
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES, CallLog, fits_a_page
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.calls.request_parts import MAX_PARTS
-from flywheel.sources.call_puller import CallPuller
-from flywheel.sources.calls.call_log_copy import OK
+from flywheel.sources.call_puller import OK, CallPuller
 from flywheel.sources.calls.parsing import parse as parsed
 from flywheel.store.kernel.database import Store
 from tests.factories.local_server import JsonHandler, LocalServer

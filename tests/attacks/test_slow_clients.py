@@ -15,7 +15,7 @@ import pytest
 
 from flywheel.daemon import metrics_server
 from flywheel.serving.server import middleware
-from flywheel.sources.otlp import server as otlp
+from flywheel.sources.otlp import receiver as otlp
 from flywheel.system import connections
 from flywheel.system.connections import Connections, Protocol
 from flywheel.system.server_limits import ServerLimits

@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from flywheel.sources.otlp import inbox_path
+from flywheel.sources.otlp.inbox import inbox_path
 from tests.cli.conftest import Run
 from tests.daemon.test_operate_files import needs_promtool, promtool
 from tests.sources.studio.writer import DATA

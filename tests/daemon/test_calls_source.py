@@ -22,9 +22,8 @@ from flywheel.config import CallsSource, Config, parse
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
-from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.sources.calls.call_log_copy import call_log_copy_path
-from flywheel.sources.calls.conversation_finder import ConversationFinder
+from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy_path
+from flywheel.sources.calls.conversations import ConversationFinder
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks

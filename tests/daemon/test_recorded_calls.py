@@ -21,10 +21,10 @@ from flywheel.cli.audit.ledger_audit import deep_audit
 from flywheel.config import Config, parse
 from flywheel.records import exclusion
 from flywheel.records.request_id import new_request_id, request_id_in
-from flywheel.serving.calls.call_log import RecordedCall
+from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import Page
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
-from flywheel.sources.calls.call_log_copy import CallLogCopy, call_log_copy_path
+from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, sources, tasks

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.serving.calls.call_log import RecordedCall
-from flywheel.sources.call_puller import RECORDING_NS, CallPuller
-from flywheel.sources.calls.call_log_copy import OFF, OK, CallLogCopy, PulledServer, call_log_copy_path
+from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
+from flywheel.sources.call_puller import OFF, OK, RECORDING_NS, CallLogCopy, CallPuller, PulledServer
 from flywheel.store.kernel.database import Store
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user

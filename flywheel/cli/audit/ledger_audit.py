@@ -22,12 +22,11 @@ from flywheel.records.batch import Batch
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
 from flywheel.records.trace import Checkpoint, Cursor, ReplySelection
-from flywheel.sources.calls.call_log_copy import CallLogCopy
+from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
-from flywheel.sources.jsonl.task_ids import TaskIds
-from flywheel.sources.jsonl_connector import with_ids
+from flywheel.sources.jsonl_connector import TaskIds, with_ids
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
 from flywheel.sources.studio.database import shown

@@ -20,10 +20,9 @@ from typing import Final
 from flywheel.config import Config
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
-from flywheel.serving.calls.call_log import CallLog
+from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
-from flywheel.sources.calls.call_log_copy import call_log_copy_path
 from flywheel.store import rounds
 from flywheel.store.kernel.database import Store
 from flywheel.store.rounds import Old

@@ -88,6 +88,11 @@ class LogState(NamedTuple):
     dropped: int
 
 
+def call_log_copy_path(state_dir: Path) -> Path:
+    """Where the daemon keeps the calls of all servers."""
+    return state_dir / "calls" / "calls.db"
+
+
 class CallLog:
     """One connection to the file, which is created when it is first used. Every method raises CallLogError.
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.sources.calls.conversation_finder import rows_of
-from flywheel.sources.calls.conversations import Conversations, FoundReply
+from flywheel.sources.calls.conversations import Conversations, FoundReply, rows_of
 from tests.cases import for_each
 from tests.sources.calls.recorded import (
     BEGIN_NS,

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from flywheel.sources.otlp import Receiver
+from flywheel.sources.otlp.receiver import Receiver
 
 
 @pytest.fixture

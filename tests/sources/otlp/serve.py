@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from flywheel.sources.otlp import Receiver
+from flywheel.sources.otlp.receiver import Receiver
 
 
 async def serve(inbox: Path) -> None:

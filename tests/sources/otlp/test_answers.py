@@ -16,7 +16,7 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from flywheel.sources.otlp.decoding import TooLargeError, UndecodableError, inflated
-from flywheel.sources.otlp.server import LIMITS
+from flywheel.sources.otlp.receiver import LIMITS
 from tests.sources.otlp.exporting import BEGAN, JSON, PROTOBUF, ids, request, span, stored
 
 GOOD = request(span(1)).SerializeToString()
@@ -80,7 +80,7 @@ async def test_a_body_that_cannot_be_decoded_is_a_400(
     assert code == code_pb2.INVALID_ARGUMENT
     assert message
     assert ids(inbox) == []
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "flywheel.sources.otlp.server"]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "flywheel.sources.otlp.receiver"]
     assert told == f"answered 127.0.0.1 with 400: {message}"[: len(told)]
 
 

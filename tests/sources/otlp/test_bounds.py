@@ -29,8 +29,8 @@ from flywheel.sources.otlp.decoding import (
     inflated,
     request_of,
 )
+from flywheel.sources.otlp.receiver import LIMITS
 from flywheel.sources.otlp.rows import rows_of
-from flywheel.sources.otlp.server import LIMITS
 from tests.sources.otlp.exporting import JSON, PROTOBUF, fixture, ids, request, span, stored
 from tests.sources.otlp.exporting import request_of as request_from
 

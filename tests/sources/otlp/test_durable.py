@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from flywheel.sources.otlp import Receiver
+from flywheel.sources.otlp.receiver import Receiver
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span, stored
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import StatusCode
 
 from flywheel.records.states import SkipReason
-from flywheel.sources.otlp import Receiver
+from flywheel.sources.otlp.receiver import Receiver
 from tests.sources.otlp.exporting import stored
 from tests.sources.studio.reading import MUCH_LATER, read_all
 

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from flywheel.errors import ReceiverError
-from flywheel.sources.otlp import prune
+from flywheel.sources.otlp.inbox import prune
 from tests.sources.otlp.exporting import BEGAN, PROTOBUF, ids, request, span, stored
 
 FOREVER = 2**62

@@ -16,9 +16,8 @@ import pytest
 
 from flywheel.config.ingest import host_and_port
 from flywheel.errors import ReceiverError
-from flywheel.sources.otlp import Receiver, inbox_path
-from flywheel.sources.otlp.inbox import Row
-from flywheel.sources.otlp.server import LIMITS, TracesEndpoint
+from flywheel.sources.otlp.inbox import Row, inbox_path
+from flywheel.sources.otlp.receiver import LIMITS, Receiver, TracesEndpoint
 from flywheel.system.server_limits import ServerLimits
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 from tests.sources.studio.reading import read_all

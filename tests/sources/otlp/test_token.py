@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.config import parse
 from flywheel.errors import ConfigError
-from flywheel.sources.otlp import Receiver
+from flywheel.sources.otlp.receiver import Receiver
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 
 GOOD = request(span(1)).SerializeToString()
