@@ -67,8 +67,8 @@ def test_what_was_just_read_agrees(flywheel: Run, tmp_path: Path, name: str) -> 
     (source,) = found["sources"]
     assert source["agent_spans"] == source["in_ledger"] == read["replies"] >= len(labels(name)) > 0
     assert {
-        key: source[key] for key in ("missing", "changed", "gone", "not_read_yet", "told_otherwise")
-    } == dict.fromkeys(("missing", "changed", "gone", "not_read_yet", "told_otherwise"), 0)
+        key: source[key] for key in ("missing", "changed", "gone", "not_read_yet", "extracted_differently")
+    } == dict.fromkeys(("missing", "changed", "gone", "not_read_yet", "extracted_differently"), 0)
     assert source["condition"] == "ok"
     assert found["task_file"]["lines"] == found["task_file"]["exported"] == read["tasks"]
     assert (sorted(tmp_path.rglob("*")), path.read_bytes()) == before
@@ -179,7 +179,7 @@ def test_other_settings_are_no_change_of_the_source(flywheel: Run, ingested: Pat
     name = next(entry["agent"] for entry in labels("new_v2") if entry["answer"])
     ingested.write_text(json.dumps(settings | {"ingest": {"agents": {"exclude": [name]}}}))
     found = deep(flywheel, ingested, code=0)["sources"][0]
-    assert found["told_otherwise"] > 0
+    assert found["extracted_differently"] > 0
     assert found["changed"] == 0
 
 

@@ -315,7 +315,7 @@ async def test_what_was_pruned_since_keeps_its_exact_prompt(tmp_path: Path) -> N
         audit = await deep_audit(store, config)
         await store.close()
         assert audit.problems == []
-        assert [(each.in_ledger, each.told_otherwise) for each in audit.sources] == [(1, 0)]
+        assert [(each.in_ledger, each.extracted_differently) for each in audit.sources] == [(1, 0)]
 
 
 async def test_personal_data_in_calls_is_redacted_before_it_is_stored(tmp_path: Path) -> None:

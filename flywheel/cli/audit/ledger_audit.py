@@ -42,9 +42,9 @@ from flywheel.system.terminal import quantity
 class SourceAudit:
     """The comparison of one source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`.
 
-    `changed` replies are in the ledger and their rows have changed since. `told_otherwise` ones have unchanged rows,
-    but would be extracted differently today, with other settings or by another version. `gone` ones are in the ledger
-    and no longer in the source.
+    `changed` replies are in the ledger and their rows have changed since. Those of `extracted_differently` have
+    unchanged rows, but would be extracted differently today, with other settings or by another version. `gone` ones
+    are in the ledger and no longer in the source.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class SourceAudit:
     in_ledger: int = 0
     not_read_yet: int = 0
     gone: int = 0
-    told_otherwise: int = 0
+    extracted_differently: int = 0
     missing: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class SourceAudit:
                 "changed": len(self.changed),
                 "not read yet": self.not_read_yet,
                 "in the ledger and gone from the source": self.gone,
-                "that would be extracted differently today": self.told_otherwise,
+                "that would be extracted differently today": self.extracted_differently,
             },
         )
 
@@ -99,7 +99,7 @@ class SourceAudit:
             "agent_spans": self.agent_spans,
             "in_ledger": self.in_ledger,
             **{name: len(getattr(self, name)) for name in ("missing", "changed")},
-            **{name: getattr(self, name) for name in ("gone", "not_read_yet", "told_otherwise")},
+            **{name: getattr(self, name) for name in ("gone", "not_read_yet", "extracted_differently")},
             "error": self.error,
         }
 
@@ -280,7 +280,7 @@ class _DatabaseComparison:
             return True
         self._audit.missing += absent
         if checkpoint is not None and digest_of(rows.values()) == checkpoint.digest:
-            self._audit.told_otherwise += len(differing)
+            self._audit.extracted_differently += len(differing)
         elif checkpoint is None or len(rows) >= len(checkpoint.rowids):
             # A reply whose rows were deleted stays as it is.
             self._audit.changed += differing
