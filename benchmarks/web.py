@@ -27,9 +27,9 @@ from sqlalchemy import Connection, bindparam, insert, select, update
 
 from benchmarks import measurement
 from benchmarks.measurement import percentile
-from flywheel.records.batch import Batch, entry_of
 from flywheel.records.exclusion import ANY_MODEL
 from flywheel.records.states import TaskState
+from flywheel.records.task import Batch, entry_of
 from flywheel.records.trace import Cursor, Reply
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store

@@ -21,7 +21,7 @@ import json_repair
 from flywheel.judge.chat_completions import strict_format, strict_object
 from flywheel.judge.rubric import Criterion
 from flywheel.judge.rubric.text import visible
-from flywheel.records.batch import storable
+from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult
 
 OBJECT_START = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")

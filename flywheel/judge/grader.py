@@ -27,7 +27,7 @@ from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.judge.rubric.checks import ask_the_judge, check_all, fails_required
 from flywheel.judge.usage import CallsInFlight
-from flywheel.records.batch import storable
+from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 from flywheel.system.model_http_client import NEVER
 

@@ -1,17 +1,29 @@
-"""The task: prompt and context of one reply, with its answer as reference, and the line it is exported as."""
+"""The task of a reply: the line it is exported as, the entry that the ledger stores, and batches of entries.
+
+Plain data, no I/O.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
+import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from flywheel.records import exclusion
-from flywheel.records.states import Split
-from flywheel.records.trace import ChatMessage, Reply
+from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
+from flywheel.records.model_call import ModelCall
+from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
+from flywheel.records.states import SkipReason, Split
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
+from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, Reply
+from flywheel.system.files import json_line
 
 NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 """Ids that clients and servers write without a conversation: unrelated dialogues share them."""
@@ -126,3 +138,201 @@ def split_of(conversation_id: str, trace_id: str, *, train_ratio: float, seed: i
     digest = hashlib.sha256(f"{seed}\0{group}".encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     return Split.TRAIN if share < train_ratio else Split.HELD_OUT
+
+
+def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatMessage]) -> Exclusion | None:
+    """The exclusion of a reply that was offered these tools and made these steps; None without tools.
+
+    Calls of finish functions are answers, not calls. Functions that only `rollout.finish_tools` names are not known
+    here: planning leaves out what has no other call.
+    """
+    if not tools and not any(step.get("tool_calls") or step.get("role") == "tool" for step in steps):
+        return None
+    offered = functions_by_name(tools).keys() - FINISH_FUNCTIONS
+    calls = calls_in(steps)
+    calls = [call for call in calls if call.name not in FINISH_FUNCTIONS]
+    if any(call.name in offered and call.result is not None and _is_well_formed(call) for call in calls):
+        return Exclusion.TOOLS
+    # A result without a call shows that one was made.
+    has_results = any(step.get("role") == "tool" and str(step.get("name")) not in FINISH_FUNCTIONS for step in steps)
+    return Exclusion.UNRECORDED if calls or has_results or not tools else Exclusion.UNCALLED
+
+
+def _is_well_formed(call: Call) -> bool:
+    try:
+        return isinstance(call.parsed, dict)
+    except ValueError:
+        return False
+
+
+class Entry(Struct, frozen=True, gc=False):
+    """A reply as the ledger stores it: its task as one JSON object, and the columns that are queried.
+
+    - `line`: the task in UTF-8 without a line end; empty if `skip` says why there is none. Its split is provisional,
+      as the ledger decides the split of the conversation.
+    - `content`: a 63-bit hash of the line and `skip`, which differs if a re-extracted reply differs.
+    - `beginning`: a hash of the beginning of the conversation, 0 without a task.
+    - `words`, `bands`: the prompt signature of a first turn (see `similarity`).
+    - `linked`: the reply's own spans do not show the conversation before it. The ledger finds the earlier turns by
+      conversation id and time.
+    - `excluded`: why rounds leave the task out (see `exclusion`).
+    - `target`: the target whose task it is; empty without `targets`, and for none of them.
+    - `model`: the model that was requested.
+    - `asked_alias`: the alias, if nothing recorded says which of its versions answered.
+    - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
+    - `calls`: the request ids of the model calls; `missing`: those of them that were not found in the call log.
+    - `root`: the conversation whose split this one takes; empty for its own.
+    """
+
+    span_id: str
+    trace_id: str
+    conversation_id: str
+    agent: str
+    adapter: str
+    started_at: str
+    key: str
+    line: bytes
+    content: int
+    beginning: int = 0
+    words: tuple[int, ...] = ()
+    bands: tuple[int, ...] = ()
+    linked: bool = False
+    excluded: str = ""
+    model: str = ""
+    asked_alias: str = ""
+    follows: bool = False
+    skip: SkipReason | None = None
+    detail: str = ""
+    calls: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    root: str = ""
+    target: str = ""
+
+    @property
+    def split_key(self) -> str:
+        """The key of the conversation whose split this one has: its own, or that of its `root`."""
+        return conversation_key(self.root or self.conversation_id, self.trace_id)
+
+
+class KnownReply(NamedTuple):
+    """What the ledger has under a key: a task, or a reply without one.
+
+    `contents` are the content hashes of its replies, None where an older state has none.
+    """
+
+    has_task: bool
+    contents: frozenset[int | None]
+
+
+RawTrace = tuple[dict[int, bytes], bool]
+"""The packed rows of a trace by number, and whether it is open: spans are missing that may still arrive."""
+
+
+class Batch(Struct, frozen=True):
+    """What some rows of a source brought, stored in one transaction: entries, dead rows, checkpoints and the cursor.
+
+    A reader may leave the rows of `traces` unparsed; extraction replaces them by entries. Without a cursor, as in a
+    re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
+    by kind of the traces without an agent. `call_references` are the request ids that the traces name,
+    `calls` those of their calls that were pulled.
+    """
+
+    cursor: Cursor | None
+    entries: tuple[Entry, ...] = ()
+    dead: tuple[DeadRow, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    traces: tuple[RawTrace, ...] = ()
+    open_traces: int = 0
+    warnings: tuple[str, ...] = ()
+    rows: int = 0
+    more: bool = False
+    kinds: dict[str, int] = {}
+    call_references: tuple[str, ...] = ()
+    calls: dict[str, ModelCall] = {}
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Consecutive batches of one pass as one batch."""
+    return replace(
+        batches[-1],
+        entries=tuple(entry for batch in batches for entry in batch.entries),
+        dead=tuple(row for batch in batches for row in batch.dead),
+        checkpoints=tuple(checkpoint for batch in batches for checkpoint in batch.checkpoints),
+        warnings=tuple(warning for batch in batches for warning in batch.warnings),
+        rows=sum(batch.rows for batch in batches),
+    )
+
+
+_NO_SIGNATURE: Final = PromptSignature()
+
+
+def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
+    """The entry of a reply from `source`; `models` says whose replies are trained on."""
+    return entries_of((reply,), source, models)[0]
+
+
+def entries_of(replies: Sequence[Reply], source: str, models: TrainedModels = ANY_MODEL) -> list[Entry]:
+    """The entry of each reply. Signatures of many replies are computed faster together."""
+    begin = [reply.turn == 0 and not reply.skip for reply in replies]
+    signatures = iter(
+        prompt_signatures([reply.query for reply, begins in zip(replies, begin, strict=True) if begins])
+    )
+    return [
+        _entry(reply, source, next(signatures) if begins else _NO_SIGNATURE, models)
+        for reply, begins in zip(replies, begin, strict=True)
+    ]
+
+
+def _entry(reply: Reply, source: str, signature: PromptSignature, models: TrainedModels) -> Entry:
+    line = task_line(reply, source)
+    whole = line_bytes(line)
+    skip = reply.skip
+    reason = line["metadata"]["prompt_reason"]
+    # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
+    model = "" if reply.adapter_source == "id" else storable(reply.model)
+    excluded = {exclusion.OF_REASON.get(one, Exclusion.INEXACT) for one in reason.split("; ") if one}
+    if (of_tools := exclusion_of_tools(reply.tools, reply.trajectory)) is not None:
+        excluded.add(of_tools)
+    if not models.trains(model, reply.adapter):
+        excluded.add(Exclusion.MODEL)
+    target = models.target_of(reply.agent, storable(reply.model), reply.adapter)
+    if models.targets and not target:
+        excluded.add(Exclusion.TARGET)
+    return Entry(
+        span_id=reply.span_id,
+        trace_id=reply.trace_id,
+        conversation_id=storable(reply.conversation_id),
+        agent=storable(reply.agent),
+        adapter=storable(reply.adapter),
+        started_at=line["metadata"]["started_at"],
+        key=line["task_id"],
+        line=b"" if skip else whole,
+        content=xxhash.xxh3_64_intdigest(whole + str(skip).encode()) >> 1,
+        beginning=0 if skip else beginning_of(line),
+        words=signature.words,
+        bands=signature.bands,
+        linked=not (reply.history or reply.model or reply.prompt),
+        excluded="" if skip else exclusion.column(excluded),
+        model=model,
+        asked_alias=model if model in models.aliases and not reply.adapter_source else "",
+        follows=not (reason or reply.prompt) and any(message.get("role") == "assistant" for message in reply.history),
+        skip=skip,
+        detail=storable(reply.skip_detail),
+        calls=reply.calls,
+        missing=reply.missing,
+        root=reply.root,
+        target=target,
+    )
+
+
+def storable(text: str) -> str:
+    """A text that UTF-8 can encode: lone surrogates, which JSON allows, become `?`."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def line_bytes(line: dict[str, object]) -> bytes:
+    """A task line as JSON without a line end. Lone surrogates become `?`."""
+    try:
+        return orjson.dumps(line)
+    except orjson.JSONEncodeError:
+        return json_line(line)[:-1]

@@ -25,8 +25,8 @@ from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, Ot
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
-from flywheel.records.batch import Batch, Entry, line_bytes
 from flywheel.records.similarity import beginning_of, prompt_signatures
+from flywheel.records.task import Batch, Entry, line_bytes
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller

@@ -19,8 +19,8 @@ import xxhash
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
-from flywheel.records.batch import Batch, Entry, KnownReply, line_bytes
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.task import Batch, Entry, KnownReply, line_bytes
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader

@@ -22,8 +22,8 @@ from typing import Final, Generic, TypeVar
 from msgspec.structs import replace
 
 from flywheel.config import Config
-from flywheel.records.batch import Batch, joined
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.task import Batch, joined
 from flywheel.records.trace import Cursor, ReplySelection
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.spans.extraction_process import ExtractionProcess

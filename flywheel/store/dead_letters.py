@@ -14,8 +14,8 @@ from typing import Any, Final
 from sqlalchemy import Column, Connection, func, select, update
 
 from flywheel.errors import StoreError
-from flywheel.records.batch import storable
 from flywheel.records.states import DeadLetterState, ReplyState, TaskState
+from flywheel.records.task import storable
 from flywheel.store.checkpoints import reopen
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import dead_letters, events, replies, sources, tasks

@@ -13,7 +13,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.config import JudgePrices
 from flywheel.judge.usage import Purpose, UsageFile, Used, today
-from flywheel.records.batch import storable
+from flywheel.records.task import storable
 from flywheel.records.verdict import Verdict
 from flywheel.store.kernel.schema import judge_costs, judge_days, judge_errors, rounds
 

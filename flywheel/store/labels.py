@@ -14,8 +14,8 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, literal, or_, select
 
 from flywheel.errors import StoreError
-from flywheel.records.batch import storable
 from flywheel.records.states import Label
+from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import labels, tasks, verdicts

@@ -34,8 +34,8 @@ from sqlalchemy import (
     update,
 )
 
-from flywheel.records.batch import Batch, Entry, KnownReply, line_bytes, storable
 from flywheel.records.states import ReplyState, SkipReason, TaskState
+from flywheel.records.task import Batch, Entry, KnownReply, line_bytes, storable
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.store.checkpoints import checkpoints_of, reopen, store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter

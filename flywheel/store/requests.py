@@ -16,8 +16,8 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Row, case, func, select
 
 from flywheel.errors import FlywheelError, StoreError
-from flywheel.records.batch import storable
 from flywheel.records.states import Label, RequestState, TaskState
+from flywheel.records.task import storable
 from flywheel.store import claims, dead_letters, labels
 from flywheel.store.dead_letters import DeadLetter
 from flywheel.store.kernel.schema import requests, tasks

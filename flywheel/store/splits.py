@@ -19,11 +19,10 @@ from typing import Final
 from msgspec import Struct
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
 
-from flywheel.records.batch import Entry
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.similarity import NEAR, jaccard
 from flywheel.records.states import Split, TaskState
-from flywheel.records.task import split_of
+from flywheel.records.task import Entry, split_of
 from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, sql_text
 from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
 from flywheel.system.terminal import quantity

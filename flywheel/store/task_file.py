@@ -32,8 +32,8 @@ from msgspec import structs
 from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
-from flywheel.records.batch import Batch, Entry
 from flywheel.records.states import SkipReason
+from flywheel.records.task import Batch, Entry
 from flywheel.store.kernel.bulk import CHUNK, count_rows, rows_in, sql_text
 from flywheel.store.kernel.database import Store, note, noted
 from flywheel.store.kernel.schema import replies, tasks

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, LargeBinary, Text, cast, delete, literal_column, select, type_coerce, update
 
 from flywheel.records import exclusion
-from flywheel.records.batch import Entry, line_bytes
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.states import Split, TaskState
-from flywheel.records.task import NO_CONVERSATION
+from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes
 from flywheel.store import deduplication, deployments
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
 from flywheel.store.kernel.schema import labels, tasks, verdicts

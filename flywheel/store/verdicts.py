@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, 
 from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.config import JudgePrices
-from flywheel.records.batch import storable
+from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
 from flywheel.store import judge_usage
 from flywheel.store.kernel.bulk import rows_in

@@ -9,10 +9,9 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from flywheel.records.batch import Batch, entry_of
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.states import Split
-from flywheel.records.task import split_of
+from flywheel.records.task import Batch, entry_of, split_of
 from flywheel.records.trace import Cursor, Reply
 from flywheel.store import ledger
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.records.batch import exclusion_of_tools
 from flywheel.records.exclusion import NONE_SELECTED, Exclusion, Scope, TaskScopes, column
 from flywheel.records.states import Split
+from flywheel.records.task import exclusion_of_tools
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
 from flywheel.training.recorded.recordings import Recording, results_of

@@ -15,7 +15,7 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.errors import StudioError
-from flywheel.records.batch import Batch, joined
+from flywheel.records.task import Batch, joined
 from flywheel.records.trace import Cursor
 from flywheel.sources import studio_connector
 from flywheel.sources.ingestion import Ingestion

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, event, select
 
-from flywheel.records.batch import Batch
 from flywheel.records.exclusion import Exclusion, Scope
 from flywheel.records.round import GateTest
 from flywheel.records.states import SkipReason, Split, TaskState
+from flywheel.records.task import Batch
 from flywheel.records.trace import DeadRow
 from flywheel.store import claims, ledger, rounds, samples
 from flywheel.store.kernel import schema

@@ -18,9 +18,9 @@ from flywheel.config import Config
 from flywheel.errors import CallLogError, SourceError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
-from flywheel.records.batch import Batch
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
+from flywheel.records.task import Batch
 from flywheel.records.trace import Checkpoint, Cursor, ReplySelection
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion

@@ -29,10 +29,10 @@ from msgspec import Struct
 
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.errors import ReceiverError
-from flywheel.records.batch import storable
 from flywheel.records.model_call import ModelAnswer, ModelCall
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
+from flywheel.records.task import storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path

@@ -18,8 +18,8 @@ import xxhash
 from msgspec.structs import replace
 
 from flywheel.errors import SourceError
-from flywheel.records.batch import Batch, Entry
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.file import FINGERPRINTED, MAX_LINE, JsonlFile, Line, fingerprint
 from flywheel.sources.jsonl.record import LineError, entry_of_line

@@ -23,10 +23,9 @@ from msgspec.structs import asdict, replace
 
 from flywheel.errors import ConfigError
 from flywheel.records import exclusion
-from flywheel.records.batch import Entry, entry_of, line_bytes
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.states import SkipReason
-from flywheel.records.task import METADATA, task_line
+from flywheel.records.task import METADATA, Entry, entry_of, line_bytes, task_line
 from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, get_path
 from flywheel.system.files import json_line
 

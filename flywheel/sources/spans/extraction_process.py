@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from flywheel.errors import StudioError
-from flywheel.records.batch import Batch
+from flywheel.records.task import Batch
 from flywheel.records.trace import ReplySelection
 from flywheel.secrets import environment_without_secrets
 from flywheel.sources.spans.replies import extract

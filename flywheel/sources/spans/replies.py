@@ -21,10 +21,10 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from flywheel.records import exclusion
-from flywheel.records.batch import Batch, Entry, entries_of, storable
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.model_call import ModelCall
 from flywheel.records.states import SkipReason
+from flywheel.records.task import Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, DeadRow, Reply, ReplySelection, SpanStatus
 from flywheel.sources.spans import attributes as at

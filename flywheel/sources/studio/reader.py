@@ -19,8 +19,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
-from flywheel.records.batch import Batch, RawTrace
 from flywheel.records.request_id import recorded_in
+from flywheel.records.task import Batch, RawTrace
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row, shown
 from flywheel.sources.studio.schema import DIGEST_BITS, Schema, hash_of, is_id, packed, schema_of, unnamed

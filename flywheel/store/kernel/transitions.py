@@ -10,7 +10,6 @@ from typing import Any
 from sqlalchemy import Connection, Table, insert, update
 
 from flywheel.errors import StoreError
-from flywheel.records.batch import storable
 from flywheel.records.states import (
     TRANSITIONS,
     AdapterState,
@@ -21,6 +20,7 @@ from flywheel.records.states import (
     RoundState,
     TaskState,
 )
+from flywheel.records.task import storable
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import insert_many
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flywheel.records.batch import Batch, Entry
+from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.reader import JsonlReader
 

@@ -110,7 +110,7 @@ async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path) -> None
 
 
 async def test_what_was_exported_is_read_back_into_another_state(tmp_path: Path) -> None:
-    from flywheel.records.batch import entry_of
+    from flywheel.records.task import entry_of
 
     first = tmp_path / "exported.jsonl"
     first.write_bytes(b"".join(entry_of(reply(number), "/a.sqlite").line + b"\n" for number in range(20)))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.records.batch import Entry, entry_of, line_bytes
 from flywheel.records.states import SkipReason
-from flywheel.records.task import task_id, task_line, whole_line
+from flywheel.records.task import Entry, entry_of, line_bytes, task_id, task_line, whole_line
 from flywheel.sources.jsonl.record import LineError, entry_of_line
 from tests.factories.trace import reply
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
-from flywheel.records.batch import Batch
+from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor, ReplySelection
 from flywheel.sources.spans.extraction_process import ExtractionProcess
 from flywheel.sources.spans.replies import extract

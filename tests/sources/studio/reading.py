@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from flywheel.config import IngestSettings
-from flywheel.records.batch import Batch
 from flywheel.records.states import SkipReason
+from flywheel.records.task import Batch
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply, ReplySelection
 from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.reader import StudioReader

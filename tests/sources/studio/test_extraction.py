@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from flywheel.config import IngestSettings
-from flywheel.records.batch import Batch, entry_of
+from flywheel.records.task import Batch, entry_of
 from flywheel.records.trace import Cursor, DeadRow, ReplySelection
 from flywheel.sources.spans import replies
 from flywheel.sources.studio.reader import StudioReader

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings, parse
-from flywheel.records.batch import Batch
+from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor, Reply, ReplySelection
 from flywheel.sources import studio_connector
 from flywheel.sources.spans import replies

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from flywheel.records import exclusion
-from flywheel.records.batch import entry_of
 from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.request_id import BASE_VERSION, new_request_id
-from flywheel.records.task import task_line
+from flywheel.records.task import entry_of, task_line
 from flywheel.records.trace import Reply, ReplySelection
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat, message, part

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.records import similarity
-from flywheel.records.batch import Entry, entries_of, entry_of, exclusion_of_tools
 from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.records.states import SkipReason
+from flywheel.records.task import Entry, entries_of, entry_of, exclusion_of_tools
 from flywheel.records.trace import Reply
 from tests.factories.trace import START, reply
 
