@@ -205,7 +205,7 @@ async def look(config: Config) -> dict[str, Any] | None:
     except StoreError:
         return None
     try:
-        return await store.read(lambda conn: snapshot(conn, config))
+        return await store.read(lambda conn: snapshot(conn, config).as_json())
     finally:
         await store.close()
 

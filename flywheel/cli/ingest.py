@@ -84,7 +84,7 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
                 reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
-            known = {row["id"]: row for row in await store.read(ledger.all_sources)}
+            known = {row.id: row._asdict() for row in await store.read(ledger.all_sources)}
         finally:
             await ingestion.close()
     return {

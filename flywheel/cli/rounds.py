@@ -99,7 +99,7 @@ async def _round(config: Config, force: bool, target: str | None, *, quiet: bool
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.judging.judge_setup import rubric_of
     from flywheel.daemon.rounds.rounds import Rounds
-    from flywheel.daemon.status import snapshot
+    from flywheel.daemon.status import as_json, snapshot
     from flywheel.system.signals import StopSignals
 
     rubric = rubric_of(config)
@@ -110,7 +110,7 @@ async def _round(config: Config, force: bool, target: str | None, *, quiet: bool
         if interruption.by is not None:
             raise interruption.error("finish the round", await store.read(left_of_round))
         status = await store.read(snapshot, config)
-    return next(entry for entry in status["rounds"] if entry["round"] == name)
+    return as_json(next(entry for entry in status.rounds if entry.round == name))
 
 
 async def _train(rounds: Rounds, store: Store, force: bool, target: str | None, *, quiet: bool) -> str:

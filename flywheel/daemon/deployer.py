@@ -32,6 +32,7 @@ from flywheel.serving.client.adapter_unloading import make_room, retire
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import deployments, rounds
+from flywheel.store.deployments import ReplicaState
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256
@@ -249,8 +250,11 @@ class Deployer:
             report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven)
             await self._store.write(_noted, report)
             for each in report.changed:
-                served = (each.previous, before.get(each.url, {}).get("serves"))
-                is_lost = report.target and report.target in served
+                last = before.get(each.url)
+                is_lost = report.target and report.target in (
+                    each.previous,
+                    last.serves if last is not None else None,
+                )
                 how = "had lost the deployed adapter" if is_lost else f"answered with {each.previous or 'nothing'}"
                 log.info("%s %s: %s is %s there now", each.url, how, self._alias, each.serves)
             if not report.errors:
@@ -274,9 +278,8 @@ def _failed(conn: Connection, number: int, error: BaseException) -> None:
 
 
 def _noted(conn: Connection, report: SwapReport) -> None:
-    names = ("condition", "serves", "error")
-    found = {each.url: {name: getattr(each, name) for name in names} for each in report.replicas}
-    deployments.note_replicas(conn, report.alias, found)
+    states = {each.url: ReplicaState(each.condition, each.serves, each.error) for each in report.replicas}
+    deployments.note_replicas(conn, report.alias, states)
 
 
 def _ref(row: Row[Any] | None) -> AdapterRef | None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from flywheel.config import DaemonSettings
 from flywheel.config.ingest import host_and_port
@@ -27,6 +27,9 @@ from flywheel.system.server_limits import (
 )
 from flywheel.system.web_server import BackgroundServer, bearer_token, bound_socket, check_token
 
+if TYPE_CHECKING:
+    from flywheel.daemon.status import Status
+
 log = logging.getLogger(__name__)
 
 FRESH_SECONDS: Final = 2.0
@@ -36,7 +39,7 @@ LIMITS: Final = ServerLimits(body_bytes=0)
 
 
 class MetricsServer:
-    """The server. `snapshot` is the state as `status --json` shows it.
+    """The server. `snapshot` reads the status.
 
     `unhealthy` says why the daemon does not work any more, `unready` why it does not work yet, or no longer; both are
     empty while it does. `concern` is what a restart would not cure.
@@ -45,7 +48,7 @@ class MetricsServer:
     def __init__(
         self,
         settings: DaemonSettings,
-        snapshot: Callable[[], Awaitable[dict[str, Any]]],
+        snapshot: Callable[[], Awaitable[Status]],
         unhealthy: Callable[[], str],
         unready: Callable[[], str],
         concern: Callable[[], str] = str,

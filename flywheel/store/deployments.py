@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -213,28 +213,37 @@ _REPLICAS: Final = "replicas"
 """The kind of events about replicas, and the key of notes."""
 
 
-def note_replicas(conn: Connection, alias: str, states: Mapping[str, Mapping[str, str]]) -> None:
-    """Store the state of every replica by its URL; a changed condition is an event.
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """`condition` says how a replica was found, `serves` what the alias stands for there, empty if unknown; `error`
+    says what is wrong and what to do."""
 
-    `condition` says how it was found, `serves` what the alias stands for there, empty if unknown; `error` says what
-    is wrong and what to do.
-    """
+    condition: str
+    serves: str
+    error: str
+    since: str | None = None
+    looked_at: str | None = None
+
+
+def note_replicas(conn: Connection, alias: str, states: Mapping[str, ReplicaState]) -> None:
+    """Store the state of every replica by its URL, with the times; a changed condition is an event."""
     before, now = replica_states(conn, alias), utcnow()
-    found = {}
+    stored = {}
     for url, state in states.items():
-        last = before.get(url, {})
-        if last.get("condition") != state["condition"]:
-            record(conn, _REPLICAS, [url], last.get("condition"), state["condition"], state["error"])
-        is_as_before = all(last.get(name) == state[name] for name in ("condition", "serves"))
-        found[url] = {**state, "since": last["since"] if is_as_before else now, "looked_at": now}
-    database.note(conn, _key(alias), json.dumps(found))
+        last = before.get(url)
+        condition = last.condition if last is not None else None
+        if condition != state.condition:
+            record(conn, _REPLICAS, [url], condition, state.condition, state.error)
+        is_as_before = last is not None and (last.condition, last.serves) == (state.condition, state.serves)
+        since = last.since if last is not None and is_as_before else now
+        stored[url] = asdict(replace(state, since=since, looked_at=now))
+    database.note(conn, _key(alias), json.dumps(stored))
 
 
-def replica_states(conn: Connection, alias: str) -> dict[str, Any]:
-    """The stored state of each replica by its URL: condition, serves, error, since, looked_at."""
-    text = database.noted(conn, _key(alias))
-    found: dict[str, Any] = json.loads(text) if text else {}
-    return found
+def replica_states(conn: Connection, alias: str) -> dict[str, ReplicaState]:
+    """The stored state of each replica by its URL."""
+    stored = json.loads(database.noted(conn, _key(alias)) or "{}")
+    return {url: ReplicaState(**state) for url, state in stored.items()}
 
 
 def _key(alias: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, exists, func, select, update
 from sqlalchemy.dialects.sqlite import insert
@@ -82,12 +82,18 @@ def tokens_today(conn: Connection) -> int:
     return int(conn.execute(select(tokens).where(judge_days.c.day == today())).scalar_one() or 0)
 
 
-def usage_by_purpose(conn: Connection) -> dict[Purpose, dict[str, int]]:
+class CallCounts(NamedTuple):
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def usage_by_purpose(conn: Connection) -> dict[Purpose, CallCounts]:
     """Calls and tokens of all days."""
     sums = [func.sum(judge_days.c[name]).label(name) for name in _COUNTS]
     rows = conn.execute(select(judge_days.c.purpose, *sums).group_by(judge_days.c.purpose)).mappings()
-    found = {row["purpose"]: {name: int(row[name]) for name in _COUNTS} for row in rows}
-    return {purpose: found.get(purpose.value, dict.fromkeys(_COUNTS, 0)) for purpose in Purpose}
+    usage = {row["purpose"]: CallCounts(*(int(row[name]) for name in _COUNTS)) for row in rows}
+    return {purpose: usage.get(purpose.value, CallCounts(0, 0, 0)) for purpose in Purpose}
 
 
 def _add_cost(conn: Connection, used: Used, prices: JudgePrices) -> None:

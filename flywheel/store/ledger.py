@@ -342,9 +342,9 @@ def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:
     dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
 
 
-def all_sources(conn: Connection) -> list[dict[str, Any]]:
+def all_sources(conn: Connection) -> Sequence[Row[Any]]:
     """Every source that was ever read, as its row."""
-    return [dict(row) for row in conn.execute(select(sources).order_by(sources.c.id)).mappings()]
+    return conn.execute(select(sources).order_by(sources.c.id)).all()
 
 
 def counts_by_source(conn: Connection, source: int | None = None) -> dict[int, SourceCounts]:

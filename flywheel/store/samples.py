@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import orjson
 from sqlalchemy import (
@@ -196,7 +197,8 @@ def count_left_out(conn: Connection, takes: TaskScopes = NONE_SELECTED) -> dict[
     return {each: found[each] for each in Exclusion if found[each]}
 
 
-class PromptCounts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
     """`tasks` of which so many have an `exact` prompt; the others by reason, of which a task may have several."""
 
     tasks: int

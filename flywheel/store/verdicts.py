@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -108,17 +108,25 @@ def decided_by_others() -> ColumnElement[bool]:
     return and_(others.is_not(None), others >= func.coalesce(judges, ""))
 
 
-def recent(conn: Connection, newest: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class RecentVerdicts:
     """Counts of the newest decided verdicts: all, the accepted ones, and the causes of the rejected ones.
 
     A verdict counts once for each criterion that was not met; without one, for its score, its filter or the person.
     """
+
+    judged: int
+    accepted: int
+    rejected_by: Mapping[str, int]
+
+
+def recent(conn: Connection, newest: int) -> RecentVerdicts:
     decided = verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value])
     query = select(verdicts.c.outcome, verdicts.c.results, verdicts.c.rubric_hash)
     rows = conn.execute(query.where(decided).order_by(verdicts.c.id.desc()).limit(newest)).all()
     rejected = [row for row in rows if row.outcome == Outcome.REJECTED.value]
     causes = Counter(cause for row in rejected for cause in _causes(row.results, row.rubric_hash))
-    return {"judged": len(rows), "accepted": len(rows) - len(rejected), "rejected_by": dict(causes.most_common())}
+    return RecentVerdicts(len(rows), len(rows) - len(rejected), dict(causes.most_common()))
 
 
 def _causes(results: Sequence[Mapping[str, Any]], rubric_hash: str) -> list[str]:
@@ -133,9 +141,9 @@ def _causes(results: Sequence[Mapping[str, Any]], rubric_hash: str) -> list[str]
 def none_accepted(conn: Connection, window: int) -> str:
     """A warning if none of the newest `window` verdicts accepted a reply; otherwise empty."""
     last = recent(conn, window)
-    if last["judged"] < window or last["accepted"]:
+    if last.judged < window or last.accepted:
         return ""
-    causes = ", ".join(f"{name} {number}" for name, number in last["rejected_by"].items())
+    causes = ", ".join(f"{name} {number}" for name, number in last.rejected_by.items())
     return (
         f"none of the last {window} judged replies was accepted (not met: {causes}). Read some with"
         " `flywheel tasks --state rejected` and `flywheel show ID`: the rubric, the judge or the agent may be wrong."

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flywheel.config import Config, GateSettings
-from flywheel.daemon.rounds.gate_planning import next_test
+from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.errors import StoreError
 from flywheel.records.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
 from flywheel.records.states import LIVE_ROUND, RoundState
@@ -60,7 +60,7 @@ def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any
 
 def _of_next_tests(conn: Connection, config: Config) -> list[str]:
     """About the next test of each target."""
-    told = {name: of_next(next_test(conn, own).as_json(own.gate)) for name, own in config.by_target().items()}
+    told = {name: of_next(next_test(conn, own)) for name, own in config.by_target().items()}
     return [f"{name}: {text}" if name else text for name, text in told.items()]
 
 
@@ -74,14 +74,14 @@ def of_live(outcome: GateOutcome) -> str:
     return f"{outcome.round} {taken} test {test.number} of epoch {test.epoch}, {at}."
 
 
-def of_next(test: Mapping[str, Any]) -> str:
-    """Whether a round could be tested now, from the `gate` of `flywheel status --json`."""
-    if test["shortfall"]:
-        return f"No round starts now, because its test would detect too little: {test['shortfall']}."
+def of_next(coming: NextTest) -> str:
+    """Whether a round could be tested now."""
+    if coming.shortfall:
+        return f"No round starts now, because its test would detect too little: {coming.shortfall}."
     return (
-        f"The next round takes test {test['test']} of epoch {test['epoch']}, whose one-sided level is"
-        f" {level(test['alpha'])}. With {test['conversations']:,} held-out conversations, it would detect a"
-        f" gain of 10 points {test['power']:.0%} of the time."
+        f"The next round takes test {coming.test.number} of epoch {coming.test.epoch}, whose one-sided level is"
+        f" {level(coming.test.alpha)}. With {coming.conversations:,} held-out conversations, it would detect a"
+        f" gain of 10 points {coming.power:.0%} of the time."
     )
 
 

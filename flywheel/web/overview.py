@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flywheel.config import Config
-from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.records.states import DeploymentState
 from flywheel.store import deployments, judge_usage, samples
 from flywheel.store.views import acceptance
@@ -72,15 +71,13 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
     periods = acceptance.over_time(conn, config.models_of(None), PERIODS)
     return {
         "now": now,
-        "targets": by_target(now),
-        "servers": servers_of(now),
         "total": total,
         "by_source": _most(by_source),
         "by_agent": _most(by_agent),
         "groups": GROUPS,
         "plot": plots.time_plot(periods, swaps),
         "drawing": plots,
-        "supplies": {name: samples.newest_available(conn, target=name) for name in config.by_target()},
+        "available": {name: samples.newest_available(conn, target=name) for name in config.by_target()},
         "error_hours": judge_usage.errors_by_hour(conn, ERROR_HOURS),
         "errors": judge_usage.recent_errors(conn, ERROR_HOURS, ERRORS),
         "tasks_with": tasks_with,

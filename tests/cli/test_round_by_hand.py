@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -14,9 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flywheel.cli import status as status_command
+from flywheel.config import load
+from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
+from flywheel.store.kernel.database import read_once
 from tests.cli.conftest import Run
 from tests.cli.test_documented_json import PAGE, compare
 from tests.cli.test_documented_json import parsed as parsed_shape
@@ -277,12 +282,17 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
         assert live["measured"] == {name: value for name, value in MEASURED.items() if isinstance(value, float)}
 
         # A pipe is told of each step, and not of each rollout.
-        def moved(rollouts: int, step: int) -> dict[str, object]:
-            return {**state, "live_round": {**live, "progress": {**progress, "rollouts": rollouts, "step": step}}}
+        settings = load(config)
+        status = asyncio.run(read_once(settings.state_dir, snapshot, settings))
+
+        def moved(rollouts: int, step: int) -> Status:
+            assert status.live_round is not None and status.live_round.progress is not None
+            now = status.live_round.progress.model_copy(update={"rollouts": rollouts, "step": step})
+            return replace(status, live_round=replace(status.live_round, progress=now))
 
         looks = iter([moved(40, 2), moved(50, 2), moved(3, 3)])
 
-        def look() -> dict[str, object]:
+        def look() -> Status:
             try:
                 return next(looks)
             except StopIteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -14,17 +15,22 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from flywheel.cli import status as status_command
 from flywheel.cli.status import fitted
+from flywheel.config import load
+from flywheel.daemon.status import RoundStatus, Status, snapshot
+from flywheel.store.kernel.database import read_once
 from tests import warm
 from tests.cli.conftest import Run
+from tests.factories.round import comparison
 from tests.sources.studio.writer import DATA
 
 SECONDS = 120
@@ -42,7 +48,19 @@ def folder(tmp_path: Path, flywheel: Run, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def shown(state: dict[str, Any], lines: int, columns: int = 80) -> list[str]:
+def status_with(folder: Path, names: Iterable[str], **values: Any) -> Status:
+    """The status of the folder's state, with rounds of these names."""
+    config = load(folder / "flywheel.yaml")
+    status = asyncio.run(read_once(config.state_dir, snapshot, config))
+    given = {
+        "state": "promoted", "attempt": 1, "trigger": "by hand", "reason": "", "parent": None, "steps": 1,
+        "reward_first": 0.1, "reward_last": 0.2, "comparison": None, "adapter": None, "dir": "", "created_at": "",
+        "finished_at": None,
+    }  # fmt: skip
+    return replace(status, rounds=[RoundStatus(round=name, **{**given, **values}) for name in names])
+
+
+def shown(state: Status, lines: int, columns: int = 80) -> list[str]:
     console = Console(width=columns, height=lines, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115, PTH123
     with console.file:
         console.print(fitted(state, console))
@@ -52,19 +70,8 @@ def shown(state: dict[str, Any], lines: int, columns: int = 80) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [4, 8, 14, 20, 24, 30, 60])
 @pytest.mark.parametrize("rounds", [0, 20])
-def test_what_fits_is_whole(flywheel: Run, folder: Path, lines: int, rounds: int) -> None:
-    state = flywheel("status", "--json").json
-    one = {
-        "round": "r0001",
-        "state": "promoted",
-        "comparison": None,
-        "reward_first": 0.1,
-        "reward_last": 0.2,
-        "reason": "",
-        "trigger": "by hand",
-    }
-    state["rounds"] = [{**one, "round": f"r{number:04}"} for number in range(rounds, 0, -1)]
-    found = shown(state, lines)
+def test_what_fits_is_whole(folder: Path, lines: int, rounds: int) -> None:
+    found = shown(status_with(folder, [f"r{number:04}" for number in range(rounds, 0, -1)]), lines)
     text = "\n".join(found)
     assert "…" not in text
     if lines >= 14:
@@ -81,20 +88,16 @@ def test_what_fits_is_whole(flywheel: Run, folder: Path, lines: int, rounds: int
 
 
 @pytest.mark.parametrize("columns", [60, 80, 99, 100, 160])
-def test_a_round_is_told_in_few_lines_on_any_terminal(flywheel: Run, folder: Path, columns: int) -> None:
-    state = flywheel("status", "--json").json
-    state["rounds"] = [
-        {
-            "round": "r0001",
-            "state": "promoted",
-            "comparison": {"deployed_mean": 0.29, "candidate_mean": 0.54},
-            "reward_first": 0.42,
-            "reward_last": 0.53,
-            "reason": "better: gain +0.250, 95% interval +0.179 to +0.321; candidate 0.542, deployed 0.292",
-            "trigger": "by hand",
-        }
-    ]
-    found = shown(state, 60, columns)
+def test_a_round_is_told_in_few_lines_on_any_terminal(folder: Path, columns: int) -> None:
+    status = status_with(
+        folder,
+        ["r0001"],
+        comparison=comparison(deployed_mean=0.29, candidate_mean=0.54),
+        reward_first=0.42,
+        reward_last=0.53,
+        reason="better: gain +0.250, 95% interval +0.179 to +0.321; candidate 0.542, deployed 0.292",
+    )
+    found = shown(status, 60, columns)
     assert all(len(line) <= columns for line in found)
     [first] = [place for place, line in enumerate(found) if "r0001" in line]
     told = " ".join(" ".join(found[first : first + 4]).split())
@@ -134,16 +137,17 @@ def test_a_terminal_shows_it_at_once(folder: Path) -> None:
 
 
 def test_that_a_server_was_looked_at_once_more_is_no_news(
-    capsys: pytest.CaptureFixture[str], flywheel: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = flywheel("status", "--json").json
-    found = {"condition": "ok", "serves": "tiny", "since": "2026-01-01T00:00:00.000+00:00"}
+    status = status_with(folder, [])
+    own = status.targets[""]
+    server = replace(own.replicas[0], condition="ok", serves="tiny", since="2026-01-01T00:00:00.000+00:00")
     moments = iter(["2026-01-01T00:00:00.000+00:00", "2026-01-01T00:00:15.000+00:00", None])
 
-    def look() -> dict[str, Any]:
+    def look() -> Status:
         if (moment := next(moments)) is None:
             raise KeyboardInterrupt
-        return {**state, "replicas": [{**state["replicas"][0], **found, "looked_at": moment}]}
+        return replace(status, targets={"": replace(own, replicas=[replace(server, looked_at=moment)])})
 
     monkeypatch.setattr(status_command, "WATCH_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):

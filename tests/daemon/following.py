@@ -81,7 +81,7 @@ async def status(config: Config) -> dict[str, Any]:
     """What `flywheel status --json` prints."""
     store = await Store.view(config.state_dir)
     try:
-        return await store.read(snapshot, config)
+        return (await store.read(snapshot, config)).as_json()
     finally:
         await store.close()
 

@@ -454,7 +454,7 @@ async def forget(fleet: Fleet, number: int, serves: str) -> None:
 
 async def sightings(fleet: Fleet) -> list[tuple[str, str]]:
     found = await fleet.store.read(deployments.replica_states, "agent")
-    return [(found[url]["condition"], found[url]["serves"]) for url in fleet.config.serving.urls]
+    return [(found[url].condition, found[url].serves) for url in fleet.config.serving.urls]
 
 
 async def test_files_that_were_changed_are_not_loaded_into_a_server_that_forgot_them(fleet: Fleet) -> None:
@@ -512,20 +512,20 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0001", "test")
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
     first = (await fleet.store.read(deployments.replica_states, "agent"))[url]
-    assert first["since"] == first["looked_at"]
+    assert first.since == first.looked_at
     await fleet.deployer.deploy("r0002", "test")
     second = (await fleet.store.read(deployments.replica_states, "agent"))[url]
-    assert second["since"] == second["looked_at"] > first["looked_at"], "since then it answers with that"
+    assert second.since == second.looked_at > first.looked_at, "since then it answers with that"
     await fleet.deployer.rollback()
 
     fleet.apps[0].faults["/v1/models"] = (503, "down")
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [("unreachable", R1), ("ok", R1)]
     down = (await fleet.store.read(deployments.replica_states, "agent"))[url]
-    assert "HTTP 503" in down["error"]
+    assert "HTTP 503" in down.error
     await fleet.deployer.reconcile()
     still = (await fleet.store.read(deployments.replica_states, "agent"))[url]
-    assert still["since"] == down["since"] < still["looked_at"]
+    assert still.since == down.since < still.looked_at
 
     fleet.apps[0].faults = {"/v1/models": (500, "broken")}
     await fleet.deployer.reconcile()
@@ -614,7 +614,7 @@ async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_o
 
         async def condition() -> str:
             await daemon.reconcile()
-            return str((await store.read(deployments.replica_states, "agent"))[url]["condition"])
+            return str((await store.read(deployments.replica_states, "agent"))[url].condition)
 
         def proofs() -> int:
             return app.calls.count("POST /v1/completions")

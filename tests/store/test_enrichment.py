@@ -179,5 +179,5 @@ async def test_other_models_are_no_part_of_acceptance_by_adapter(store: Store) -
     ]
     await store.write(put, *told)
     found, others = await store.read(acceptance.by_adapter, ALIAS)
-    assert {entry["adapter"]: entry["other"] for entry in found} == {"": 1, "my-agent@r0001": 1, "unrecorded": 1}
+    assert {entry.adapter: entry.other for entry in found} == {"": 1, "my-agent@r0001": 1, "unrecorded": 1}
     assert others == {"helper-model": 2, "gpt-4o": 1}

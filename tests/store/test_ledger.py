@@ -51,9 +51,9 @@ async def test_a_source_that_was_known_by_a_detour_stays_the_same(store: Store) 
     await store.write(put, "/etc/../a", batch(reply(1)))
     assert await store.read(ledger.known_source, "/a") == 1
     assert (await store.write(put, "/a", batch(reply(1)))).new_replies == 0
-    assert [row["path"] for row in await store.read(ledger.all_sources)] == ["/a"]
+    assert [row.path for row in await store.read(ledger.all_sources)] == ["/a"]
     await store.write(put, "/b", batch(reply(2)))
-    assert [row["path"] for row in await store.read(ledger.all_sources)] == ["/a", "/b"]
+    assert [row.path for row in await store.read(ledger.all_sources)] == ["/a", "/b"]
 
 
 async def test_an_agent_span_that_arrives_after_it_was_given_up_becomes_a_task(store: Store) -> None:

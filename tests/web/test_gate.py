@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from sqlalchemy import Connection, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
-from flywheel.records.round import Comparison
+from flywheel.daemon.rounds.gate_planning import NextTest
+from flywheel.records.round import Comparison, GateTest
 from flywheel.records.states import RoundState, Split
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
@@ -145,12 +147,12 @@ async def test_a_decision_of_an_early_version_is_known_if_todays_settings_lead_t
 
 
 async def test_the_next_test(tmp_path: Path) -> None:
-    coming = {"epoch": 2, "test": 3, "alpha": 0.00027, "conversations": 1200, "power": 0.831, "shortfall": ""}
+    coming = NextTest(GateTest(epoch=2, number=3, alpha=0.00027), [], 1200, 0.831, 0, "")
     assert of_next(coming) == (
         "The next round takes test 3 of epoch 2, whose one-sided level is 0.00027. With 1,200 held-out conversations,"
         " it would detect a gain of 10 points 83% of the time."
     )
-    assert of_next({**coming, "shortfall": "3 of 15 held-out conversations: so"}) == (
+    assert of_next(replace(coming, shortfall="3 of 15 held-out conversations: so")) == (
         "No round starts now, because its test would detect too little: 3 of 15 held-out conversations: so."
     )
     store = await Store.open(tmp_path / "state")

@@ -11,6 +11,7 @@ import threading
 import webbrowser
 from collections import Counter
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -133,7 +134,7 @@ async def _judged(config: Config) -> dict[str, Any]:
             raise report.error
 
         def by_adapter(conn: Connection) -> list[dict[str, Any]]:
-            return acceptance.by_adapter(conn, config.models_of(None))[0]
+            return [asdict(each) for each in acceptance.by_adapter(conn, config.models_of(None))[0]]
 
         return {"replies": source.counts.replies, "verdicts": verdicts, "by_adapter": await store.read(by_adapter)}
 

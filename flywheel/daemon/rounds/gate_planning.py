@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import Connection
 
@@ -25,39 +25,14 @@ PAST: Final = 10
 class NextTest:
     """`tasks` are the numbers of the test's tasks, of `conversations` conversations. `power` is the probability of
     showing a gain of ten points; `missing` is the number of conversations until that suffices, None where no number
-    suffices."""
+    suffices; `shortfall` says why no round may start yet, and is empty when one may."""
 
     test: GateTest
     tasks: list[int]
     conversations: int
     power: float
     missing: int | None
-
-    def shortfall(self, gate: GateSettings) -> str:
-        """Why no round may start yet; empty when one may."""
-        if self.missing == 0:
-            return ""
-        held_out = quantity(self.conversations, "held-out conversation")
-        detects = (
-            f"the gate would detect a gain of 10 points {self.power:.0%} of the time; {gate.min_power:.0%}"
-            " (gate.min_power) is required"
-        )
-        if self.missing is None:
-            return f"gate.max_tasks {gate.max_tasks} is too low: with {held_out}, {detects}"
-        needed = quantity(self.conversations + self.missing, "held-out conversation")
-        return f"{self.conversations:,} of {needed}: with {self.conversations:,}, {detects}"
-
-    def as_json(self, gate: GateSettings) -> dict[str, Any]:
-        """The part of `flywheel status --json`."""
-        return {
-            "epoch": self.test.epoch,
-            "test": self.test.number,
-            "alpha": self.test.alpha,
-            "conversations": self.conversations,
-            "power": round(self.power, 4),
-            "missing": self.missing,
-            "shortfall": self.shortfall(gate),
-        }
+    shortfall: str
 
 
 def next_test(conn: Connection, config: Config) -> NextTest:
@@ -88,7 +63,22 @@ def next_test(conn: Connection, config: Config) -> NextTest:
             ways.append(max(needed, last.conversations) - never_tested)
         # With several tasks per conversation each gets fewer samples: at least one conversation is missing.
         missing = max(1, min(ways)) if ways else None
-    return NextTest(test, [number for number, _ in asked], conversations, now, missing)
+    shortfall = _shortfall(gate, conversations, now, missing)
+    return NextTest(test, [number for number, _ in asked], conversations, now, missing, shortfall)
+
+
+def _shortfall(gate: GateSettings, conversations: int, share: float, missing: int | None) -> str:
+    if missing == 0:
+        return ""
+    held_out = quantity(conversations, "held-out conversation")
+    detects = (
+        f"the gate would detect a gain of 10 points {share:.0%} of the time; {gate.min_power:.0%}"
+        " (gate.min_power) is required"
+    )
+    if missing is None:
+        return f"gate.max_tasks {gate.max_tasks} is too low: with {held_out}, {detects}"
+    needed = quantity(conversations + missing, "held-out conversation")
+    return f"{conversations:,} of {needed}: with {conversations:,}, {detects}"
 
 
 def _spread_out(tasks: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:

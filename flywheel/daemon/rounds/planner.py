@@ -68,7 +68,7 @@ def due(
         return Due(False, "; ".join((f"{available.usable} of {needed} samples are free", *available.waits)))
     if held_out < wanted:
         return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
-    if shortfall := next_test(conn, config).shortfall(config.gate):
+    if shortfall := next_test(conn, config).shortfall:
         return Due(False, shortfall)
     reason = f"{'cron window' if window else 'min_samples'}: {available.usable} samples are free"
     return Due(True, reason, config.target)
@@ -138,8 +138,8 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
         raise TrainError("plan a round", why, _COLLECT.format("gate.min_tasks"))
     coming = next_test(conn, config)
-    if shortfall := coming.shortfall(config.gate):
-        raise TrainError("plan a round", shortfall, _COLLECT.format("gate.min_power"))
+    if coming.shortfall:
+        raise TrainError("plan a round", coming.shortfall, _COLLECT.format("gate.min_power"))
     most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
     return rounds.plan(
         conn,

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from statistics import NormalDist
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, and_, func, select
 
@@ -75,12 +75,24 @@ def funnels(conn: Connection, scope: Scope = EVERY_TARGET) -> tuple[Funnel, dict
     return total, by_source, by_agent
 
 
-def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Counts of the tasks that each adapter answered, by outcome; "" is the base model, UNRECORDED no known model.
+@dataclass(frozen=True, slots=True)
+class AdapterAcceptance:
+    """Counts of the tasks that an adapter answered, by outcome; "" is the base model, UNRECORDED no known model.
 
-    `acceptance` is the share of accepted tasks among accepted and rejected ones. Tasks of other models than the
-    alias, its versions and its base are counted apart, by the name of the model, the most first.
+    `acceptance` is the share of accepted tasks among accepted and rejected ones; None without any.
     """
+
+    adapter: str
+    accepted: int
+    rejected: int
+    undecided: int
+    other: int
+    acceptance: float | None
+
+
+def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[AdapterAcceptance], dict[str, int]]:
+    """The acceptance of each adapter. Tasks of other models than the alias, its versions and its base are counted
+    apart, by the name of the model, the most first."""
     counts: dict[str, dict[str, int]] = {}
     others: Counter[str] = Counter()
     columns = tasks.c.adapter, tasks.c.model, tasks.c.state
@@ -94,7 +106,7 @@ def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, 
     own = []
     for adapter, entry in sorted(counts.items()):
         judged = entry["accepted"] + entry["rejected"]
-        own.append({"adapter": adapter, **entry, "acceptance": entry["accepted"] / judged if judged else None})
+        own.append(AdapterAcceptance(adapter, **entry, acceptance=entry["accepted"] / judged if judged else None))
     return own, dict(others.most_common())
 
 

@@ -63,8 +63,9 @@ async def test_the_default_chain_fills_a_round_with_what_an_ordinary_installatio
     assert set(await states(store)) == {"accepted"}
     assert (await store.read(planner.due, config)).start
     state = await store.read(snapshot, config)
-    assert (state["free_samples"], state["waiting_samples"]) == (40, {})
-    assert [text.partition(",")[0] for text in state["warnings"]] == ([widened] if widened else [])
+    own = state.targets[""]
+    assert (own.free_samples, own.waiting_samples) == (40, {})
+    assert [text.partition(",")[0] for text in state.warnings] == ([widened] if widened else [])
     row = await store.write(planner.plan, config, rubric_of(config), config.state_dir / "rounds", "test")
     assert len(await store.read(rounds.samples_of, row.id, Split.TRAIN)) == 40
 
@@ -78,10 +79,11 @@ async def test_open_to_strangers_keeps_to_its_shares_and_holds_bursts(store: Sto
     waiting = "39 over their share"
     assert due.reason == f"1 of 40 samples are free; {waiting}"
     state = await store.read(snapshot, config)
-    assert (state["free_samples"], state["waiting_samples"]) == (1, {"over their share": 39})
+    own = state.targets[""]
+    assert (own.free_samples, own.waiting_samples) == (1, {"over their share": 39})
     from flywheel.cli import status as status_command
 
-    assert f"1 free of 40 needed, 2 held out; {waiting}\n" in status_command._text(state | {"no_state": ""}) + "\n"
+    assert f"1 free of 40 needed, 2 held out; {waiting}\n" in status_command._text(state) + "\n"
     await tell(store, *burst(25, first=5000))
     await run(store, config)
     assert (await states(store)).count("held") > 0
@@ -100,12 +102,13 @@ async def test_what_is_more_than_a_round_takes_is_counted_apart(tmp_path: Path, 
     for config in (make(trigger=trigger), by_chain(make, "default", trigger=trigger)):
         await run(store, config)
         state = await store.read(snapshot, config)
-        assert (state["free_samples"], state["waiting_samples"]) == (8, {"more than a round takes": 12})
+        own = state.targets[""]
+        assert (own.free_samples, own.waiting_samples) == (8, {"more than a round takes": 12})
 
 
 async def test_status_works_without_a_chain_that_can_be_read(store: Store, make: Make, tmp_path: Path) -> None:
     config = make(filter={"chain": "chain.yaml"})
     (tmp_path / "chain.yaml").write_text("filters: no")
     state = await store.read(snapshot, config)
-    assert "read filter chain" in state["warnings"][0]
-    assert state["free_samples"] == 0
+    assert "read filter chain" in state.warnings[0]
+    assert state.targets[""].free_samples == 0

@@ -228,11 +228,11 @@ async def test_no_round_starts_that_could_hardly_show_ten_points_and_status_tell
 ) -> None:
     config = made(tmp_path, min_power=0.3)
     await filled(store, 20)
-    told = (await store.read(snapshot, config))["gate"]
-    assert (told["epoch"], told["test"], told["conversations"]) == (1, 1, 20)
-    assert told["power"] < 0.3
-    missing = told["missing"]
-    assert missing > 0
+    gate = (await store.read(snapshot, config)).targets[""].gate
+    assert (gate.epoch, gate.test, gate.conversations) == (1, 1, 20)
+    assert gate.power < 0.3
+    missing = gate.missing
+    assert missing is not None and missing > 0
     wanted = await store.read(planner.due, config)
     assert not wanted.start
     assert wanted.reason.startswith(f"20 of {20 + missing} held-out conversations: with 20, the gate would detect")
@@ -269,9 +269,7 @@ async def test_a_gate_that_can_never_ask_enough_says_so(tmp_path: Path, store: S
     await filled(store, 30)
     found = await coming(store, config)
     assert found.missing is None
-    assert found.shortfall(config.gate).startswith(
-        "gate.max_tasks 10 is too low: with 10 held-out conversations, the gate"
-    )
+    assert found.shortfall.startswith("gate.max_tasks 10 is too low: with 10 held-out conversations, the gate")
 
 
 async def test_past_comparisons_tell_how_many_conversations_are_needed(tmp_path: Path, store: Store) -> None:

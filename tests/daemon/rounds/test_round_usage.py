@@ -14,7 +14,7 @@ from flywheel.config import Config, NoticeType
 from flywheel.daemon.prometheus import exposition
 from flywheel.daemon.rounds.rounds import Rounds, RoundUsage
 from flywheel.daemon.service import Service
-from flywheel.daemon.status import snapshot
+from flywheel.daemon.status import as_json, snapshot
 from flywheel.errors import TrainError
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.usage import Allowance, Budget, Purpose, UsageFile, Used, today
@@ -89,8 +89,8 @@ async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(w
     await second.settle()
     await second.settle()
     found = await wheel.store.read(judge_usage.usage_by_purpose)
-    assert found[Purpose.ROUNDS] == {"calls": 3, "prompt_tokens": 300, "completion_tokens": 0}
-    assert found[Purpose.GATES] == {"calls": 1, "prompt_tokens": 50, "completion_tokens": 0}
+    assert found[Purpose.ROUNDS] == (3, 300, 0)
+    assert found[Purpose.GATES] == (1, 50, 0)
 
 
 async def test_calls_of_a_worker_that_is_killed_are_booked_and_so_are_those_of_the_next_attempt(
@@ -105,7 +105,7 @@ async def test_calls_of_a_worker_that_is_killed_are_booked_and_so_are_those_of_t
     assert row is not None
     assert "SIGKILL" in row.reason
     found = await wheel.store.read(judge_usage.usage_by_purpose)
-    assert found[Purpose.ROUNDS] == {"calls": 2, "prompt_tokens": 1400, "completion_tokens": 0}
+    assert found[Purpose.ROUNDS] == (2, 1400, 0)
 
 
 async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_together_with_money(
@@ -116,7 +116,7 @@ async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_togethe
         await wheel.store.write(judge_usage.book, [Used("2026-01-01", purpose, 3, tokens, tokens // 10)])
     await wheel.store.write(judge_usage.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
     state = await wheel.store.read(snapshot, config)
-    judge = state["judge"]
+    judge = as_json(state.judge)
     assert judge["usage"] == {
         "calls": 10, "prompt_tokens": 3_500_900, "completion_tokens": 350_000,
         "cost": {"amount": 10.5018, "currency": "USD"},
@@ -134,7 +134,7 @@ async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_togethe
     assert metrics["flywheel_judge_tokens_today"][0].value == 900
     from flywheel.cli import status as status_command
 
-    status_command._print(state | {"no_state": ""})
+    status_command._print(state)
     told = capsys.readouterr().out
     assert "judge         10 calls; 3,500,900 tokens sent, 350,000 received; about 10.50 USD\n" in told
     assert "filter 1 call, 900 tokens, about 0.0018 USD; rounds 3 calls, 3,300,000 tokens, about 9.00 USD; " in told
@@ -209,7 +209,7 @@ async def test_no_round_starts_when_the_budget_is_spent(wheel: Wheel, limit: str
     going._budget.book(100)
     assert not await going.start_due()
     state = await wheel.store.read(snapshot, config)
-    assert state["waiting_for"].startswith(f"judge.budget.{limit} (100) is spent; it goes on ")
+    assert state.waiting_for.startswith(f"judge.budget.{limit} (100) is spent; it goes on ")
     with pytest.raises(TrainError, match=limit):
         await going.plan("by hand")
 
