@@ -6,13 +6,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition
+
 
 class ModelAnswer(Struct, frozen=True):
     """One choice of a response. `tool_calls` are in the OpenAI chat form, with arguments as text."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = ""
 
 
@@ -38,8 +40,8 @@ class ModelCall(Struct, frozen=True):
     status: int = 200
     error: str = ""
     is_interrupted: bool = False
-    messages: tuple[dict[str, Any], ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[ToolDefinition, ...] = ()
     parameters: dict[str, Any] = {}
     user: str = ""
     credential: str = ""

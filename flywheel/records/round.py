@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flywheel.records.tool_calls import SharedRecordings
-from flywheel.records.trace import ChatMessage
+from flywheel.records.trace import ChatMessage, ToolDefinition
 
 SPEC_FILE = "spec.json"
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +36,7 @@ class RoundTask(Frozen):
     """In the OpenAI chat format."""
     history: list[ChatMessage] = []
     """The conversation before the question, for the judge. The prompt may also have messages behind the question."""
-    tools: list[dict[str, Any]] = []
+    tools: list[ToolDefinition] = []
     reference: str = ""
     """The right answer, if the task has one."""
     prompt_tokens: int = 0

@@ -25,6 +25,9 @@ from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functi
 from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, Reply
 from flywheel.system.files import json_line
 
+TaskLine = dict[str, Any]
+"""A line of a task file, parsed: keys and types as `task_line` writes them, and what a user has added."""
+
 NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 """Ids that clients and servers write without a conversation: unrelated dialogues share them."""
 
@@ -38,7 +41,7 @@ METADATA: Final = frozenset({
 """The keys of `metadata` in a task's line that say where it comes from. Any others are the user's."""
 
 
-def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:
+def task_line(reply: Reply, source: str, key: str = "") -> TaskLine:
     """One line of `tasks.jsonl`, as AgentJet, Trinity-RFT, TRL and verl read it: always the same keys and types.
 
     `key` is the task id, by default the one of the reply. `prompt` is what the model was sent, if the call
@@ -94,7 +97,7 @@ def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:
     }
 
 
-def whole_line(line: dict[str, Any]) -> dict[str, Any]:
+def whole_line(line: TaskLine) -> TaskLine:
     """A task's line with what its source had besides: the user's own keys, and those of its metadata."""
     metadata = {name: value for name, value in line["metadata"].items() if name != "extra_json"}
     extra = orjson.loads(line["metadata"]["extra_json"])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from msgspec import Struct
 
@@ -19,6 +19,24 @@ from flywheel.records.states import SkipReason
 ChatMessage = dict[str, Any]
 """One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
 `tool_call_id`, `reasoning_content`."""
+ToolDefinition = dict[str, Any]
+"""An offered tool in the OpenAI chat form."""
+
+
+class ToolFunction(TypedDict):
+    """A function that is called; `arguments` are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A tool call of a message, in the OpenAI chat form."""
+
+    id: str
+    type: str
+    function: ToolFunction
+
 
 LATEST_NS: Final = 10**19
 """Times from here on (in nanoseconds since 1970: the year 2286), and before 1970, are refused where they are read: at
@@ -71,7 +89,7 @@ class Reply(Struct, frozen=True):
     turn: int = 0
     history: tuple[ChatMessage, ...] = ()
     trajectory: tuple[ChatMessage, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[ToolDefinition, ...] = ()
     images: tuple[str, ...] = ()
     structured: dict[str, Any] | None = None
     errors: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from flywheel.records.trace import ChatMessage
+from flywheel.records.trace import ChatMessage, ToolDefinition
 
 
 class Outcome(StrEnum):
@@ -31,7 +31,7 @@ class Exchange:
     answer: str
     history: tuple[ChatMessage, ...] = ()
     trajectory: tuple[ChatMessage, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[ToolDefinition, ...] = ()
     reference: str = ""
     line: dict[str, Any] = field(default_factory=dict)
 

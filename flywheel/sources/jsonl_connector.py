@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
-from flywheel.records.task import Batch, Entry, KnownReply, line_bytes
+from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
@@ -30,7 +30,7 @@ from flywheel.store import ledger
 from flywheel.store.ledger import Recorded
 
 T = TypeVar("T")
-Redact = Callable[[dict[str, Any]], dict[str, Any]]
+Redact = Callable[[TaskLine], TaskLine]
 
 
 def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
@@ -115,7 +115,7 @@ class TaskIds:
             return None
         line = entry.line
         if line:
-            task: dict[str, Any] = orjson.loads(line)
+            task: TaskLine = orjson.loads(line)
             task["task_id"] = task["metadata"]["span_id"] = entry.otherwise
             line = line_bytes(task)
         return replace(entry, key=entry.otherwise, span_id=entry.otherwise, line=line)

@@ -16,7 +16,7 @@ import orjson
 from msgspec import Struct
 
 from flywheel.records.model_call import ModelAnswer, ModelCall
-from flywheel.records.trace import get_path
+from flywheel.records.trace import ChatMessage, ToolDefinition, get_path
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.sources.calls import responses_api
 
@@ -62,7 +62,7 @@ def parse(call: RecordedCall) -> ModelCall:
     )
 
 
-def _prompt_of(request: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...] | None, tuple[dict[str, Any], ...]]:
+def _prompt_of(request: dict[str, Any]) -> tuple[tuple[ChatMessage, ...] | None, tuple[ToolDefinition, ...]]:
     """Messages (None if they are not messages) and tools of a request for chat or for completions."""
     messages = request.get("messages")
     if messages is None:

@@ -10,8 +10,10 @@ from typing import Any, Final
 from msgspec import Struct
 
 from flywheel.records.model_call import ModelAnswer
-from flywheel.records.trace import get_path
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, ToolFunction, get_path
 
+Item = dict[str, Any]
+"""An object of the interface: a request, a response, or a part of one."""
 PROMPT: Final = frozenset({"input", "instructions"})
 """The keys of a request that become messages."""
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -19,9 +21,9 @@ _FINISH_REASONS: Final = {"max_output_tokens": "length"}
 """Reasons of incomplete responses, by the name that chat completions have for them."""
 
 
-def prompt_of(request: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...] | None, tuple[dict[str, Any], ...]]:
+def prompt_of(request: Item) -> tuple[tuple[ChatMessage, ...] | None, tuple[ToolDefinition, ...]]:
     """Messages (None if the input is none) and tools of a request."""
-    messages: list[dict[str, Any]] = []
+    messages: list[ChatMessage] = []
     if instructions := request.get("instructions"):
         messages.append({"role": "system", "content": instructions})
     given = request.get("input")
@@ -37,7 +39,7 @@ def prompt_of(request: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...] | Non
     return tuple(messages), tuple(_tool(tool) for tool in offered if isinstance(tool, dict))
 
 
-def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+def _add(messages: list[ChatMessage], item: Item) -> None:
     """Add an item of the input. Reasoning, text and function calls of one answer become one message."""
     said = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
     match item.get("type", "message"):
@@ -73,7 +75,7 @@ def _content(value: Any) -> Any:
     return [_part(part) if isinstance(part, dict) else part for part in value]
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
+def _part(part: Item) -> Item:
     match part:
         case {"type": "input_text" | "output_text", "text": str(text)}:
             return {"type": "text", "text": text}
@@ -82,18 +84,18 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _tool_call(item: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": _text(item.get("name")), "arguments": _text(item.get("arguments"))}
+def _tool_call(item: Item) -> ToolCall:
+    function: ToolFunction = {"name": _text(item.get("name")), "arguments": _text(item.get("arguments"))}
     return {"id": _text(item.get("call_id") or item.get("id")), "type": "function", "function": function}
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(tool: Item) -> ToolDefinition:
     if tool.get("type") != "function" or isinstance(tool.get("function"), dict):
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _reasoning(item: dict[str, Any]) -> str:
+def _reasoning(item: Item) -> str:
     return _text(item.get("content")) or _text(item.get("summary"))
 
 
@@ -107,10 +109,10 @@ def _text(value: Any) -> str:
     return str(value) if isinstance(value, int | float) else ""
 
 
-def answer_of(response: dict[str, Any]) -> ModelAnswer:
+def answer_of(response: Item) -> ModelAnswer:
     """The answer in a response's output items."""
     content = reasoning = ""
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     output = response.get("output")
     for item in output if isinstance(output, list) else ():
         kind = item.get("type") if isinstance(item, dict) else None
@@ -133,10 +135,10 @@ class Stream(Struct):
     """A response while its events arrive. `is_whole`: its last event has arrived."""
 
     is_whole: bool = False
-    _last: dict[str, Any] = {}
-    _items: dict[int, dict[str, Any]] = {}
+    _last: Item = {}
+    _items: dict[int, Item] = {}
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Item) -> None:
         kind, index = _text(event.get("type")), event.get("output_index")
         if isinstance(event.get("response"), dict):
             self._last = event["response"]
@@ -165,7 +167,7 @@ class Stream(Struct):
                 return
         item[key] = (item[key] if isinstance(item.get(key), str) else "") + delta
 
-    def response(self) -> dict[str, Any]:
+    def response(self) -> Item:
         """The response so far: as its last event has it, or assembled from the parts that have arrived."""
         if self._last.get("output"):
             return self._last

@@ -25,8 +25,8 @@ from flywheel.errors import ConfigError
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.states import SkipReason
-from flywheel.records.task import METADATA, Entry, entry_of, line_bytes, task_line
-from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, get_path
+from flywheel.records.task import METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
+from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolDefinition, get_path
 from flywheel.system.files import json_line
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -213,7 +213,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
-def tasks_of_file(path: Path, attempted: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def tasks_of_file(path: Path, attempted: str) -> Iterator[tuple[int, TaskLine]]:
     """The tasks of a data set, which need no answers, with the numbers of their lines. Empty lines are left out.
 
     Raises ConfigError if the file cannot be read, and for a line without a question.
@@ -228,7 +228,7 @@ def tasks_of_file(path: Path, attempted: str) -> Iterator[tuple[int, dict[str, A
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
 
 
-def _row(text: bytes, source: Path, now: datetime, attempted: str, number: int) -> dict[str, Any]:
+def _row(text: bytes, source: Path, now: datetime, attempted: str, number: int) -> TaskLine:
     try:
         line = _parsed(text)
         reply, _ = _reply(line, text, now)
@@ -239,14 +239,14 @@ def _row(text: bytes, source: Path, now: datetime, attempted: str, number: int) 
         raise ConfigError(attempted, f"line {number}: {error}", "Each line is one task, a JSON object.") from None
 
 
-def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> dict[str, Any]:
+def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> TaskLine:
     task = task_line(reply, str(source), reply.span_id)
     if isinstance(line.get("env_type"), str):
         task["env_type"] = line["env_type"]
     return task
 
 
-def _reply(line: dict[str, Any], text: bytes, now: datetime) -> tuple[Reply, str]:
+def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
     """The reply that a parsed line describes, and its key if another task has its id. Raises LineError."""
     _restore_large_integers(line, text)
     if isinstance(line.get("messages"), str):
@@ -318,7 +318,7 @@ def _extra(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, An
     return {**extra, "metadata": own} if own else extra
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parsed(text: bytes) -> TaskLine:
     text = text.removeprefix(_BYTE_ORDER_MARK)
     try:
         value = orjson.loads(text)
@@ -337,7 +337,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _restore_large_integers(line: dict[str, Any], text: bytes) -> None:
+def _restore_large_integers(line: TaskLine, text: bytes) -> None:
     """Replace integers beyond 64 bits, which orjson rounds, by their digits where a text is expected."""
     rounded = [
         path for path in _NUMBERS if isinstance(value := get_path(line, *path), float) and abs(value) >= _ROUNDED
@@ -474,7 +474,7 @@ def _trajectory(metadata: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
     return tuple(steps)
 
 
-def _tools(offered: list[Any]) -> tuple[dict[str, Any], ...]:
+def _tools(offered: list[Any]) -> tuple[ToolDefinition, ...]:
     """The tool definitions in a list; other values are left out."""
     return tuple(tool for tool in offered if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict))
 

@@ -20,6 +20,9 @@ from flywheel.records.trace import LATEST_NS, get_path
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
 
+Nested = dict[str, Any]
+"""Attributes as Studio nests them, or an object with such attributes."""
+
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
 """Operations by the `span.kind` of AgentScope before 1.0.9."""
@@ -28,7 +31,7 @@ _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_ins
 UNKNOWN: Final = "unknown"
 
 
-def complete(attributes: dict[str, Any], events: Sequence[dict[str, Any]]) -> None:
+def complete(attributes: Nested, events: Sequence[Nested]) -> None:
     """Add the messages in a span's events and its system instructions to its nested attributes."""
     for path in _IN_EVENTS:
         for event in reversed(events):
@@ -39,7 +42,7 @@ def complete(attributes: dict[str, Any], events: Sequence[dict[str, Any]]) -> No
         _lead_with_instructions(attributes)
 
 
-def _lead_with_instructions(attributes: dict[str, Any]) -> None:
+def _lead_with_instructions(attributes: Nested) -> None:
     parts = get_path(attributes, "gen_ai", "system_instructions")
     if isinstance(parts, str):
         parts = [{"type": "text", "content": parts}]
@@ -50,7 +53,7 @@ def _lead_with_instructions(attributes: dict[str, Any]) -> None:
         _put(attributes, [{"role": "system", "parts": parts}, *given], "gen_ai", "input", "messages")
 
 
-def _put(attributes: dict[str, Any], value: Any, *path: str) -> None:
+def _put(attributes: Nested, value: Any, *path: str) -> None:
     for key in path[:-1]:
         if not isinstance(attributes.get(key), dict):
             attributes[key] = {}
@@ -58,7 +61,7 @@ def _put(attributes: dict[str, Any], value: Any, *path: str) -> None:
     attributes[path[-1]] = value
 
 
-def operation(attributes: dict[str, Any]) -> str | None:
+def operation(attributes: Nested) -> str | None:
     """The operation under the name that the reader knows, if it has one for it."""
     written = get_path(attributes, "gen_ai", "operation", "name")
     if written is None:
@@ -67,7 +70,7 @@ def operation(attributes: dict[str, Any]) -> str | None:
     return "chat" if written in _MODEL_CALLS else str(written)
 
 
-def conversation(attributes: dict[str, Any]) -> str:
+def conversation(attributes: Nested) -> str:
     """The id of the conversation of a span; `unknown` without one."""
     for path in (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id")):
         if (found := get_path(attributes, *path)) not in (None, "", {}, []):
@@ -104,7 +107,7 @@ class Rows:
 def rows_of(request: ExportTraceServiceRequest) -> Rows:
     """Convert every span of a request to a row, or reject it."""
     rows = Rows()
-    nested = _Nested()
+    nested = _Nesting()
     for of_resource in request.resource_spans:
         resource = {"attributes": nested(of_resource.resource.attributes)}
         for of_scope in of_resource.scope_spans:
@@ -123,7 +126,7 @@ def rows_of(request: ExportTraceServiceRequest) -> Rows:
     return rows
 
 
-class _Nested:
+class _Nesting:
     """Nests attributes as Studio does; of two at the same path, the later one wins.
 
     JSON text becomes its value until the texts of one request hold MAX_VALUES values. Further texts, and values with
@@ -133,8 +136,8 @@ class _Nested:
     def __init__(self) -> None:
         self._left = MAX_VALUES
 
-    def __call__(self, pairs: Iterable[KeyValue]) -> dict[str, Any]:
-        nested: dict[str, Any] = {}
+    def __call__(self, pairs: Iterable[KeyValue]) -> Nested:
+        nested: Nested = {}
         for pair in pairs:
             value = _value(pair.value)
             *path, last = pair.key.split(".")
@@ -164,7 +167,7 @@ class _Nested:
         return value
 
 
-def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _Nested) -> Row:
+def _row(span: Span, resource: Nested, scope: Nested, nested: _Nesting) -> Row:
     span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     attributes = nested(span.attributes)
@@ -221,7 +224,7 @@ def _time(ns: int, name: str) -> int:
     return ns
 
 
-def _event(event: Span.Event, nested: _Nested) -> dict[str, Any]:
+def _event(event: Span.Event, nested: _Nesting) -> Nested:
     return {
         "name": event.name,
         "time": str(event.time_unix_nano),
@@ -230,7 +233,7 @@ def _event(event: Span.Event, nested: _Nested) -> dict[str, Any]:
     }
 
 
-def _link(link: Span.Link, nested: _Nested) -> dict[str, Any]:
+def _link(link: Span.Link, nested: _Nesting) -> Nested:
     return {
         "traceId": link.trace_id.hex(),
         "spanId": link.span_id.hex(),

@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, get_path
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
 from flywheel.sources.spans.messages import (
     MEDIA_TYPES,
     Message,
@@ -251,7 +251,7 @@ def tokens(span: Span) -> tuple[int, int]:
     return given, answered
 
 
-def tool_definitions(span: Span) -> tuple[dict[str, Any], ...]:
+def tool_definitions(span: Span) -> tuple[ToolDefinition, ...]:
     """The tools a model was offered, in the OpenAI form, without finish functions; callers must not change them."""
     for raw in (span.attributes.gen_ai.tool.definitions, span.attributes.input.kwargs.tools):
         data = bytes(raw)
@@ -262,7 +262,7 @@ def tool_definitions(span: Span) -> tuple[dict[str, Any], ...]:
 
 
 @lru_cache(maxsize=64)
-def _tools(data: bytes) -> tuple[dict[str, Any], ...] | None:
+def _tools(data: bytes) -> tuple[ToolDefinition, ...] | None:
     """Tools in the OpenAI form; None if no tools are recorded."""
     written = value_of(Raw(data))
     if not written:
@@ -277,7 +277,7 @@ class ToolUse(Struct):
     """What a tool span executed: the call in the OpenAI form, its arguments and its output, both as recorded."""
 
     span: Span
-    call: dict[str, Any]
+    call: ToolCall
     arguments: Any
     output: Any
     id: str

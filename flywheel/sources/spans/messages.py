@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition
 from flywheel.sources.spans.reprs import ReprError, is_block, is_message, is_result, parse_call
 
 Message = dict[str, Any]
+Block = dict[str, Any]
+"""A part of a message."""
 
 MEDIA_TYPES: Final = frozenset(
     {"image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file", "uri", "blob", "data"}
@@ -48,12 +50,12 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
     return []
 
 
-def blocks_of(message: Message) -> list[dict[str, Any]]:
+def blocks_of(message: Message) -> list[Block]:
     """The blocks or parts of a message; plain text is one text block."""
     return _blocks(message["parts"] if "parts" in message else message.get("content"))
 
 
-def _blocks(content: Any) -> list[dict[str, Any]]:
+def _blocks(content: Any) -> list[Block]:
     if content is None:
         return []
     if isinstance(content, list):
@@ -66,7 +68,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": _plain(content)}]
 
 
-def _typed(block: dict[str, Any]) -> dict[str, Any]:
+def _typed(block: Block) -> Block:
     """A block of DashScope's or Gemini's interface, which has no type, with its type."""
     match block:
         case {"thought": True}:
@@ -91,7 +93,7 @@ def text_of(message: Message) -> str:
     return "\n".join(texts_in(blocks_of(message)))
 
 
-def texts_in(blocks: Iterable[dict[str, Any]]) -> list[str]:
+def texts_in(blocks: Iterable[Block]) -> list[str]:
     """The texts of those blocks that are text."""
     return [_plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"]
 
@@ -171,7 +173,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
     if len(blocks) == 1 and blocks[0].get("type") == "text" and not message.get("tool_calls"):
         return [{"role": role, "content": texts_in(blocks)[0]}]
     done: list[ChatMessage] = []
-    texts: list[dict[str, Any]] = []
+    texts: list[Block] = []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     for block in blocks:
         kind = block.get("type")
@@ -195,12 +197,12 @@ _CALLS: Final = ("tool_use", "tool_call")
 _RESULTS: Final = ("tool_result", "tool_call_response")
 
 
-def _result_in(block: dict[str, Any]) -> Any:
+def _result_in(block: Block) -> Any:
     # Anthropic's interface has the result as content.
     return block.get("output", block.get("content")) if block["type"] == "tool_result" else block.get("response")
 
 
-def _said(role: str, texts: list[dict[str, Any]], calls: list[dict[str, Any]]) -> ChatMessage:
+def _said(role: str, texts: list[Block], calls: list[ToolCall]) -> ChatMessage:
     said: ChatMessage = {"role": role, "content": "\n".join(texts_in(texts))}
     if calls:
         said["tool_calls"] = calls
@@ -211,7 +213,7 @@ def _tool_message(call_id: Any, name: Any, content: str) -> ChatMessage:
     return {"role": "tool", "tool_call_id": _plain(call_id), "name": _plain(name), "content": content}
 
 
-def call_of(block: dict[str, Any]) -> dict[str, Any]:
+def call_of(block: Block) -> ToolCall:
     """A tool call in the OpenAI form, from a block, a part or that form itself."""
     function = block.get("function")
     inner = function if isinstance(function, dict) else block
@@ -223,7 +225,7 @@ def call_of(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tool_of(definition: dict[str, Any]) -> dict[str, Any]:
+def tool_of(definition: Block) -> ToolDefinition:
     """A tool's definition in the OpenAI form; the GenAI convention writes it flat."""
     if isinstance(definition.get("function"), dict):
         return {"type": "function", "function": definition["function"]}

@@ -14,7 +14,7 @@ from flywheel.records.exclusion import TrainedModels
 from flywheel.records.model_call import ModelCall
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import TOOL_ERROR, ChatMessage, SpanStatus, get_path, reasoning_of
+from flywheel.records.trace import TOOL_ERROR, ChatMessage, SpanStatus, ToolDefinition, get_path, reasoning_of
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
 from flywheel.sources.spans.messages import Message, chat_of, without_finish
@@ -58,7 +58,7 @@ class Trajectory:
         model = adapter = source = ""
         calls = tuple(dict.fromkeys(span.request_id for span in self.models if span.request_id))
         joined = {span.request_id for span in self.models if span.call is not None}
-        tools: tuple[dict[str, Any], ...] = ()
+        tools: tuple[ToolDefinition, ...] = ()
         inputs = outputs = prompt = 0
         for place, span in enumerate(self.models):
             metadata = span.attributes.metadata
