@@ -23,6 +23,17 @@ from tests.factories.trace import reply
 from tests.sources.jsonl.reading import line
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tasks.jsonl"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tasks").mkdir()
+    return tmp_path / "tasks"
+
+
 def config(tmp_path: Path, path: Path) -> Config:
     return parse({"sources": [{"type": "jsonl", "path": str(path)}], "state": {"dir": "state"}}, "test", tmp_path)
 
@@ -79,9 +90,7 @@ async def test_agentjet_tasks_without_ids_stay_apart_and_come_once(tmp_path: Pat
     assert len(exported(tmp_path)) == 700
 
 
-async def test_files_of_a_directory_come_and_go(tmp_path: Path) -> None:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
+async def test_files_of_a_directory_come_and_go(tmp_path: Path, folder: Path) -> None:
     assert await ingest(tmp_path, folder) == []
     (folder / "b.jsonl").write_bytes(line(1) + b"nonsense\n")
     (folder / "a.jsonl").write_bytes(line(2) + line(1))
@@ -96,9 +105,7 @@ async def test_files_of_a_directory_come_and_go(tmp_path: Path) -> None:
     assert len(exported(tmp_path)) == 2
 
 
-async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path) -> None:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
+async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path, folder: Path) -> None:
     (folder / "good.jsonl").write_bytes(line(1))
     misnamed = Path(os.fsdecode(os.fsencode(folder) + b"/\xff.jsonl"))
     misnamed.write_bytes(line(2))
@@ -133,8 +140,7 @@ async def test_a_missing_file_is_an_error_of_its_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("conversation", [None, "", "unknown"])
-async def test_answers_to_one_question_are_on_one_side(tmp_path: Path, conversation: str | None) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_answers_to_one_question_are_on_one_side(tmp_path: Path, conversation: str | None, path: Path) -> None:
     metadata = {} if conversation is None else {"conversation_id": conversation}
     rows = [{"question": f"q{n}", "answer": answer, "metadata": metadata} for n in range(30) for answer in "ab"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -168,9 +174,7 @@ def asked(tmp_path: Path) -> dict[str, str]:
     return {task["task_id"]: f"{task['question']} {task['answer']}" for task in exported(tmp_path)}
 
 
-async def test_two_files_that_number_their_tasks_alike_lose_none(tmp_path: Path) -> None:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
+async def test_two_files_that_number_their_tasks_alike_lose_none(tmp_path: Path, folder: Path) -> None:
     for name in ("gsm", "law"):
         write(folder / f"{name}.jsonl", *(told(str(n), f"{name} {n}") for n in (1, 2, 3)))
     reports = await ingest(tmp_path, folder)
@@ -189,8 +193,7 @@ async def test_two_files_that_number_their_tasks_alike_lose_none(tmp_path: Path)
 
 
 @pytest.mark.parametrize("answers", ["a", "ab"])
-async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers: str) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers: str, path: Path) -> None:
     lines = [told("math", f"q{n}", answer) for n in range(700) for answer in answers]
     write(path, *lines)
     [report] = await ingest(tmp_path, path)
@@ -204,8 +207,7 @@ async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers:
     assert len(exported(tmp_path)) == len(lines) + 1
 
 
-async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_it(tmp_path: Path, path: Path) -> None:
     write(path, told("x", "q"), told("x", "q", metadata={"model": "m"}))
     [report] = await ingest(tmp_path, path)
     assert (report.new, report.counts.replies, report.warnings) == (1, 1, ())
@@ -214,8 +216,7 @@ async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_i
     assert (report.new, report.counts.replies, report.warnings) == (0, 1, ())
 
 
-async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path: Path, path: Path) -> None:
     write(path, told("x", "q", "wrong"), told("y", "r"))
     await ingest(tmp_path, path)
     write(path, told("x", "q", "right"), told("y", "r"))
@@ -226,8 +227,7 @@ async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path
     assert list(found.values()) == ["q right"]
 
 
-async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_path: Path, path: Path) -> None:
     write(path, told("x", "q"), told("x", "other", None), told("y", "r", None))
     [report] = await ingest(tmp_path, path)
     assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 1})
@@ -238,8 +238,9 @@ async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_p
     assert asked(tmp_path) == {"x": "q a", "y": "r a"}
 
 
-async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_is_read(
+    tmp_path: Path, path: Path
+) -> None:
     # Of two lines without an answer, the second is no earlier form of the task.
     lines = [told("x", "q", None), told("x", "other", None), told("x", "q")]
     write(path, *lines)
@@ -254,9 +255,9 @@ async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_i
         assert (found.problems, found.in_ledger, found.not_read_yet, found.gone) == ([], 3, 0, 0)
 
 
-async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_something_else(tmp_path: Path) -> None:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
+async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_something_else(
+    tmp_path: Path, folder: Path
+) -> None:
     write(folder / "a.jsonl", told("x", "q", None))
     await ingest(tmp_path, folder)
     write(folder / "b.jsonl", told("x", "q", "b"))
@@ -266,8 +267,7 @@ async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_somethin
     assert sorted(asked(tmp_path).values()) == ["q a", "q b", "z a"]
 
 
-async def test_an_older_state_gets_no_doubles_and_what_it_lost(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
+async def test_an_older_state_gets_no_doubles_and_what_it_lost(tmp_path: Path, path: Path) -> None:
     write(path, told("x", "q1"), told("y", "r"))
     await ingest(tmp_path, path)
     store = await Store.open(tmp_path / "state")
@@ -278,12 +278,11 @@ async def test_an_older_state_gets_no_doubles_and_what_it_lost(tmp_path: Path) -
     assert sorted(asked(tmp_path).values()) == ["q1 a", "q2 a", "r a"]
 
 
-async def test_redaction_keeps_lines_the_same(tmp_path: Path) -> None:
+async def test_redaction_keeps_lines_the_same(tmp_path: Path, path: Path) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(
         json.dumps({"id": "c", "filters": [{"type": "pii", "params": {"action": "redact", "kinds": ["email"]}}]})
     )
-    path = tmp_path / "tasks.jsonl"
     lines = [told("x", "mail a@example.org"), told("x", "mail b@example.org please")]
     write(path, *lines)
     for chained in (None, chain):
@@ -307,11 +306,10 @@ async def test_redaction_keeps_lines_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("between", [0, 1200])
 async def test_what_differs_in_redacted_data_alone_is_one_task_wherever_it_stands(
-    tmp_path: Path, between: int
+    tmp_path: Path, between: int, path: Path
 ) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(json.dumps({"id": "c", "filters": [{"type": "pii", "params": {"kinds": ["email"]}}]}))
-    path = tmp_path / "tasks.jsonl"
     lines = [told("x", f"mail {name}@example.org") for name in ("ann", "bob")]
     lines[1:1] = [told(f"y{n}", "q") for n in range(between)]
     write(path, *lines)

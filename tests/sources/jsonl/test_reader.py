@@ -29,6 +29,11 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def stored(path: Path) -> Stored:
+    return Stored(path)
+
+
+@pytest.fixture
 def reader(path: Path) -> Iterator[JsonlReader]:
     reader = JsonlReader(path)
     yield reader
@@ -45,8 +50,7 @@ def identity(path: Path) -> str:
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def test_what_is_appended_comes_once(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_what_is_appended_comes_once(path: Path, reader: JsonlReader, stored: Stored) -> None:
     append(path, line(1), line(2))
     assert stored.read(reader) == asked(1, 2)
     assert (reader.schema, identity(path)) == ("jsonl", stored.cursor.identity)
@@ -59,23 +63,22 @@ def test_what_is_appended_comes_once(path: Path, reader: JsonlReader) -> None:
     assert reader.longest_read_ms > 0
 
 
-def test_a_pass_over_an_unchanged_file_brings_nothing_to_store(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_a_pass_over_an_unchanged_file_brings_nothing_to_store(
+    path: Path, reader: JsonlReader, stored: Stored
+) -> None:
     append(path, line(1))
     stored.read(reader)
     assert list(reader.read(stored.cursor)) == []
 
 
-def test_an_empty_file_is_known_by_its_identity(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_an_empty_file_is_known_by_its_identity(path: Path, reader: JsonlReader, stored: Stored) -> None:
     path.touch()
     assert stored.read(reader) == []
     assert stored.cursor.identity == identity(path)
     assert list(reader.read(stored.cursor)) == []
 
 
-def test_a_line_without_a_line_end_waits_and_is_told_about(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_a_line_without_a_line_end_waits_and_is_told_about(path: Path, reader: JsonlReader, stored: Stored) -> None:
     append(path, line(1), line(2).strip())
     assert stored.read(reader) == asked(1)
     assert stored.warnings == []
@@ -85,8 +88,7 @@ def test_a_line_without_a_line_end_waits_and_is_told_about(path: Path, reader: J
     assert stored.read(reader) == asked(2)
 
 
-def test_a_final_pass_takes_a_last_line_that_is_whole(path: Path) -> None:
-    stored = Stored(path)
+def test_a_final_pass_takes_a_last_line_that_is_whole(path: Path, stored: Stored) -> None:
     append(path, line(1), line(2).strip())
     assert stored.read(final=True) == asked(1, 2)
     append(path, b"\n", line(3)[:20])
@@ -112,8 +114,7 @@ def test_a_page_ends_early_when_its_lines_are_long(path: Path, reader: JsonlRead
     assert [len(batch.entries) for batch in batches] == [4, 4, 4]
 
 
-def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader: JsonlReader, stored: Stored) -> None:
     append(path, line(1))
     stored.read(reader)
     append(path, line(2), line(3)[:-1])
@@ -128,8 +129,7 @@ def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader:
     assert stored.cursor.generation == 1
 
 
-def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: JsonlReader, stored: Stored) -> None:
     append(path, line(1), line(2)[:12])
     stored.read(reader)
     path.rename(path.with_suffix(".1"))
@@ -138,8 +138,9 @@ def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: JsonlRe
     assert [row.excerpt for row in stored.dead] == [line(2)[:12].decode()]
 
 
-def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(
+    path: Path, reader: JsonlReader, stored: Stored
+) -> None:
     append(path, line(1), line(2)[:12])
     stored.read(reader)
     path.rename(path.with_suffix(".away"))
@@ -152,8 +153,7 @@ def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(path: Path, reader
     assert (stored.dead, stored.cursor.generation) == ([], 0)
 
 
-def test_a_deleted_file_is_let_go_of(path: Path, reader: JsonlReader) -> None:
-    stored = Stored(path)
+def test_a_deleted_file_is_let_go_of(path: Path, reader: JsonlReader, stored: Stored) -> None:
     append(path, line(1))
     stored.read(reader)
     append(path, line(2))
@@ -176,8 +176,9 @@ def _target(fd: Path) -> str:
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["same reader", "new reader"])
-def test_rotation_truncation_and_rewriting_start_over(path: Path, reader: JsonlReader, *, again: bool) -> None:
-    stored = Stored(path)
+def test_rotation_truncation_and_rewriting_start_over(
+    path: Path, reader: JsonlReader, stored: Stored, *, again: bool
+) -> None:
     own = reader if again else None
     append(path, line(1), line(2))
     stored.read(own)
@@ -237,9 +238,8 @@ POISON = [
 ]
 
 
-def test_a_bad_line_costs_itself(path: Path) -> None:
+def test_a_bad_line_costs_itself(path: Path, stored: Stored) -> None:
     append(path, line(1), *(bad + b"\n" + line(place + 2) for place, bad in enumerate(POISON)))
-    stored = Stored(path)
     assert stored.read() == asked(*range(1, len(POISON) + 2))
     assert len(stored.dead) == len(POISON)
     assert len({row.span_id for row in stored.dead}) == len(POISON)
@@ -253,15 +253,16 @@ def test_a_bad_line_costs_itself(path: Path) -> None:
     assert again.dead == stored.dead
 
 
-def test_a_line_that_is_nested_very_deeply_holds_up_no_other(path: Path) -> None:
+def test_a_line_that_is_nested_very_deeply_holds_up_no_other(path: Path, stored: Stored) -> None:
     deep = b'{"question": "q", "answer": "a", "tools": [{"f": ' + b"[" * 980 + b"]" * 980 + b"}]}\n"
     path.write_bytes(line(1) + deep + line(2))
-    stored = Stored(path)
     assert stored.read() == asked(1, 2)
     assert [row.error for row in stored.dead] == ["it is nested more than 254 levels deep"]
 
 
-def test_a_line_that_breaks_the_reading_holds_up_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_breaks_the_reading_holds_up_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch, stored: Stored
+) -> None:
     def breaks(text: bytes, *given: Any) -> Any:
         if b'"poison"' in text:
             raise KeyError("x")
@@ -269,13 +270,11 @@ def test_a_line_that_breaks_the_reading_holds_up_no_other(path: Path, monkeypatc
 
     monkeypatch.setattr("flywheel.sources.jsonl.reader.entry_of_line", breaks)
     path.write_bytes(line(1) + b'"poison"\n' + line(2))
-    stored = Stored(path)
     assert stored.read() == asked(1, 2)
     assert [row.error for row in stored.dead] == ["KeyError: 'x'. This is a defect; please report it."]
 
 
-def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path) -> None:
-    stored = Stored(path)
+def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path, stored: Stored) -> None:
     append(path, b"nonsense\n")
     stored.read()
     path.write_bytes(b"hokum\n")
@@ -283,12 +282,11 @@ def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path) -> N
     assert len({row.span_id for row in stored.dead}) == 2
 
 
-def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlReader) -> None:
+def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlReader, stored: Stored) -> None:
     import tracemalloc
 
     piece = b"x" * (1 << 20)
     append(path, line(1), b'{"question": "', *([piece] * 100))
-    stored = Stored(path)
     tracemalloc.start()
     try:
         assert stored.read(reader) == asked(1)
@@ -306,11 +304,10 @@ def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlRe
 
 
 def test_a_long_line_that_waits_is_not_looked_through_again(
-    path: Path, reader: JsonlReader, monkeypatch: pytest.MonkeyPatch
+    path: Path, reader: JsonlReader, monkeypatch: pytest.MonkeyPatch, stored: Stored
 ) -> None:
     monkeypatch.setattr(line_file, "MAX_LINE", 1000)
     monkeypatch.setattr(line_reader, "MAX_LINE", 1000)
-    stored = Stored(path)
     append(path, line(1), b"y" * 50_000)
     stored.read(reader)
 
@@ -325,9 +322,8 @@ def test_a_long_line_that_waits_is_not_looked_through_again(
     assert len(stored.dead) == 1
 
 
-def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_no_trouble(path: Path) -> None:
+def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_no_trouble(path: Path, stored: Stored) -> None:
     append(path, b"\xef\xbb\xbf", line(1).replace(b"\n", b"\r\n"), b"\n   \n", line(2))
-    stored = Stored(path)
     assert stored.read() == asked(1, 2)
     assert stored.dead == []
 
@@ -420,10 +416,9 @@ def test_every_complete_line_comes_exactly_once(
     ],
 )
 def test_a_file_in_another_format_is_one_error_and_read_once_it_is_lines(
-    path: Path, content: bytes, what: str
+    path: Path, content: bytes, what: str, stored: Stored
 ) -> None:
     path.write_bytes(content)
-    stored = Stored(path)
     reader = JsonlReader(path)
     for _ in range(2):
         with pytest.raises(SourceError, match=what) as refused:

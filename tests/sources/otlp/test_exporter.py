@@ -106,7 +106,9 @@ async def test_an_sdk_conversation_is_read_as_its_replies(
     assert (failed.skip, failed.skip_detail) == (SkipReason.ERROR, "ValueError: the model went away")
 
 
-async def test_the_exporter_keeps_what_the_inbox_cannot_take(receiver: Receiver, inbox: Path) -> None:
+async def test_the_exporter_keeps_what_the_inbox_cannot_take(
+    receiver: Receiver, inbox: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The SDK tries again after a 503: nothing is lost by an inbox that somebody holds for a while."""
     other = sqlite3.connect(inbox, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -115,7 +117,9 @@ async def test_the_exporter_keeps_what_the_inbox_cannot_take(receiver: Receiver,
         BatchSpanProcessor(OTLPSpanExporter(endpoint=receiver.url, timeout=60), schedule_delay_millis=50)
     )
     await asyncio.to_thread(converse, provider, 1)
-    await asyncio.sleep(1)
+    async with asyncio.timeout(60):
+        while "cannot write to the inbox" not in caplog.text:
+            await asyncio.sleep(0.05)
     other.execute("ROLLBACK")
     other.close()
     await asyncio.to_thread(provider.shutdown)

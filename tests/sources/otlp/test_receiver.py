@@ -94,14 +94,7 @@ async def test_ipv6(tmp_path: Path) -> None:
 
 
 async def test_clients_that_stall_in_their_bodies_keep_nobody_waiting(inbox: Path, receiver: Receiver) -> None:
-    url = httpx2.URL(receiver.url)
-    assert url.host and url.port
-    stalled = [await asyncio.open_connection(url.host, url.port) for _ in range(20)]
-    for _, writer in stalled:
-        writer.write(head(len(GOOD)) + GOOD[:10])
-        await writer.drain()
-    while len(receiver._server._server.server_state.tasks) < len(stalled):  # type: ignore[union-attr]
-        await asyncio.sleep(0.05)
+    stalled = [await half_sent(receiver, number) for number in range(1, 21)]
     async with asyncio.timeout(LIMITS.body_seconds / 2):
         assert (await post(receiver)).status_code == 200
     assert ids(inbox) == [1]
@@ -142,15 +135,12 @@ async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
 async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox: Path) -> None:
     receiver = Receiver("127.0.0.1:0", inbox)
     await receiver.start()
-    url = httpx2.URL(receiver.url)
-    assert url.host and url.port
-    reader, writer = await asyncio.open_connection(url.host, url.port)
-    writer.write(head(len(GOOD)) + GOOD[:10])
-    await writer.drain()
-    while not (await asyncio.sleep(0.05)) and not receiver._server._server.server_state.tasks:  # type: ignore[union-attr]
-        pass
+    url = receiver.url
+    reader, writer = await half_sent(receiver)
+    server = receiver._server
     stopping = asyncio.create_task(receiver.stop())
-    await asyncio.sleep(0.2)
+    while not server._server.should_exit:  # type: ignore[union-attr]
+        await asyncio.sleep(0)
     writer.write(GOOD[10:])
     assert b" 200 " in await reader.readline()
     await stopping
@@ -158,7 +148,7 @@ async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox:
     assert ids(inbox) == [1]
     assert not list(inbox.parent.glob("*-wal"))
     with pytest.raises(httpx2.ConnectError):
-        await post(receiver, str(url))
+        await post(receiver, url)
 
 
 async def test_a_client_that_never_ends_does_not_hold_up_the_end(
@@ -166,12 +156,7 @@ async def test_a_client_that_never_ends_does_not_hold_up_the_end(
 ) -> None:
     receiver = Receiver("127.0.0.1:0", inbox)
     await receiver.start()
-    url = httpx2.URL(receiver.url)
-    assert url.host and url.port
-    _, writer = await asyncio.open_connection(url.host, url.port)
-    writer.write(head(9))
-    await writer.drain()
-    await asyncio.sleep(0.2)
+    _, writer = await half_sent(receiver)
     await asyncio.wait_for(receiver.stop(), 20)
     writer.close()
     assert "Traceback" not in caplog.text
@@ -189,7 +174,7 @@ async def test_signals_stay_the_daemon_s(inbox: Path) -> None:
 
 def test_a_daemon_without_a_receiver_loads_no_web_server() -> None:
     code = (
-        "import sys, flywheel.sources.otlp; "
+        "import sys, flywheel.daemon.source_supervisor; "
         "print([n for n in ('uvicorn', 'starlette', 'google.protobuf', 'opentelemetry') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -203,14 +188,23 @@ def test_each_address_has_an_inbox_of_its_own(tmp_path: Path) -> None:
     assert len({inbox_path(tmp_path, listen) for listen in others}) == len(others)
 
 
-def head(length: int) -> bytes:
+async def half_sent(receiver: Receiver, number: int = 1) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose request, the receiver's `number`th in flight, has arrived but for most of its body."""
+    url = httpx2.URL(receiver.url)
+    assert url.host and url.port
+    reader, writer = await asyncio.open_connection(url.host, url.port)
     lines = (
         "POST /v1/traces HTTP/1.1",
         "Host: localhost",
         "Content-Type: application/x-protobuf",
-        f"Content-Length: {length}",
+        f"Content-Length: {len(GOOD)}",
     )
-    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+    writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode() + GOOD[:10])
+    await writer.drain()
+    assert receiver._server is not None
+    while len(receiver._server._server.server_state.tasks) < number:
+        await asyncio.sleep(0.01)
+    return reader, writer
 
 
 async def post(receiver: Receiver, url: str = "") -> httpx2.Response:

@@ -16,6 +16,7 @@ from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import Schema
 
+QUICK = IngestSettings(settle_seconds=0)
 NOW = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)
 """Later than every span of the fixtures by less than the patience with unfinished traces."""
 MUCH_LATER = NOW + timedelta(days=1)

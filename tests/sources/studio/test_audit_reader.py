@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from flywheel.sources.studio import audit_reader
@@ -13,11 +11,10 @@ from tests.sources.studio.writer import Studio, agent
 
 @pytest.mark.parametrize(("letters", "groups"), [(10, range(2, 8)), (20_000, range(20, 120))])
 def test_groups_are_smaller_where_rows_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: int, groups: range
+    studio: Studio, monkeypatch: pytest.MonkeyPatch, letters: int, groups: range
 ) -> None:
     monkeypatch.setattr(audit_reader, "_FIRST_ROWS", 10)
     monkeypatch.setattr(audit_reader, "_BYTES_AT_ONCE", 100_000)
-    studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*(agent(f"a{number}", "q", "x" * letters, trace=f"t{number}") for number in range(100)))
     sizes = []
     names: list[str] = []

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.config import IngestSettings
 from flywheel.sources.studio import database
 from flywheel.sources.studio.reader import StudioReader
-from tests.sources.studio.reading import MUCH_LATER, NOW, Ledger
+from tests.sources.studio.reading import MUCH_LATER, NOW, QUICK, Ledger
 from tests.sources.studio.writer import DATA, Studio, agent, chat, message, part
 
-QUICK = IngestSettings(settle_seconds=0)
 RENUMBER = (
     "CREATE TABLE kept AS SELECT * FROM span_table",
     "DELETE FROM span_table",
@@ -33,100 +31,81 @@ def execute(path: Path, *statements: str) -> None:
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    made = Studio(tmp_path / "studio.sqlite")
-    made.write(*(agent(f"a{n}", f"What is {n}?", f"is {n}", trace=f"t{n}") for n in range(8)))
-    return made
+def eight(studio: Studio) -> Studio:
+    studio.write(*(agent(f"a{n}", f"What is {n}?", f"is {n}", trace=f"t{n}") for n in range(8)))
+    return studio
 
 
-@pytest.fixture
-def reader(studio: Studio) -> StudioReader:
-    return StudioReader(studio.path, QUICK)
-
-
-def test_places_that_were_given_away_again_are_read(studio: Studio, reader: StudioReader) -> None:
-    ledger = Ledger()
+def test_places_that_were_given_away_again_are_read(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
     ledger.pass_(reader)
-    execute(studio.path, "DELETE FROM span_table WHERE id IN ('a5', 'a6', 'a7')")
-    studio.write(agent("new", trace="t-new"))
+    execute(eight.path, "DELETE FROM span_table WHERE id IN ('a5', 'a6', 'a7')")
+    eight.write(agent("new", trace="t-new"))
     ledger.pass_(reader)
     assert "new" in ledger.replies
     assert (ledger.cursor.generation, ledger.changes) == (1, [])
-    reader.close()
 
 
-def test_renumbered_rows_are_extracted_once(studio: Studio, reader: StudioReader) -> None:
-    ledger = Ledger()
+def test_renumbered_rows_are_extracted_once(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
     ledger.pass_(reader)
-    execute(studio.path, "DELETE FROM span_table WHERE id = 'a0'", *RENUMBER)
-    studio.write(agent("new", trace="t-new"))
+    execute(eight.path, "DELETE FROM span_table WHERE id = 'a0'", *RENUMBER)
+    eight.write(agent("new", trace="t-new"))
     ledger.pass_(reader)
     assert sorted(ledger.replies) == [*(f"a{n}" for n in range(8)), "new"]
     assert (ledger.extractions, ledger.cursor.generation) == (9, 1)
-    reader.close()
 
 
-def test_an_older_copy_put_back_in_place_is_read_on(studio: Studio, reader: StudioReader) -> None:
-    ledger = Ledger()
-    copy = studio.path.read_bytes()
-    studio.write(agent("lost", trace="t-lost"))
+def test_an_older_copy_put_back_in_place_is_read_on(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
+    copy = eight.path.read_bytes()
+    eight.write(agent("lost", trace="t-lost"))
     ledger.pass_(reader)
-    studio.path.write_bytes(copy)
-    studio.write(agent("new", trace="t-new"))
+    eight.path.write_bytes(copy)
+    eight.write(agent("new", trace="t-new"))
     ledger.pass_(reader)
     assert {"lost", "new"} <= set(ledger.replies)
     assert (ledger.extractions, ledger.changes) == (10, [])
-    reader.close()
 
 
-def test_a_change_in_place_is_found_by_a_look_back(studio: Studio, reader: StudioReader) -> None:
+def test_a_change_in_place_is_found_by_a_look_back(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
     """Same row, same length: only its content tells."""
-    ledger = Ledger()
     ledger.pass_(reader)
-    execute(studio.path, "UPDATE span_table SET attributes = replace(attributes, 'is 7', 'is 9') WHERE id = 'a7'")
+    execute(eight.path, "UPDATE span_table SET attributes = replace(attributes, 'is 7', 'is 9') WHERE id = 'a7'")
     ledger.pass_(reader)
     assert ledger.changes == []
     ledger.rescan(reader, last=3)
     assert (ledger.changes, ledger.replies["a7"].answer) == (["a7"], "is 9")
     ledger.rescan(reader)
     assert ledger.changes == ["a7"], "told once"
-    reader.close()
 
 
-def test_a_look_back_goes_no_further_than_it_is_asked_to(studio: Studio, reader: StudioReader) -> None:
-    ledger = Ledger()
+def test_a_look_back_goes_no_further_than_it_is_asked_to(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
     ledger.pass_(reader)
-    execute(studio.path, "UPDATE span_table SET attributes = replace(attributes, 'is 1', 'is 9') WHERE id = 'a1'")
+    execute(eight.path, "UPDATE span_table SET attributes = replace(attributes, 'is 1', 'is 9') WHERE id = 'a1'")
     ledger.rescan(reader, last=3)
     assert ledger.changes == []
     steps = ledger.rescan(reader)
     assert ledger.changes == ["a1"]
     assert sum(step.rows for step in steps) == 8
-    reader.close()
 
 
 def test_a_look_back_leaves_what_no_pass_has_read(
-    studio: Studio, reader: StudioReader, monkeypatch: pytest.MonkeyPatch
+    reader: StudioReader, ledger: Ledger, eight: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "PAGE_ROWS", 3)
-    ledger = Ledger()
     ledger.pass_(reader)
-    studio.write(agent("new", trace="t-new"), agent("late", trace="t7", began=9, ended=12))
+    eight.write(agent("new", trace="t-new"), agent("late", trace="t7", began=9, ended=12))
     steps = ledger.rescan(reader)
     assert sum(step.rows for step in steps) == 8
     assert "new" not in ledger.replies
     ledger.pass_(reader)
     assert {"new", "late"} <= set(ledger.replies)
-    reader.close()
 
 
-def test_a_full_scan_finds_traces_that_were_missed(studio: Studio, reader: StudioReader) -> None:
+def test_a_full_scan_finds_traces_that_were_missed(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
     """As if an event, or an earlier defect, had lost it."""
-    ledger = Ledger()
     ledger.pass_(reader)
     del ledger.stored["t3"], ledger.replies["a3"]
     reader.close()
-    reader = StudioReader(studio.path, QUICK)
+    reader = StudioReader(eight.path, QUICK)
     ledger.pass_(reader)
     assert "a3" not in ledger.replies
     ledger.rescan(reader)
@@ -134,46 +113,40 @@ def test_a_full_scan_finds_traces_that_were_missed(studio: Studio, reader: Studi
     reader.close()
 
 
-def test_rows_that_are_gone_take_nothing_with_them(tmp_path: Path) -> None:
-    made = Studio(tmp_path / "studio.sqlite")
+def test_rows_that_are_gone_take_nothing_with_them(studio: Studio, reader: StudioReader, ledger: Ledger) -> None:
     asked = [message("system", part("s")), message("user", part("q"))]
-    made.write(chat("c", asked, "a", parent="a1", trace="t"), agent("a1", "q", "a", trace="t", ended=3))
-    reader, ledger = StudioReader(made.path, QUICK), Ledger()
+    studio.write(chat("c", asked, "a", parent="a1", trace="t"), agent("a1", "q", "a", trace="t", ended=3))
     ledger.pass_(reader)
-    execute(made.path, "DELETE FROM span_table WHERE id = 'c'")
+    execute(studio.path, "DELETE FROM span_table WHERE id = 'c'")
     ledger.rescan(reader)
     assert ledger.changes == [] and ledger.replies["a1"].history
-    execute(made.path, "DELETE FROM span_table")
+    execute(studio.path, "DELETE FROM span_table")
     ledger.rescan(reader)
     ledger.pass_(reader)
     assert list(ledger.replies) == ["a1"]
-    reader.close()
 
 
-def test_a_trace_that_waits_is_read_anew_when_it_is_whole(tmp_path: Path) -> None:
-    made = Studio(tmp_path / "studio.sqlite")
+def test_a_trace_that_waits_is_read_anew_when_it_is_whole(
+    studio: Studio, reader: StudioReader, ledger: Ledger
+) -> None:
     asked = [message("system", part("old")), message("user", part("q"))]
-    made.write(chat("c", asked, "a", parent="a1", trace="t"))
-    reader, ledger = StudioReader(made.path, QUICK), Ledger()
+    studio.write(chat("c", asked, "a", parent="a1", trace="t"))
     ledger.pass_(reader)
-    execute(made.path, "UPDATE span_table SET attributes = replace(attributes, 'old', 'new')")
-    made.write(agent("a1", "q", "a", trace="t", ended=3))
+    execute(studio.path, "UPDATE span_table SET attributes = replace(attributes, 'old', 'new')")
+    studio.write(agent("a1", "q", "a", trace="t", ended=3))
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["new"]
     assert ledger.extractions == 1
-    reader.close()
 
 
-def test_a_restart_picks_up_the_traces_that_wait(tmp_path: Path) -> None:
-    made = Studio(tmp_path / "studio.sqlite")
+def test_a_restart_picks_up_the_traces_that_wait(studio: Studio, ledger: Ledger) -> None:
     asked = [message("system", part("s")), message("user", part("q"))]
-    made.write(chat("c", asked, "a", parent="a1", trace="t"))
-    ledger = Ledger()
-    reader = StudioReader(made.path, QUICK)
+    studio.write(chat("c", asked, "a", parent="a1", trace="t"))
+    reader = StudioReader(studio.path, QUICK)
     ledger.pass_(reader)
     reader.close()
-    made.write(agent("a1", "q", "a", trace="t", ended=3))
-    reader = StudioReader(made.path, QUICK)
+    studio.write(agent("a1", "q", "a", trace="t", ended=3))
+    reader = StudioReader(studio.path, QUICK)
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
     assert ledger.open_checkpoints() == []
@@ -192,12 +165,10 @@ def test_a_genuine_migration_in_the_running_file_changes_no_reply(tmp_path: Path
     reader.close()
 
 
-def test_a_rescan_ends_when_a_pass_starts_over(studio: Studio, reader: StudioReader) -> None:
-    ledger = Ledger()
+def test_a_rescan_ends_when_a_pass_starts_over(reader: StudioReader, ledger: Ledger, eight: Studio) -> None:
     ledger.pass_(reader)
     steps = reader.rescan(ledger, now=NOW)
     next(steps)
-    execute(studio.path, "DELETE FROM span_table WHERE id = 'a0'", *RENUMBER)
+    execute(eight.path, "DELETE FROM span_table WHERE id = 'a0'", *RENUMBER)
     ledger.pass_(reader)
     assert list(steps) == []
-    reader.close()

@@ -18,7 +18,7 @@ from flywheel.records.trace import Cursor, Reply
 from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import StudioReader
-from tests.sources.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
+from tests.sources.studio.reading import MUCH_LATER, NOW, QUICK, Ledger, by_id, read_all
 from tests.sources.studio.writer import (
     DATA,
     NAMES,
@@ -32,8 +32,6 @@ from tests.sources.studio.writer import (
     rows,
     span,
 )
-
-QUICK = IngestSettings(settle_seconds=0)
 
 
 def whole(name: str) -> dict[str, Reply]:
@@ -55,9 +53,8 @@ def test_one_reader_extracts_each_reply_once_while_spans_arrive(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["old", "new_v2"])
-def test_a_restart_after_every_commit_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_a_restart_after_every_commit_changes_nothing(ledger: Ledger, name: str, tmp_path: Path) -> None:
     path = empty_like(name, tmp_path / "studio.sqlite")
-    ledger = Ledger()
     spans = rows(name)
     for first in range(0, len(spans), 13):
         insert(path, spans[first : first + 13])
@@ -112,10 +109,9 @@ def test_commits_passes_and_crashes_in_any_order(
     assert ledger.replies == expected
 
 
-def test_a_trace_in_several_commits_is_extracted_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio, ledger = Studio(path), Ledger()
-    reader = StudioReader(path, QUICK)
+def test_a_trace_in_several_commits_is_extracted_when_it_is_whole(
+    studio: Studio, reader: StudioReader, ledger: Ledger
+) -> None:
     given_ = [message("user", part("q"))]
     studio.write(chat("c1", given_, "draft", parent="a1", ended=1))
     ledger.pass_(reader)
@@ -127,16 +123,13 @@ def test_a_trace_in_several_commits_is_extracted_when_it_is_whole(tmp_path: Path
     assert sorted(ledger.replies) == ["a1", "a2"]
     assert ledger.replies["a1"].history == ()
     assert ledger.cursor.rowid == 4
-    reader.close()
 
 
-def test_settling_waits_for_quiet_and_never_for_a_wrong_clock(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
+def test_settling_waits_for_quiet_and_never_for_a_wrong_clock(studio: Studio) -> None:
     ahead = 10 * 3600
     studio.write(agent("a1", ended=5), agent("skewed", trace="t2", began=ahead, ended=ahead + 5))
     ended = NOW.replace(hour=5, minute=23, second=25)
-    reader, ledger = StudioReader(path, IngestSettings(settle_seconds=2)), Ledger()
+    reader, ledger = StudioReader(studio.path, IngestSettings(settle_seconds=2)), Ledger()
     ledger.pass_(reader, now=ended + timedelta(seconds=1))
     assert ledger.replies == {} and len(ledger.open_checkpoints()) == 2
     ledger.pass_(reader, now=ended + timedelta(seconds=2))
@@ -146,10 +139,9 @@ def test_settling_waits_for_quiet_and_never_for_a_wrong_clock(tmp_path: Path) ->
     reader.close()
 
 
-def test_final_does_not_wait(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    Studio(path).write(agent("a1", ended=5))
-    told, _, _ = read_all(path, now=NOW.replace(hour=5, minute=23, second=25), settings=IngestSettings())
+def test_final_does_not_wait(studio: Studio) -> None:
+    studio.write(agent("a1", ended=5))
+    told, _, _ = read_all(studio.path, now=NOW.replace(hour=5, minute=23, second=25), settings=IngestSettings())
     assert [reply.skip for reply in told] == [None]
 
 
@@ -207,10 +199,8 @@ def test_an_abandoned_trace_is_given_up(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    Studio(path).write(agent("a1", "q", "a", parent="root"))
-    reader, ledger = StudioReader(path, QUICK), Ledger()
+def test_agents_under_an_application_that_never_ended(studio: Studio, reader: StudioReader, ledger: Ledger) -> None:
+    studio.write(agent("a1", "q", "a", parent="root"))
     ledger.pass_(reader)
     assert ledger.replies == {}, "another stage could follow"
     ledger.pass_(reader, final=True)
@@ -220,14 +210,10 @@ def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
     ledger.pass_(reader, now=MUCH_LATER)
     assert ledger.replies["a1"].skip is None, "told as it is once nothing more is expected"
     assert list(ledger.replies) == ["a1"], "an application is no reply"
-    reader.close()
 
 
-def test_a_late_child_re_extracts_its_reply(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
+def test_a_late_child_re_extracts_its_reply(studio: Studio, reader: StudioReader, ledger: Ledger) -> None:
     studio.write(agent("a1", ended=2))
-    reader, ledger = StudioReader(path, QUICK), Ledger()
     ledger.pass_(reader)
     asked = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
     studio.write(chat("c1", asked, parent="a1", ended=4))
@@ -235,15 +221,11 @@ def test_a_late_child_re_extracts_its_reply(tmp_path: Path) -> None:
     assert (ledger.extractions, ledger.changes) == (2, ["a1"])
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
     assert ledger.cursor.rowid == 2
-    reader.close()
 
 
-def test_a_batch_that_was_not_stored_is_extracted_again(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
+def test_a_batch_that_was_not_stored_is_extracted_again(studio: Studio, reader: StudioReader, ledger: Ledger) -> None:
     # The open trace keeps the cursor where it is: only the reader can know that nothing was stored.
     studio.write(chat("c0", [], parent="open", trace="t0"))
-    reader, ledger = StudioReader(path, QUICK), Ledger()
     ledger.pass_(reader)
     studio.write(agent("a1"))
     steps = reader.read(ledger.cursor, ledger, now=NOW)
@@ -253,21 +235,18 @@ def test_a_batch_that_was_not_stored_is_extracted_again(tmp_path: Path) -> None:
     assert list(ledger.replies) == ["a1"]
     ledger.pass_(reader)
     assert ledger.extractions == 1, "what was stored is not told again"
-    reader.close()
 
 
 def test_a_trace_that_goes_on_before_its_checkpoint_is_stored_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    studio: Studio, reader: StudioReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches are read ahead of what is stored: the reader remembers the checkpoints that it has handed on."""
     pages_of(2, monkeypatch)
-    studio = Studio(tmp_path / "studio.sqlite")
     studio.write(
         agent("a1", "q", "a", trace="again", ended=3),
         *(agent(f"b{number}", trace=f"other {number}") for number in range(6)),
         chat("late", [message("user", part("q"))], "a", parent="a1", trace="again", ended=2),
     )
-    reader = StudioReader(studio.path, QUICK)
     batches = list(reader.read(Cursor(), Ledger(), now=NOW))
     reader.close()
     found = [checkpoint for batch in batches for checkpoint in batch.checkpoints if checkpoint.trace_id == "again"]
@@ -325,32 +304,29 @@ def test_a_reply_lost_long_ago_holds_up_nothing(tmp_path: Path, monkeypatch: pyt
     assert steps[-1].open_traces == 0
 
 
-def test_a_parent_far_behind_its_children_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_far_behind_its_children_is_waited_for(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     """Studio's rows need not lie together: another process wrote thousands between them."""
     pages_of(2, monkeypatch)
-    path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
     asked = [message("system", part("s")), message("user", part("q"))]
     studio.write(
         chat("c", asked, "a", parent="far", trace="slow"),
         *(agent(f"a{number}", trace=f"other {number}") for number in range(6)),
         agent("far", "q", "a", trace="slow", ended=5),
     )
-    told, _, _ = read_all(path, now=MUCH_LATER, final=False)
+    told, _, _ = read_all(studio.path, now=MUCH_LATER, final=False)
     assert len(told) == 7
     assert [m["content"] for m in by_id(told)["far"].history] == ["s"]
 
 
-def test_a_parent_too_far_behind_is_re_extracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_too_far_behind_is_re_extracted(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     pages_of(2, monkeypatch, far=2)
-    path = tmp_path / "studio.sqlite"
     asked = [message("system", part("s")), message("user", part("q"))]
-    Studio(path).write(
+    studio.write(
         chat("c", asked, "a", parent="far", trace="slow"),
         *(agent(f"a{number}", trace=f"other {number}") for number in range(6)),
         agent("far", "q", "a", trace="slow", ended=5),
     )
-    told, _, _ = read_all(path, now=MUCH_LATER, final=False)
+    told, _, _ = read_all(studio.path, now=MUCH_LATER, final=False)
     assert [reply.skip for reply in told if reply.span_id == "far"] == [SkipReason.UNFINISHED, None]
     assert [m["content"] for m in told[-1].history] == ["s"]
 
@@ -389,10 +365,9 @@ def test_another_file_or_schema_starts_over(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_stored_cursor_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stored_cursor_goes_on_where_it_was(ledger: Ledger, tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
     shutil.copy(DATA / "new_v2.sqlite", path)
-    ledger = Ledger()
     reader = StudioReader(path, QUICK)
     ledger.pass_(reader, now=MUCH_LATER)
     reader.close()
@@ -405,12 +380,10 @@ def test_a_stored_cursor_goes_on_where_it_was(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_nothing_is_read_where_nothing_has_changed(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio, ledger = Studio(path), Ledger()
+def test_nothing_is_read_where_nothing_has_changed(studio: Studio, ledger: Ledger) -> None:
     studio.write(agent("a1", ended=5), agent("a2", trace="2", ended=5))
     ended = NOW.replace(hour=5, minute=23, second=25)
-    reader = StudioReader(path, IngestSettings(settle_seconds=2))
+    reader = StudioReader(studio.path, IngestSettings(settle_seconds=2))
     assert len(ledger.pass_(reader, now=ended)) == 1
     assert ledger.pass_(reader, now=ended + timedelta(seconds=1)) == [], "neither changed nor due"
     assert reader.due_ns == int((ended + timedelta(seconds=2)).timestamp()) * 10**9
@@ -423,39 +396,36 @@ def test_nothing_is_read_where_nothing_has_changed(tmp_path: Path) -> None:
 
 
 def test_a_trace_before_a_gap_of_numbers_is_extracted_whole_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    studio: Studio, reader: StudioReader, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever deletes thousands of spans in Studio leaves such a gap."""
     monkeypatch.setattr(database, "PAGE_ROWS", 2)
     monkeypatch.setattr(reading, "BATCH_ROWS", 2)
-    studio = Studio(tmp_path / "studio.sqlite")
     given_ = [message("system", part("s")), message("user", part("q"))]
     studio.write(chat("c1", given_, "a", parent="a1", trace="t1"), agent("a1", "q", "a", trace="t1"))
     studio.write(*(agent(f"b{n}", trace=f"b{n}") for n in range(4)))
     with sqlite3.connect(studio.path) as writer:
         writer.execute("UPDATE span_table SET rowid = rowid + 100000 WHERE id LIKE 'b%'")
     writer.close()
-    reader, ledger = StudioReader(studio.path, QUICK), Ledger()
     ledger.pass_(reader)
     assert ledger.stored["t1"].rowids == (1, 2)
     studio.write(agent("a2", "q2", "more", trace="t1", began=2, ended=3))
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
     assert ledger.changes == []
-    reader.close()
 
 
-def test_large_rows_are_held_and_extracted_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rows_are_held_and_extracted_within_bounds(
+    studio: Studio, reader: StudioReader, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All traces end at once, at the end of the table; a look at all of them finds them in the same bounds."""
     monkeypatch.setattr(database, "PAGE_ROWS", 4)
     monkeypatch.setattr(reading, "BATCH_BYTES", 100_000)
     monkeypatch.setattr(reading, "CLOSED_BYTES", 200_000)
     monkeypatch.setattr(reading, "HELD_BYTES", 300_000)
-    studio = Studio(tmp_path / "studio.sqlite")
     given_ = [message("user", part("q"))]
     studio.write(*(chat(f"c{n}", given_, "x" * 20_000, parent=f"a{n}", trace=f"t{n}") for n in range(40)))
     studio.write(*(agent(f"a{n}", "q", "x" * 20_000, trace=f"t{n}") for n in range(40)))
-    reader, ledger = StudioReader(studio.path, QUICK), Ledger()
     told: list[int] = []
     for step in reader.read(Cursor(), ledger, now=NOW, final=True):
         assert reader._tail is not None
@@ -473,4 +443,3 @@ def test_large_rows_are_held_and_extracted_within_bounds(tmp_path: Path, monkeyp
     swept = ledger.rescan(reader)
     assert len(ledger.changes) == 40
     assert max(sum(len(row) for rows, _ in step.traces for row in rows.values()) for step in swept) < 300_000
-    reader.close()

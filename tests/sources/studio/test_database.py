@@ -18,17 +18,14 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
 from flywheel.records.trace import Cursor
 from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.database import Database, RowPage
 from flywheel.sources.studio.reader import StudioReader
-from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
+from tests.sources.studio.reading import NOW, QUICK, Ledger, by_id, read_all
 from tests.sources.studio.writer import DATA, Studio, agent, empty_like, insert, rows
-
-QUICK = IngestSettings(settle_seconds=0)
 
 
 def refusal(path: Path) -> StudioError:
@@ -117,8 +114,7 @@ def test_a_span_table_that_lacks_columns(tmp_path: Path) -> None:
         ("CREATE TABLE span_table AS SELECT * FROM real; UPDATE span_table SET rowid = 1 - rowid", "below 1"),
     ],
 )
-def test_rows_without_numbers_are_never_an_empty_source(tmp_path: Path, made: str, why: str) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_rows_without_numbers_are_never_an_empty_source(studio: Studio, made: str, why: str) -> None:
     studio.write(agent("a"), agent("b", trace="other"))
     with contextlib.closing(sqlite3.connect(studio.path)) as database:
         names = [name for (name,) in database.execute("SELECT name FROM pragma_table_info('span_table')")]
@@ -163,14 +159,12 @@ def test_locked(locked: Path) -> None:
     assert "locked" in error.why and error.retryable
 
 
-def test_a_reader_survives_a_lock(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
+def test_a_reader_survives_a_lock(studio: Studio) -> None:
     studio.write(agent("a1"))
-    reader, ledger = StudioReader(path, QUICK, busy_seconds=0.1), Ledger()
+    reader, ledger = StudioReader(studio.path, QUICK, busy_seconds=0.1), Ledger()
     ledger.pass_(reader)
     studio.write(agent("a2", trace="2"))
-    writer = sqlite3.connect(path, isolation_level=None)
+    writer = sqlite3.connect(studio.path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
     with pytest.raises(StudioError):
         ledger.pass_(reader)
@@ -231,10 +225,9 @@ def test_reading_leaves_folder_and_file_as_they_were(name: str, tmp_path: Path) 
     assert len(ledger.replies) > 100
 
 
-def test_the_connection_cannot_write(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    Studio(path).write(agent("a1"))
-    database = Database(path)
+def test_the_connection_cannot_write(studio: Studio) -> None:
+    studio.write(agent("a1"))
+    database = Database(studio.path)
     with pytest.raises(StudioError):
         database.ask("DELETE FROM span_table")
     assert database.ask("SELECT count(*) FROM span_table") == [(1,)]
@@ -260,28 +253,26 @@ def test_wal_without_a_writer_creates_nothing(tmp_path: Path) -> None:
     assert state(tmp_path) == before
 
 
-def test_wal_with_a_writer_is_read_as_it_grows(tmp_path: Path) -> None:
-    path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
-    writer = as_wal(path)
+def test_wal_with_a_writer_is_read_as_it_grows(
+    studio: Studio, reader: StudioReader, ledger: Ledger, tmp_path: Path
+) -> None:
+    writer = as_wal(studio.path)
     writer.execute("PRAGMA wal_autocheckpoint = 0")
-    reader, ledger = StudioReader(path, QUICK), Ledger()
     studio.write(agent("a1"))
     listed = sorted(state(tmp_path))
-    main = path.read_bytes()
+    main = studio.path.read_bytes()
     ledger.pass_(reader)
     studio.write(agent("a2", trace="2"))
     ledger.pass_(reader)
     assert sorted(ledger.replies) == ["a1", "a2"]
     assert sorted(state(tmp_path)) == listed
-    assert path.read_bytes() == main, "nothing was checkpointed"
+    assert studio.path.read_bytes() == main, "nothing was checkpointed"
     writer.close()
     assert sorted(state(tmp_path)) == ["studio.sqlite"], "the last writer could fold its log in and leave"
     ledger.pass_(reader)
     studio.write(agent("a3", trace="3"))
     ledger.pass_(reader)
     assert sorted(ledger.replies) == ["a1", "a2", "a3"]
-    reader.close()
 
 
 def test_a_log_left_by_a_dead_writer_is_read(tmp_path: Path) -> None:

@@ -174,9 +174,8 @@ def test_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reader_says_what_it_reads(name: str) -> None:
+def test_the_reader_says_what_it_reads(ledger: Ledger, name: str) -> None:
     reader = StudioReader(DATA / f"{name}.sqlite", IngestSettings())
-    ledger = Ledger()
     assert reader.schema is None
     steps = ledger.pass_(reader)
     found = (DATA / f"{name}.sqlite").stat()

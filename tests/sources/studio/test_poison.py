@@ -85,8 +85,7 @@ def without_constraints(path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_row_costs_itself(bad: dict[str, Any], why: str, tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_a_bad_row_costs_itself(studio: Studio, bad: dict[str, Any], why: str) -> None:
     without_constraints(studio.path)
     studio.write(agent("before", trace="1"), bad, agent("after", trace="2"))
     replies, dead, batches = read_all(studio.path)
@@ -119,8 +118,7 @@ def test_poison_of_every_kind_among_real_rows(name: str, tmp_path: Path) -> None
     assert [row.rowid for row in dead] == list(range(tail + 1, tail + 1 + len(bad)))
 
 
-def test_a_circle_of_three_and_what_hangs_from_it(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_a_circle_of_three_and_what_hangs_from_it(studio: Studio) -> None:
     studio.write(
         agent("leaf", parent="x"),
         span("x", None, {}, parent="y"),
@@ -132,8 +130,7 @@ def test_a_circle_of_three_and_what_hangs_from_it(tmp_path: Path) -> None:
     assert [(reply.span_id, reply.skip) for reply in replies] == [("leaf", None)]
 
 
-def test_children_of_a_dead_agent_do_not_wait_for_it(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_children_of_a_dead_agent_do_not_wait_for_it(studio: Studio) -> None:
     studio.write(chat("c", [message("user", part("q"))], "a", parent="dead"), {**agent("dead"), "attributes": "{"})
     replies, dead, batches = read_all(studio.path)
     assert replies == []
@@ -141,8 +138,7 @@ def test_children_of_a_dead_agent_do_not_wait_for_it(tmp_path: Path) -> None:
     assert batches[-1].open_traces == 0
 
 
-def test_a_garbled_message_is_one_dead_reply(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_a_garbled_message_is_one_dead_reply(studio: Studio) -> None:
     cut = {"gen_ai": {"agent": {"name": "A"}}, "agentscope": {"function": {"output": "Msg(id='x', content='cut o"}}}
     studio.write(span("cut", "invoke_agent", cut, trace="1"), agent("fine", trace="2"))
     replies, dead, _ = read_all(studio.path)
@@ -169,8 +165,7 @@ WEIRD: list[Any] = [
 
 
 @pytest.mark.parametrize("value", WEIRD, ids=repr)
-def test_attributes_of_any_shape_never_raise(value: Any, tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_attributes_of_any_shape_never_raise(studio: Studio, value: Any) -> None:
     paths: list[Any] = [
         value,
         {"gen_ai": value},
@@ -211,18 +206,16 @@ def test_attributes_of_any_shape_never_raise(value: Any, tmp_path: Path) -> None
     assert batches[-1].open_traces == 0
 
 
-def test_a_huge_row_is_dead_and_the_rest_flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_row_is_dead_and_the_rest_flows(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "MAX_CELL", 10_000)
     monkeypatch.setattr(database, "MAX_CELL", 10_000)
-    studio = Studio(tmp_path / "studio.sqlite")
     studio.write(agent("huge", "q" * 20_000, trace="1"), agent("fine", trace="2"))
     replies, dead, _ = read_all(studio.path)
     assert [reply.span_id for reply in replies] == ["fine"]
     assert "more than 10,000" in dead[0].error
 
 
-def test_what_json_allows_and_few_parsers_do(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_what_json_allows_and_few_parsers_do(studio: Studio) -> None:
     text = agent("a")["attributes"].replace("What is 1 + 1?", "\\ud83d 1 \\u0000").replace('"2"', '"\\udc00 2"')
     studio.write(span("a", "invoke_agent", text))
     replies, dead, _ = read_all(studio.path)
@@ -230,8 +223,7 @@ def test_what_json_allows_and_few_parsers_do(tmp_path: Path) -> None:
     assert (replies[0].query, replies[0].answer) == ("\ud83d 1 \x00", "\udc00 2")
 
 
-def test_shared_ids_that_are_no_conversations_link_nothing(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_shared_ids_that_are_no_conversations_link_nothing(studio: Studio) -> None:
     studio.write(
         agent("a1", "first", "1", trace="1", conversation="unknown"),
         agent("a2", "second", "2", trace="2", conversation="unknown", began=2, ended=3),
@@ -244,8 +236,7 @@ def test_shared_ids_that_are_no_conversations_link_nothing(tmp_path: Path) -> No
     assert [found[key].conversation_id for key in ("a1", "a3")] == ["unknown", "[no_session_id]"]
 
 
-def test_a_null_in_any_column_costs_one_row_at_most(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_a_null_in_any_column_costs_one_row_at_most(studio: Studio) -> None:
     without_constraints(studio.path)
     whole = agent("whole", trace="0")
     rows_ = [{**agent(f"a{number}", trace=f"t{number}"), column: None} for number, column in enumerate(whole)]
@@ -258,8 +249,7 @@ def test_a_null_in_any_column_costs_one_row_at_most(tmp_path: Path) -> None:
     assert batches[-1].open_traces == 0
 
 
-def test_columns_that_are_not_known_are_passed_over(tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_columns_that_are_not_known_are_passed_over(studio: Studio) -> None:
     with sqlite3.connect(studio.path) as database:
         database.execute("ALTER TABLE span_table ADD COLUMN mood TEXT DEFAULT 'fine'")
         database.execute("ALTER TABLE span_table ADD COLUMN spanKinds BLOB")
@@ -350,8 +340,7 @@ async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> l
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-async def test_what_json_has_no_form_for_is_text(tmp_path: Path, in_process: bool) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+async def test_what_json_has_no_form_for_is_text(studio: Studio, tmp_path: Path, in_process: bool) -> None:
     metadata = "{'png': b'abc', 'cycle': {...}, 'z': 1j, 'n': -1, 'none': None}"
     output = f"Msg(id='m', name='S', content='fine', role='assistant', metadata={metadata}, timestamp='t')"
     studio.write(agent("a", trace="a"), recorded(output), *(agent(f"b{n}", trace=f"b{n}") for n in range(30)))
@@ -364,8 +353,9 @@ async def test_what_json_has_no_form_for_is_text(tmp_path: Path, in_process: boo
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-async def test_half_an_emoji_in_what_cannot_be_read_is_one_dead_row(tmp_path: Path, in_process: bool) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+async def test_half_an_emoji_in_what_cannot_be_read_is_one_dead_row(
+    studio: Studio, tmp_path: Path, in_process: bool
+) -> None:
     studio.write(
         agent("a", trace="a"),
         recorded("Msg(id='\ud800', broken"),
@@ -377,8 +367,7 @@ async def test_half_an_emoji_in_what_cannot_be_read_is_one_dead_row(tmp_path: Pa
     assert sum(len(batch.entries) for batch in batches) == 31
 
 
-def test_a_reply_that_cannot_be_written_is_dead_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    studio = Studio(tmp_path / "studio.sqlite")
+def test_a_reply_that_cannot_be_written_is_dead_by_itself(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     studio.write(*(agent(f"a{n}", trace=f"t{n}") for n in range(5)))
     source = StudioReader(studio.path, IngestSettings())
     (step,) = source.read(Cursor(), Ledger(), now=NOW, final=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.sources.studio.reading import by_id, read_all
@@ -23,10 +21,9 @@ ASKED = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
 FAILING = ("tool_failing_recovered", "tool_failing_gave_up", "tool_unknown_name")
 
 
-def test_failed_steps_are_reported(tmp_path: Path) -> None:
+def test_failed_steps_are_reported(studio: Studio) -> None:
     failed = {"content": [{"type": "text", "text": "no connection"}], "state": "error"}
     worded = {"content": [{"type": "text", "text": "Error: is a word"}], "state": "success"}
-    studio = Studio(tmp_path / "studio.sqlite")
     studio.write(
         agent("a", ended=9),
         chat("c1", ASKED, "", parent="a", began=0.1, code=2, message="overloaded"),
