@@ -12,6 +12,7 @@ import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from datetime import UTC, date, datetime
 from typing import Final
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
@@ -30,7 +31,7 @@ from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Stage
 from flywheel.daemon.status import snapshot
 from flywheel.errors import FlywheelError, LockedError, NotifyError, ServeError, TrainError
-from flywheel.judge.usage import CallsInFlight
+from flywheel.judge.usage import BudgetSpentError, CallsInFlight
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
@@ -96,6 +97,7 @@ class Service:
         self._judge = Stage("judge", self._do_judge)
         self._round = Stage("rounds", self._do_round)
         self._new_tasks = 0
+        self._budget_spent_on: date | None = None
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
         self._reconcile = Stage("reconcile", self._do_reconcile)
@@ -276,7 +278,7 @@ class Service:
             scheduler.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
 
         every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
-        every(RETRY_SECONDS, "judge", self._judge.wake.set)
+        every(RETRY_SECONDS, "judge", self._retry_judging)
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(REQUEST_SECONDS, "requests", self._requests.wake.set)
@@ -292,6 +294,11 @@ class Service:
             scheduler.add_job(_in_loop(self._open_window), window, id="cron")
         return scheduler
 
+    def _retry_judging(self) -> None:
+        # With the day's budget spent, a run would claim the same tasks, and release them.
+        if self._budget_spent_on != datetime.now(UTC).date():
+            self._judge.wake.set()
+
     def _judge_new(self, new: int) -> None:
         self._new_tasks += new
         self._memory_release.note_work()
@@ -304,6 +311,8 @@ class Service:
     async def _do_judge(self) -> None:
         new, self._new_tasks = self._new_tasks, 0
         report = await self._filtering.run(stop=self._stop_judging)
+        spent = isinstance(report.error, BudgetSpentError)
+        self._budget_spent_on = datetime.now(UTC).date() if spent else None
         if new or report.judged:
             log.info("%d new tasks; judged %d: %d accepted, %d rejected, %d undecided", new, report.judged,
                      report.accepted, report.rejected, report.undecided)  # fmt: skip

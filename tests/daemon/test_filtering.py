@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from sqlalchemy import Connection, select
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.rounds import planner
+from flywheel.daemon.service import Service
 from flywheel.judge.filters.pii import Pii, Redactor
+from flywheel.judge.usage import BudgetSpentError
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import claims, deduplication, judge_usage, ledger
@@ -459,6 +462,23 @@ async def test_what_others_spend_beside_the_daemon_counts_in_its_budget(
     report = await filtering.run()
     assert "the budget of 1,000 tokens a day is spent (1,020 were used)" in str(report.error)
     assert judge.calls == 1
+
+
+async def test_the_daemon_looks_again_at_what_a_spent_budget_leaves_on_the_next_day(
+    store: Store, make: Make, judge: JudgeServer
+) -> None:
+    settings = {"base_url": judge.base_url, "model": "j", "max_thread": 1, "budget": {"tokens_per_day": 10}}
+    service = Service(make(judge=settings), store)
+    await tell(store, *questions("one", "two"))
+    with pytest.raises(BudgetSpentError):
+        await service._do_judge()
+    assert await states(store) == ["accepted", "pending"]
+    service._retry_judging()
+    assert not service._judge.wake.is_set()
+    assert service._budget_spent_on is not None
+    service._budget_spent_on -= timedelta(days=1)
+    service._retry_judging()
+    assert service._judge.wake.is_set()
 
 
 SLOW = """
