@@ -1,4 +1,4 @@
-"""HTTP client for model endpoints (judge, embeddings, doctor): `httpx2` with a total deadline and a size limit.
+"""HTTP client for model endpoints (judge, embeddings, doctor): `openai` with a total deadline and a size limit.
 
 Calls share one client, but no connection: a pool of connections that many threads share scans all of them for every
 request. Keys and the meaning of a response belong to the callers.
@@ -24,6 +24,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpcore2
 import httpx2
+import openai
 import orjson
 from tenacity import (
     RetryCallState,
@@ -41,8 +42,6 @@ NEVER: Final = threading.Event()
 """A stop event that is never set."""
 HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "flywheel"}
 """A compressed body could expand to far more than the bytes that were read."""
-BILLED: Final = {"openai-organization": "OPENAI_ORG_ID", "openai-project": "OPENAI_PROJECT_ID"}
-"""Headers that say who pays, and the variables that name it, as for OpenAI's own client."""
 
 
 RETRYABLE: Final = frozenset({408, 409, 429})
@@ -93,14 +92,15 @@ class ModelHttpClient:
         """
         transport = _BoundedTransport(url, timeout_seconds, max_bytes)
         # A redirect would send the key to another host. The proxies of the environment are the transport's.
-        self._http = httpx2.Client(transport=transport, follow_redirects=False, trust_env=False)
-        self._url = url
+        http = httpx2.Client(transport=transport, follow_redirects=False, trust_env=False)
+        # Each request brings its key; its caller retries and counts.
+        self._client = openai.OpenAI(api_key="none", base_url=url, max_retries=0, http_client=http)
         # Runs also when the owner is collected without a call of `close`.
-        self.close = weakref.finalize(self, self._http.close)
+        self.close = weakref.finalize(self, http.close)
 
     def post(self, path: str, body: bytes, key: str) -> HttpAnswer:
         """Send JSON to `path` below the root. Raises CallError, also for a response that is no success."""
-        answer = self._send("POST", path, key, body)
+        answer = self._send(partial(self._client.post, content=body), path, key)
         if 200 <= answer.status < 300:
             return answer
         raise CallError(
@@ -111,17 +111,17 @@ class ModelHttpClient:
 
     def get(self, path: str, key: str = "") -> HttpAnswer:
         """Send no authorization without a key. Raises CallError without a response."""
-        return self._send("GET", path, key)
+        return self._send(self._client.get, path, key)
 
-    def _send(self, method: str, path: str, key: str, body: bytes | None = None) -> HttpAnswer:
+    def _send(self, method: Callable[..., httpx2.Response], path: str, key: str) -> HttpAnswer:
         register_secret(key)
-        billed = {header: os.environ[name] for header, name in BILLED.items() if os.environ.get(name)}
-        headers = {**HEADERS, **billed}
-        if key:
-            headers["authorization"] = f"Bearer {key}"
-        if body is not None:
+        headers = {**HEADERS, "authorization": f"Bearer {key}" if key else openai.Omit()}
+        if method is not self._client.get:
             headers["content-type"] = "application/json"
-        response = self._http.request(method, f"{self._url}{path}", content=body, headers=headers)
+        try:
+            response = method(path, cast_to=httpx2.Response, options={"headers": headers})
+        except openai.APIStatusError as error:
+            response = error.response
         return HttpAnswer(response.status_code, response.headers, redact_secrets(response.content))
 
 

@@ -95,28 +95,6 @@ def client(url: str, timeout: float = 30) -> ModelHttpClient:
     return ModelHttpClient(url, timeout_seconds=timeout)
 
 
-def test_the_key_and_who_pays_are_in_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, str]] = []
-
-    def play(handler: BaseHTTPRequestHandler) -> None:
-        sent.append({name.lower(): value for name, value in handler.headers.items()})
-        answers(b"{}")(handler)
-
-    with serving(play) as served:
-        http = client(f"{served.url}/v1")
-        http.post("/x", b"{}", "key")
-        monkeypatch.setenv("OPENAI_ORG_ID", "org-1")
-        http.post("/x", b"{}", "")
-        http.close()
-    assert served.paths == ["/v1/x", "/v1/x"]
-    first, second = (
-        {name: headers.get(name) for name in ("authorization", "openai-organization")} for headers in sent
-    )
-    assert first == {"authorization": "Bearer key", "openai-organization": None}
-    assert second == {"authorization": None, "openai-organization": "org-1"}
-    assert sent[0]["content-type"] == "application/json" and sent[0]["accept-encoding"] == "identity"
-
-
 def test_one_connection_serves_many_calls() -> None:
     with serving(answers(b"{}", Retry="7")) as served:
         http = client(served.url)
