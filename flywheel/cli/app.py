@@ -348,9 +348,9 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit.command", "why", "dead_letters",
-    "tasks", "show", "labels", "web", "rubric", "workflow", "export", "settings", "demo.command", "init", "setup",
-    "doctor.command",
+    "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters",
+    "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo", "init",
+    "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 

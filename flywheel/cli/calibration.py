@@ -116,7 +116,7 @@ def _check_budget(replies: int, repeats: int, cost: Cost, attempted: str, budget
     """Print the expected cost. Raises BudgetSpentError if the budget has less left."""
     from rich.console import Console
 
-    from flywheel.cli.verdict_table import estimated
+    from flywheel.cli.tables import estimated
 
     estimate = estimated(cost_json(cost))
     if not quiet:
@@ -229,8 +229,7 @@ def calibration_json(
 
 def show(report: dict[str, Any]) -> None:
     """Print the report."""
-    from flywheel.cli.tables import Row, rows_table, stdout
-    from flywheel.cli.verdict_table import spent
+    from flywheel.cli.tables import Row, rows_table, spent, stdout
     from flywheel.system.terminal import excerpt
 
     console = stdout()

@@ -277,17 +277,16 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
 def _print_estimate(tasks: int, free: int, cost: Cost) -> None:
     from rich.console import Console
 
-    from flywheel.cli.verdict_table import estimated, tasks_to_judge
+    from flywheel.cli.tables import estimated, tasks_to_judge
 
     text = f"{tasks_to_judge(tasks, free)}: {estimated(cost_json(cost))}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 
 def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
-    from flywheel.cli import verdict_table as tables
-    from flywheel.cli.tables import stdout
+    from flywheel.cli import tables
 
-    console = stdout()
+    console = tables.stdout()
     if (estimate := shown.get("estimate")) is not None:
         console.print(tables.tasks_to_judge(estimate["tasks"], estimate["without_a_call"]))
         console.print(tables.estimated(estimate))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json
-from flywheel.cli.show import turns
 from flywheel.cli.tables import UNBROKEN, short_path, stdout
+from flywheel.cli.tasks import turns
 from flywheel.errors import StoreError
 from flywheel.system.terminal import escape_terminal, excerpt, quantity, score_text
 

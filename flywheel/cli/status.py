@@ -264,7 +264,7 @@ def _conditions(conditions: Iterable[str]) -> str:
 
 def _judge(judge: JudgeStatus) -> str:
     """Its error, and its usage in all and by purpose."""
-    from flywheel.cli.verdict_table import spent
+    from flywheel.cli.tables import spent
 
     usage = asdict(judge.usage)
     lines = [judge.error] if judge.error else []

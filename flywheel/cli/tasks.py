@@ -1,8 +1,9 @@
-"""`flywheel tasks`: list tasks with their verdicts; release or reject held tasks."""
+"""`flywheel tasks` and `flywheel show`: tasks with their verdicts, as a list or one in full."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import Row, print_rows, stdout
-from flywheel.errors import EXIT_USAGE
+from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.records.states import TaskState
 from flywheel.system.terminal import escape_terminal, excerpt, moment, score_text
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from sqlalchemy import Connection
+
 
 tasks_app = typer.Typer(
     cls=Group,
@@ -47,7 +49,7 @@ WIDE = 120
 
 
 @tasks_app.callback(invoke_without_command=True)
-def show(
+def list_tasks(
     context: typer.Context,
     config: ConfigOption = None,
     state: Annotated[TaskState | None, typer.Option(help="Only tasks in this state.")] = None,
@@ -174,3 +176,71 @@ def _decide(context: typer.Context, keys: list[str], everything: bool, config: P
     else:
         [(past, done)] = report.items()
         typer.echo(f"{len(done)} {past}")
+
+
+@app.command()
+def show(
+    subject: Annotated[str, typer.Argument(metavar="ID", help="A task, span, trace or conversation.")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a task in full, and its verdict with the reasons."""
+    from flywheel.store.views.task_list import detail, of_subject
+
+    found = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
+    if not found:
+        raise StoreError(
+            f"show {subject}",
+            "no task, span, trace or conversation with a task has this id",
+            "`flywheel tasks` lists tasks; `flywheel why ID` says why a reply is none.",
+        )
+    tasks = [detail(row) for row in found]
+    if as_json:
+        print_json({"tasks": tasks})
+        return
+    typer.echo("\n\n".join(_whole(task) for task in escape_terminal(tasks)))
+
+
+def _whole(task: dict[str, Any]) -> str:
+    who = [f"agent {task['agent']}" if task["agent"] else "", task["adapter"] or task["model"]]
+    facts = ", ".join(filter(None, (task["split"], *who, f"{moment(task['started_at'])} UTC")))
+    parts = [f"{task['task_id']}: {task['state']} ({facts})"]
+    sections = {
+        "History": "\n".join(turns(task["history"])),
+        "Question": task["question"],
+        "Steps": "\n".join(turns(task["steps"])),
+        "Answer": task["answer"] or "(empty)",
+        "Reference": task["reference"],
+        "Verdict": "\n".join(_verdict_lines(task["verdict"])),
+    }
+    parts += [f"{name}\n{_indented(text)}" for name, text in sections.items() if text]
+    return "\n\n".join(parts)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Messages as lines: who says what, and who calls which tool."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or call
+            yield f"[{message.get('role')} calls {function.get('name')}] {function.get('arguments')}"
+        if message.get("content"):
+            # Some agents give each message a name, their users' and systems' that of the role.
+            name = f" {message['name']}" if message.get("name") not in (None, "", message.get("role")) else ""
+            yield f"[{message.get('role')}{name}] {message['content']}"
+
+
+def _verdict_lines(verdict: dict[str, Any] | None) -> Iterator[str]:
+    if verdict is None:
+        yield "not judged yet"
+        return
+    score = "" if verdict["score"] is None else f", score {verdict['score']:.2f}"
+    yield f"{verdict['outcome']}{score} ({moment(verdict['at'])} UTC)"
+    for each in verdict["criteria"]:
+        chosen = f": {each['choice']}" if each["choice"] else ""
+        yield f"{'✓' if each['passed'] else '✗'} {each['criterion']}{chosen}  {each['reason']}".rstrip()
+    if verdict["reason"] and not any(each["reason"] for each in verdict["criteria"]):
+        yield verdict["reason"]

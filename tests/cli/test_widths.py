@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flywheel.cli.verdict_table import verdict_table
+from flywheel.cli.tables import verdict_table
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says

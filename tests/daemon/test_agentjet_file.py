@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.cli.audit.ledger_audit import deep_audit
+from flywheel.cli.audit.deep_audit import deep_audit
 from flywheel.config import Config, parse
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.judge.prompt import parse_sections

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.cli.audit.ledger_audit import deep_audit
+from flywheel.cli.audit.deep_audit import deep_audit
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_sources
 from flywheel.config import CallsSource, Config, parse

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.cli.audit.ledger_audit import deep_audit
+from flywheel.cli.audit.deep_audit import deep_audit
 from flywheel.config import Config, parse
 from flywheel.records import exclusion
 from flywheel.records.request_id import new_request_id, request_id_in

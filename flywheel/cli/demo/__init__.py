@@ -1,1 +1,186 @@
-"""`flywheel demo`: the loop on shipped replies, and its judge."""
+"""`flywheel demo`: 100 replies, judged and shown, without a model, a key or a GPU."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import signal
+import sys
+import tempfile
+import threading
+import webbrowser
+from collections import Counter
+from contextlib import nullcontext, suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from flywheel.cli.app import app, open_state, run_async
+from flywheel.errors import ExportError
+from flywheel.records.request_id import UNRECORDED
+from flywheel.system.process import tune_process
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from sqlalchemy import Connection
+
+    from flywheel.config import Config
+    from flywheel.daemon.judging.judging_report import TaskResult
+
+CONFIG: Final = """# `flywheel demo`: replies of two agents, in a database as AgentScope Studio writes it.
+state: {{dir: state}}
+sources:
+  - {{type: studio, path: replies.sqlite}}
+model: {{alias: demo-agent}}
+judge: {{base_url: {judge}, model: demo-judge}} # a script that checks sums; it runs while `flywheel demo` does
+filter: {{rubric: rubric.yaml}}
+"""
+EXAMPLES: Final = 6
+"""Verdicts that are shown with their reasons, of as many kinds as there are."""
+DESKTOP: Final = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+"""Variables of which one is set where a browser can be opened."""
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Keep everything in this directory, which must be new."),
+    ] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Exit after printing the table.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the web UI; 0 chooses a free port.")] = 0,
+) -> None:
+    """Read and judge 100 replies that Flywheel ships, print a table, and open the web UI."""
+    from flywheel.cli.demo import judge
+
+    tune_process()
+    kept = tempfile.TemporaryDirectory(prefix="flywheel-demo-") if folder is None else nullcontext(str(folder))
+    with kept as name, judge.running() as address:
+        config = _laid_out(Path(name), address)
+        results = run_async(_judged(config))
+        # The default handler would leave the temporary directory.
+        signal.signal(signal.SIGTERM, _end)
+        _print(results)
+        if folder is not None:
+            typer.echo(f"\nEverything is in {name}: try `flywheel status -c {Path(name) / 'flywheel.yaml'}`.")
+        if not no_browser:
+            _show(config, port)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _laid_out(folder: Path, judge: str) -> Config:
+    """Write replies, rubric and configuration. Raises ExportError."""
+    from flywheel.config import load
+
+    shipped = files("flywheel.cli.demo")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ExportError(f"lay out the demo in {folder}", "it is not empty", "Name a new directory.")
+        (folder / "replies.sqlite").write_bytes(lzma.decompress((shipped / "replies.sqlite.xz").read_bytes()))
+        (folder / "rubric.yaml").write_text((shipped / "rubric.yaml").read_text())
+        (folder / "flywheel.yaml").write_text(CONFIG.format(judge=judge))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ExportError(f"lay out the demo in {folder}", why, "Name a directory that you can write to.") from error
+    return load(folder / "flywheel.yaml")
+
+
+async def _judged(config: Config) -> dict[str, Any]:
+    """Ingest and judge everything. Raises what went wrong."""
+    from flywheel.cli.filter import verdict_json
+    from flywheel.cli.progress_bars import of_tasks
+    from flywheel.daemon.judging.judging import TaskJudging
+    from flywheel.sources.ingestion import Ingestion
+    from flywheel.store.views import acceptance
+    from flywheel.system.signals import StopSignals
+
+    stop = threading.Event()
+    interruption = StopSignals(config.daemon.drain_seconds)
+
+    async def halt() -> None:
+        stop.set()
+
+    async with open_state(config, lock=True) as store:
+        ingestion = Ingestion(store, config)
+        try:
+            [source] = await ingestion.run(final=True)
+        finally:
+            await ingestion.close()
+        if source.error is not None:
+            raise source.error
+        judging = TaskJudging(store, config)
+        verdicts: list[dict[str, Any]] = []
+        with of_tasks("judging", await judging.count(), quiet=False) as step:
+
+            def on_judged(judged: TaskResult) -> None:
+                line = judged.task.line
+                verdicts.append(
+                    {**verdict_json(judged, judging, 0), "question": line["main_query"], "answer": line["answer"]}
+                )
+                step()
+
+            report = await interruption.during(judging.run(stop=stop, on_judged=on_judged), halt)
+        if interruption.by is not None or report is None:
+            raise interruption.error("judge the replies of the demo", "Start it again.")
+        if report.error is not None:
+            raise report.error
+
+        def by_adapter(conn: Connection) -> list[dict[str, Any]]:
+            return acceptance.by_adapter(conn, config.models_of(None))[0]
+
+        return {"replies": source.counts.replies, "verdicts": verdicts, "by_adapter": await store.read(by_adapter)}
+
+
+def _print(results: dict[str, Any]) -> None:
+    from flywheel.cli.tables import Row, print_rows, stdout
+
+    console, verdicts = stdout(), results["verdicts"]
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for verdict in sorted(verdicts, key=lambda each: each["task_id"]):
+        kinds.setdefault((verdict["outcome"], *verdict["failed"]), []).append(verdict)
+    each_kind = max(1, EXAMPLES // len(kinds))
+    examples = []
+    for found in kinds.values():
+        for verdict in found[:each_kind]:
+            why = next((each["reason"] for each in verdict["criteria"] if not each["passed"]), "")
+            failed = ", ".join(verdict["failed"]) or "–"
+            examples.append(Row((verdict["question"], verdict["answer"], verdict["outcome"], failed, why), ()))
+    print_rows(console, ("question", "answer", "verdict", "not met", "why"), examples, wide=0, fold=("answer", "why"))
+    console.print()
+    rows = []
+    for each in results["by_adapter"]:
+        judged = each["accepted"] + each["rejected"]
+        share = "–" if each["acceptance"] is None else f"{each['acceptance']:.0%}"
+        name = {"": "base model", UNRECORDED: "no recorded model"}.get(each["adapter"], each["adapter"])
+        rows.append(Row((name, str(judged), str(each["accepted"]), share), ()))
+    print_rows(console, ("answered by", "judged", "accepted", "share"), rows, wide=0, fold=())
+    failures = Counter(name for verdict in verdicts for name in verdict["failed"])
+    missed = ", ".join(f"{name} {number}" for name, number in failures.most_common())
+    console.print(f"\n{results['replies']} replies of an AgentScope Studio database; criteria not met: {missed}")
+    console.print("The judge was a script that checks sums: no model was asked.")
+
+
+def _show(config: Config, port: int) -> None:
+    """Serve the pages until Ctrl-C, and open them in a browser, if there is one."""
+    from flywheel.system.web_server import bound_socket
+    from flywheel.web import server
+
+    listening = bound_socket("serve the pages of the demo", "127.0.0.1", port, "--port")
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+
+    def announce() -> None:
+        typer.echo(f"\nThe pages are at {address} (Ctrl-C stops them)")
+        # Without a desktop, a browser for terminals would take this one.
+        if any(os.environ.get(name) for name in DESKTOP):
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+    # Ctrl-C is how it is meant to end.
+    with suppress(KeyboardInterrupt):
+        run_async(server.serve(server.application(config), listening, announce))

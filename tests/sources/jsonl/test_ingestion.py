@@ -13,7 +13,7 @@ import psutil
 import pytest
 from sqlalchemy import select, update
 
-from flywheel.cli.audit.ledger_audit import SourceAudit, compare_sources
+from flywheel.cli.audit.deep_audit import SourceAudit, compare_sources
 from flywheel.config import Config, parse
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store.kernel.database import Store

@@ -25,7 +25,7 @@ from flywheel.system.terminal import escape_terminal, excerpt, quantity
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from flywheel.cli.workflow_check import Checked
+    from flywheel.cli.workflow.checked_run import Checked
     from flywheel.config import Config
 
 workflow = typer.Typer(
@@ -73,7 +73,7 @@ def check(
 async def _check(
     config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None
 ) -> Checked:
-    from flywheel.cli import workflow_check
+    from flywheel.cli.workflow import checked_run
     from flywheel.serving.server_keys import agents_key
     from flywheel.training.program.configured_program import program_of
 
@@ -84,7 +84,7 @@ async def _check(
         raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
     models = {name: model or each.model.alias for name, each in config.by_target().items()}
     server = url or config.serving.urls[0]
-    return await workflow_check.check(program, line, server, models, key=agents_key(config.serving, attempted))
+    return await checked_run.check(program, line, server, models, key=agents_key(config.serving, attempted))
 
 
 def _with_function(config: Config, function: str) -> Config:

@@ -1,4 +1,4 @@
-"""`flywheel web`: the state in a browser."""
+"""`flywheel serve` and `flywheel web`: the inference server, and the web UI."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flywheel.cli.app import ConfigOption, app, load_config, require_state, run_async
-from flywheel.errors import ConfigError
+from flywheel.cli.app import ConfigOption, app, complain, load_config, read_state, require_state, run_async
+from flywheel.errors import ConfigError, StoreError
 from flywheel.secrets import register_secret_variable
 from flywheel.system.process import tune_process
 
@@ -61,3 +61,22 @@ def _token(*, must: bool, host: str) -> str | None:
     token = bearer_token(attempted, TOKEN, None, SHORTEST_TOKEN)
     register_secret_variable(TOKEN)
     return token
+
+
+@app.command()
+def serve(config: ConfigOption = None) -> None:
+    """Start vLLM's OpenAI server with LoRA and the alias; this process becomes the server.
+
+    It prints its address when it is ready.
+    """
+    from flywheel.serving.client.adapter_swap import version_name
+    from flywheel.serving.server.inference_server import serve as start
+    from flywheel.store import deployments
+
+    settings = load_config(config)
+    try:
+        rows = run_async(read_state(settings, deployments.all_active, warn=False))
+    except StoreError as error:  # the server's own file is enough where it names the deployed version
+        complain(error)
+        rows = []
+    start(settings, {row.alias: version_name(row.alias, row.adapter) for row in rows if row.adapter})
