@@ -75,7 +75,7 @@ class _Stdout(FileIO):
             raise _UnwrittenError(error.errno, error.strerror) from error
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands under one name. `--help` prints the first sentence of each in full."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -85,7 +85,7 @@ class Group(TyperGroup):
             formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in commands if each])
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """All commands: those with another name have it too, and words that are none lead to one."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -120,6 +120,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def command_group(name: str, about: str, *, no_args_is_help: bool = True) -> typer.Typer:
+    """Commands under one name."""
+    group = typer.Typer(cls=CommandGroup, help=about, no_args_is_help=no_args_is_help, rich_markup_mode=None)
+    app.add_typer(group, name=name)
+    return group
+
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
@@ -135,8 +143,8 @@ ConfigOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"flywheel {__version__}")
         raise typer.Exit
 
@@ -180,8 +188,8 @@ def load_config(path: Path | None, attempted: str = "") -> Config:
     """The configuration. Without a file, the defaults; raises ConfigError instead if something is `attempted`."""
     from flywheel.config import defaults, load
 
-    if (found := find_config(path)) is not None:
-        return load(found)
+    if (file := find_config(path)) is not None:
+        return load(file)
     if attempted:
         hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
         raise ConfigError(attempted, "there is no configuration", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
+    from flywheel.store.dead_letters import DeadLetter
 
 COLUMNS: Final = ("id", "kind", "source", "subject", "when", "state", "error")
 WIDE: Final = 100
@@ -40,8 +42,10 @@ def dead_letters(
         Literal["show", "retry", "drop"],
         typer.Argument(metavar="show|retry|drop", help="What to do with the dead letters."),
     ] = "show",
-    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Numbers of dead letters.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All open ones; with show, closed ones as well.")] = False,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Ids of dead letters.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="All open dead letters; with `show`, closed ones too.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,23 +63,21 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
     from flywheel.records.states import DeadLetterState
     from flywheel.store import dead_letters
 
-    def look(conn: Connection) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    def look(conn: Connection) -> tuple[list[DeadLetter], dict[int, list[dict[str, Any]]], dict[str, int]]:
         states = list(DeadLetterState) if every else [DeadLetterState.OPEN]
-        found = dead_letters.with_ids(conn, ids) if ids else dead_letters.in_states(conn, states)
-        histories = [{"history": dead_letters.history_of(conn, letter.id)} if ids else {} for letter in found]
-        shown = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
-        return shown, dead_letters.count(conn)
+        letters = dead_letters.with_ids(conn, ids) if ids else dead_letters.in_states(conn, states)
+        histories = {letter.id: dead_letters.history_of(conn, letter.id) for letter in letters if ids}
+        return letters, histories, dead_letters.count(conn)
 
-    found, counts = run_async(read_state(config, look, warn=False))
+    letters, histories, counts = run_async(read_state(config, look, warn=False))
     if as_json:
-        print_json({"letters": found, **counts})
-        return
-    found = escape_terminal(found)
-    if ids:
-        for letter in found:
-            _print_whole(letter)
+        shown = [asdict(letter) | ({"history": histories[letter.id]} if ids else {}) for letter in letters]
+        print_json({"letters": shown, **counts})
+    elif ids:
+        for letter in letters:
+            typer.echo(escape_terminal("\n".join(_lines(letter, histories[letter.id]))))
     else:
-        _print_table(found, counts, every)
+        _print_table(letters, counts, every)
         if missing := missing_state(config):
             typer.echo(missing)
 
@@ -85,23 +87,23 @@ def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: boo
     from flywheel.store.dead_letters import AFTER_RETRY
     from flywheel.store.requests import RequestKind
 
-    done = ask(config, RequestKind.RETRY if retries else RequestKind.DROP, {"ids": ids})
-    report: dict[str, Any] = done if done is not None else {"retried": [], "queued": True}
+    outcome = ask(config, RequestKind.RETRY if retries else RequestKind.DROP, {"ids": ids})
+    report: dict[str, Any] = outcome if outcome is not None else {"retried": [], "queued": True}
     if as_json:
         print_json(report)
-    elif done is None:
-        typer.echo("queued: the process that works on the state retries them, or the next `flywheel run` or `ingest`")
+    elif outcome is None:
+        typer.echo("queued: the running daemon retries them, otherwise the next `flywheel run` or `flywheel ingest`")
     elif not any(report.values()):
         typer.echo("no dead letter is open")
     elif retries:
         for letter in report["retried"]:
             typer.echo(f"{letter['id']}: {escape_terminal(letter['subject'])}: {AFTER_RETRY[letter['next']]}")
-        typer.echo(f"{len(report['retried'])} retried; what fails again is opened again")
+        typer.echo(f"{len(report['retried'])} retried; those that fail again are reopened")
     else:
         typer.echo(f"{len(report['dropped'])} dropped; their rows and tasks stay dead, and `--all` lists them")
 
 
-def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: bool) -> None:
+def _print_table(letters: list[DeadLetter], counts: dict[str, int], every: bool) -> None:
     console = stdout()
     rows = [escape_terminal(_cells(letter), one_line=True) for letter in letters]
     if rows and console.width == UNBROKEN:
@@ -116,20 +118,18 @@ def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: b
     typer.echo(f"Dead letters: {open_ones}{hint}")
 
 
-def _cells(letter: dict[str, Any]) -> list[str]:
-    state = letter["state"] if letter["attempts"] == 1 else f"{letter['state']}, {letter['attempts']} times"
-    when, source = moment(letter["created_at"]), Path(letter["source"]).name or "–"
-    return [str(letter["id"]), letter["kind"], source, letter["subject"], when, state, letter["error"]]
+def _cells(letter: DeadLetter) -> list[str]:
+    state = letter.state if letter.attempts == 1 else f"{letter.state}, {letter.attempts} times"
+    source = Path(letter.source).name or "–"
+    return [str(letter.id), letter.kind, source, letter.subject, moment(letter.created_at), state, letter.error]
 
 
-def _print_whole(letter: dict[str, Any]) -> None:
-    typer.echo(f"dead letter {letter['id']}: {letter['kind']} {letter['subject']}")
-    typer.echo(f"  source:   {letter['source'] or '–'}")
-    typer.echo(
-        f"  state:    {letter['state']}, failed {quantity(letter['attempts'], 'time')}, first {letter['created_at']}"
-    )
-    typer.echo(f"  error:    {letter['error']}")
-    for entry in letter["history"]:
-        typer.echo(f"  {entry['at']}  {entry['state']}  {entry['detail']}".rstrip())
-    if letter["excerpt"]:
-        typer.echo(letter["excerpt"])
+def _lines(letter: DeadLetter, history: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"dead letter {letter.id}: {letter.kind} {letter.subject}"
+    yield f"  source:   {letter.source or '–'}"
+    yield f"  state:    {letter.state}, failed {quantity(letter.attempts, 'time')}, first {letter.created_at}"
+    yield f"  error:    {letter.error}"
+    for entry in history:
+        yield f"  {entry['at']}  {entry['state']}  {entry['detail']}".rstrip()
+    if letter.excerpt:
+        yield letter.excerpt

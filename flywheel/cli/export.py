@@ -70,7 +70,7 @@ class Survey:
 
 @app.command()
 def export(
-    name: Annotated[FormatName, typer.Option("--format", help="The trainer that reads the file.")],
+    name: Annotated[FormatName, typer.Option("--format", help="The trainer that the file is for.")],
     config: ConfigOption = None,
     out: Annotated[
         str,
@@ -107,14 +107,14 @@ def export(
         raise ExportError(f"write {path}", "it exists", "Name another file with --out, or replace it with --force.")
     if out == "-" and chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
-    wanted = state or "accepted"
-    survey = run_async(_export(load_config(config), chosen, out, wanted, split, margin or 0.0, target))
+    chosen_state = state or "accepted"
+    survey = run_async(_export(load_config(config), chosen, out, chosen_state, split, margin or 0.0, target))
     report = {
         "format": name.value,
         "out": out,
         "lines": len(survey.groups),
         "left_out": dict(survey.left_out.most_common()),
-        "state": "accepted and rejected" if chosen.paired else wanted,
+        "state": "accepted and rejected" if chosen.paired else chosen_state,
         "split": split,
     }
     if as_json:
@@ -128,7 +128,7 @@ def export(
 
 
 async def _export(
-    config: Config, form: Format, out: str, wanted: States, split: Splits, margin: float, target: str | None
+    config: Config, form: Format, out: str, chosen: States, split: Splits, margin: float, target: str | None
 ) -> Survey:
     from flywheel.store.views import task_list
 
@@ -143,11 +143,11 @@ async def _export(
             survey = await _pairs(store, form, splits, margin, target)
         else:
             survey = Survey()
-            async for one in _tasks(store, STATES[wanted], splits, target):
+            async for one in _tasks(store, STATES[chosen], splits, target):
                 with _counted(survey.left_out):
                     survey.add((one.id,), form.record(_sample(one)))
         if not survey.groups:
-            what = "accepted and rejected" if form.paired else wanted
+            what = "accepted and rejected" if form.paired else chosen
             attempted, of_split = f"export for {form.name}", "" if split == "all" else f" in the {split} split"
             of_split += f" of {target}" if target is not None else ""
             if survey.left_out:
@@ -204,9 +204,9 @@ async def _records(
 
     for start in range(0, len(groups), PAGE):
         some = groups[start : start + PAGE]
-        found = {one.id: one for one in await store.read(task_list.with_verdicts, list(itertools.chain(*some)))}
+        tasks = {one.id: one for one in await store.read(task_list.with_verdicts, list(itertools.chain(*some)))}
         for group in some:
-            yield group, form.record(*(_sample(found[number]) for number in group))
+            yield group, form.record(*(_sample(tasks[number]) for number in group))
 
 
 def _sample(one: ExportedTask) -> Sample:

@@ -72,7 +72,7 @@ def filter_tasks(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare with this rubric on all tasks, show which verdicts change and why; store nothing.",
+            help="Compare with this rubric on all tasks: show which verdicts change and why; store nothing.",
             readable=False,
         ),
     ] = None,
@@ -82,72 +82,72 @@ def filter_tasks(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read new replies of the configured sources, then judge pending tasks with the rubric."""
+    """Read new replies from the configured sources, then judge pending tasks."""
     if against is not None and (estimate or rejudge):
         typer.echo("flywheel: --against compares all tasks: use it without --estimate and --rejudge", err=True)
         raise typer.Exit(EXIT_USAGE)
     settings = load_config(config, "judge replies of the configured sources")
     dry = dry_run or estimate or against is not None
-    wanted = _Options(settings, dry, rubric, limit, rejudge, as_json, quiet or as_json)
+    options = _Options(settings, dry, rubric, limit, rejudge, as_json, quiet or as_json)
     tune_process()
     if estimate:
-        shown, error = run_async(_estimate(wanted)), None
+        shown, error = run_async(_estimate(options)), None
     elif against is not None:
-        shown, error = run_async(_compare(wanted, against))
+        shown, error = run_async(_compare(options, against))
     else:
-        shown, error = run_async(_filter(wanted))
+        shown, error = run_async(_filter(options))
     if as_json:
-        if error is None and wanted.failures:
-            shown["error"] = str(wanted.failures[0])
+        if error is None and options.failures:
+            shown["error"] = str(options.failures[0])
         print_json(shown)
     elif not quiet:
         _print(shown, has_prices=settings.judge.prices is not None)
     if error is not None:
         complain(error)
         raise typer.Exit(error.exit_code)
-    if wanted.failures:
+    if options.failures:
         raise typer.Exit(EXIT_FAILED)
 
 
 @asynccontextmanager
-async def _state(wanted: _Options) -> AsyncIterator[Store]:
+async def _state(options: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked."""
     from flywheel.daemon.judging.judging import recover
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
 
     # A dry run executes the same code on the copy.
-    async with open_state(wanted.config, "copy" if wanted.dry_run else "open", lock=not wanted.dry_run) as store:
-        if wanted.dry_run:
+    async with open_state(options.config, "copy" if options.dry_run else "open", lock=not options.dry_run) as store:
+        if options.dry_run:
             # In the copy, tasks that a running daemon is judging become pending.
             await store.write(claims.release_all, "not judged")
         else:
-            await recover(store, wanted.config.state_dir, wanted.config.judge.prices)
-        ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
+            await recover(store, options.config.state_dir, options.config.judge.prices)
+        ingestion = Ingestion(store, options.config, export_tasks=not options.dry_run)
         try:
             for source in await ingestion.run(final=True):
                 if source.error is not None:
                     complain(source.error)
-                    wanted.failures.append(source.error)
+                    options.failures.append(source.error)
         finally:
             await ingestion.close()
         yield store
 
 
-def _filtering(store: Store, wanted: _Options) -> TaskJudging:
+def _filtering(store: Store, options: _Options) -> TaskJudging:
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.judge.rubric.file import load_rubric
     from flywheel.judge.usage import CallsInFlight
 
     return TaskJudging(
         store,
-        wanted.config,
-        rubric=load_rubric(wanted.rubric, NAME_ONE) if wanted.rubric is not None else None,
-        calls=None if wanted.dry_run else CallsInFlight(wanted.config.state_dir),
+        options.config,
+        rubric=load_rubric(options.rubric, NAME_ONE) if options.rubric is not None else None,
+        calls=None if options.dry_run else CallsInFlight(options.config.state_dir),
     )
 
 
-async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
+async def _filter(options: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judge_setup import exchange_of
     from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
@@ -155,35 +155,35 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
     from flywheel.system.signals import StopSignals
 
     stop = threading.Event()
-    interruption = StopSignals(wanted.config.daemon.drain_seconds)
+    interruption = StopSignals(options.config.daemon.drain_seconds)
 
     async def halt() -> None:
         stop.set()
 
-    async with _state(wanted) as store:
-        filtering = _filtering(store, wanted)
-        total = await filtering.count(limit=wanted.limit, rejudge=wanted.rejudge)
-        prices = wanted.config.judge.prices
-        if wanted.dry_run and not wanted.quiet and 0 < total <= PREVIEWED:
-            preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
+    async with _state(options) as store:
+        filtering = _filtering(store, options)
+        total = await filtering.count(limit=options.limit, rejudge=options.rejudge)
+        prices = options.config.judge.prices
+        if options.dry_run and not options.quiet and 0 < total <= PREVIEWED:
+            preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
             estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
             _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
-        found: dict[int, dict[str, Any]] = {}
-        with of_tasks("judging", total, quiet=wanted.quiet) as step:
+        shown: dict[int, dict[str, Any]] = {}
+        with of_tasks("judging", total, quiet=options.quiet) as step:
 
             def on_judged(judged: TaskResult) -> None:
                 # Only --json reports the estimated tokens of each task, which take time to compute.
                 grader = filtering.grader_of(judged)
-                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.as_json else 0
-                found[judged.task.id] = verdict_json(judged, filtering, tokens)
+                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if options.as_json else 0
+                shown[judged.task.id] = verdict_json(judged, filtering, tokens)
                 step()
 
-            judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
+            judging_all = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
             report = await interruption.during(judging_all, halt)
-        if warning := await store.read(verdicts.none_accepted, wanted.config.filter.warn_window):
+        if warning := await store.read(verdicts.none_accepted, options.config.filter.warn_window):
             complain(f"warning: {warning}")
     if interruption.by is not None:
-        left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks are unchanged."
+        left = "Nothing was written." if options.dry_run else "Verdicts are stored; the other tasks are unchanged."
         stopped = interruption.error("judge all that is due", left)
         if report is None:
             raise stopped
@@ -193,28 +193,28 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
     return {
         "due": total,
         **{name: getattr(report, name) for name in COUNTS},
-        "verdicts": [found[task] for task in sorted(found)],
+        "verdicts": [shown[task] for task in sorted(shown)],
         "usage": usage,
         "cost": cost_of(**usage, prices=prices).price,
-        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in found.values()),
-        "dry_run": wanted.dry_run,
+        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown.values()),
+        "dry_run": options.dry_run,
         "error": str(report.error) if report.error else None,
     }, report.error
 
 
-async def _estimate(wanted: _Options) -> dict[str, Any]:
+async def _estimate(options: _Options) -> dict[str, Any]:
     from flywheel.daemon.judging.judging_report import CostEstimator
 
-    async with _state(wanted) as store:
-        filtering = _filtering(store, wanted)
-        estimator = await CostEstimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
-        preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
+    async with _state(options) as store:
+        filtering = _filtering(store, options)
+        estimator = await CostEstimator.of(store, filtering.grader.judge_hash, options.config.judge.prices)
+        preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
     filtering.grader.close()
     expected = cost_json(estimator.cost(preview))
     return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **expected}, "dry_run": True}
 
 
-async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
+async def _compare(options: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
@@ -224,21 +224,21 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
     from flywheel.system.signals import StopSignals
 
     earlier = load_rubric(against, NAME_ONE)
-    prices = wanted.config.judge.prices
-    async with _state(wanted) as store:
-        new = _filtering(store, wanted)
-        old = TaskJudging(store, wanted.config, rubric=earlier)
+    prices = options.config.judge.prices
+    async with _state(options) as store:
+        new = _filtering(store, options)
+        old = TaskJudging(store, options.config, rubric=earlier)
         tasks, triable = await store.read(claims.count_triable)
-        total = triable if wanted.limit is None else min(triable, wanted.limit)
+        total = triable if options.limit is None else min(triable, options.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
         estimator = await CostEstimator.of(store, new.grader.judge_hash, prices)
-        if not wanted.quiet and 0 < total <= PREVIEWED:
-            preview = await diff.preview(wanted.limit)
+        if not options.quiet and 0 < total <= PREVIEWED:
+            preview = await diff.preview(options.limit)
             _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
-        interruption = StopSignals(wanted.config.daemon.drain_seconds)
+        interruption = StopSignals(options.config.daemon.drain_seconds)
         try:
-            with of_tasks("comparing", total, quiet=wanted.quiet) as step:
-                found = await interruption.during(diff.run(wanted.limit, step), diff.halt)
+            with of_tasks("comparing", total, quiet=options.quiet) as step:
+                found = await interruption.during(diff.run(options.limit, step), diff.halt)
         finally:
             new.grader.close()
             old.grader.close()
@@ -249,7 +249,7 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
             raise report.error
     asked = [verdict for compared in report.compared for verdict in compared.asked]
     usage = {name: sum(getattr(each, name) for each in asked) for name in USAGE}
-    path = wanted.rubric or wanted.config.filter.rubric
+    path = options.rubric or options.config.filter.rubric
     names = (path.name, against.name) if path.name != against.name else (str(path), str(against))
     return {
         "old": {"name": names[1], "id": earlier.id, "hash": earlier.hash},

@@ -24,10 +24,10 @@ from flywheel.system.terminal import quantity
 STUDIO: Final = Path("~/AgentScope-Studio/database.sqlite")
 JUDGE: Final = "https://api.openai.com/v1 gpt-4o-mini"
 BASE: Final = "Qwen/Qwen3-4B"
-SOURCES: Final = """Replies of your agents are in
-  PATH   AgentScope Studio's database, or a .jsonl file with a question and an answer in each line
-  otlp   the spans that they send to Flywheel by OpenTelemetry, at http://127.0.0.1:4318/v1/traces
-  calls  the log of `flywheel serve`, which records what they ask it: they need no tracing"""
+SOURCES: Final = """Where do the replies of your agents come from?
+  PATH   an AgentScope Studio database, or a .jsonl file with a question and an answer in each line
+  otlp   spans that the agents send to Flywheel by OpenTelemetry, at http://127.0.0.1:4318/v1/traces
+  calls  the call log of `flywheel serve`, which records the agents' requests: they need no tracing"""
 SQLITE: Final = b"SQLite format 3\0"
 STATE: Final = Path("/var/lib/flywheel")
 """The `StateDirectory` of the shipped units."""
@@ -39,7 +39,7 @@ SERVER: Final = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class InitAnswers:
     """`source` is `otlp`, `calls` or a path; `judge` is a URL, or a URL and the name of a model."""
 
     source: str
@@ -63,21 +63,23 @@ def init(
     ] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model: a hub name or a directory.")] = None,
     server: Annotated[str | None, typer.Option(metavar="URL", help="The vLLM server of your agents.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; use what is found, else the default.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Ask nothing: use what is detected, otherwise the defaults.")
+    ] = False,
     systemd: Annotated[bool, typer.Option("--systemd", help="Also write systemd units.")] = False,
 ) -> None:
     """Write flywheel.yaml, rubrics and filters to edit, and check the installation.
 
-    On a terminal, it asks for the settings that no option gives. Existing files are not changed.
+    On a terminal, it asks for settings that are not given as options. Existing files are not changed.
     """
     config = directory / "flywheel.yaml"
-    given = {"source": source, "judge": judge, "base": base, "server": server}
+    options = {"source": source, "judge": judge, "base": base, "server": server}
     if config.exists():
-        if any(given.values()):
+        if any(options.values()):
             raise ExportError(f"write {config}", "it exists", "Edit it, or name another directory.")
         answers = None
     else:
-        answers = _answers(given, directory, asks=not yes and sys.stdin.isatty())
+        answers = _answers(options, directory, asks=not yes and sys.stdin.isatty())
     _write(directory, answers, systemd=systemd)
     _check(config)
     if config.resolve() != Path("flywheel.yaml").resolve():
@@ -85,18 +87,18 @@ def init(
         typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")
 
 
-def _answers(given: dict[str, str | None], directory: Path, *, asks: bool) -> Answers:
+def _answers(options: dict[str, str | None], directory: Path, *, asks: bool) -> InitAnswers:
     """Raises BadParameter for an option that cannot be used; a question is asked again."""
-    found = str(STUDIO) if STUDIO.expanduser().exists() else "otlp"
+    detected = str(STUDIO) if STUDIO.expanduser().exists() else "otlp"
     questions = {
-        "source": (f"{SOURCES}\nReplies come from", found),
+        "source": (f"{SOURCES}\nSource", detected),
         "judge": ("Judge (endpoint and model)", JUDGE),
         "base": ("Base model (a hub name or a directory)", BASE),
         "server": ("vLLM server of your agents", SERVER),
     }
     answers: dict[str, str] = {}
     for name, (question, default) in questions.items():
-        answer = given[name]
+        answer = options[name]
         if answer is not None or not asks:
             try:
                 _doubt(name, answers.setdefault(name, (answer or default).strip()), directory)
@@ -114,7 +116,7 @@ def _answers(given: dict[str, str | None], directory: Path, *, asks: bool) -> An
                     kept = answer
             except ValueError as error:
                 typer.echo(f"{error}.")
-    return Answers(**answers)
+    return InitAnswers(**answers)
 
 
 def _doubt(name: str, answer: str, directory: Path) -> str:
@@ -151,7 +153,7 @@ def _doubt_of_file(path: Path) -> str:
     return ""
 
 
-def _write(directory: Path, answers: Answers | None, *, systemd: bool) -> None:
+def _write(directory: Path, answers: InitAnswers | None, *, systemd: bool) -> None:
     """Write what is not there. Raises ExportError."""
     written = 0
     try:
@@ -170,7 +172,7 @@ def _write(directory: Path, answers: Answers | None, *, systemd: bool) -> None:
     typer.echo(f"{quantity(written, 'file')}.")
 
 
-def _files_to_write(directory: Path, answers: Answers | None, *, systemd: bool) -> Iterator[tuple[Path, str]]:
+def _files_to_write(directory: Path, answers: InitAnswers | None, *, systemd: bool) -> Iterator[tuple[Path, str]]:
     """The path below the directory and the text of each file."""
     shipped = files.shipped_folder()
     if answers is not None:
@@ -187,7 +189,7 @@ def _files_to_write(directory: Path, answers: Answers | None, *, systemd: bool) 
                 yield Path(name, source.name), source.read_text()
 
 
-def configured(text: str, answers: Answers, state: Path) -> str:
+def configured(text: str, answers: InitAnswers, state: Path) -> str:
     """The shipped configuration with these values in place of its own; its comments stay."""
     url, _, model = answers.judge.partition(" ")
     model = model.strip() or JUDGE.partition(" ")[2]
@@ -199,9 +201,9 @@ def configured(text: str, answers: Answers, state: Path) -> str:
         r"^(  base: )\S+": _scalar(answers.base),
     }
     for pattern, value in replaced.items():
-        found = re.search(pattern, text, re.MULTILINE)
-        assert found is not None, pattern
-        text = text[: found.end(1)] + value + text[found.end() :]
+        match = re.search(pattern, text, re.MULTILINE)
+        assert match is not None, pattern
+        text = text[: match.end(1)] + value + text[match.end() :]
     if answers.server != SERVER:
         text += f"\nserving:\n  urls: [{_scalar(answers.server)}] # replicas, with the same key\n"
     return text

@@ -47,7 +47,7 @@ def label(
     ],
     criterion: Annotated[str, typer.Option(metavar="ID", help="Only this criterion. Default: the whole reply.")] = "",
     comment: Annotated[str, typer.Option(metavar="TEXT", help="The reason for your label.")] = "",
-    by: Annotated[str, typer.Option(metavar="NAME", help="Who labels. Default: your user name.")] = "",
+    by: Annotated[str, typer.Option(metavar="NAME", help="Name of the labeller. Default: your user name.")] = "",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:

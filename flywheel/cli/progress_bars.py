@@ -79,12 +79,12 @@ async def of_sources(ingestion: Ingestion) -> None:
     while True:
         await asyncio.sleep(LINE_SECONDS)
         for source in sources:
-            found = source.connector.progress
-            if found.read and (not found.in_all or found.read < found.in_all):
-                total = f" of {found.in_all:,}" if found.in_all else ""
-                left = "" if found.left is None else f", about {found.left:,.0f} s left"
-                log.info("%s: %s%s rows read, %s rows/s%s", source.path, f"{found.read:,}", total,
-                         f"{found.rate:,.0f}", left)  # fmt: skip
+            progress = source.connector.progress
+            if progress.read and (not progress.in_all or progress.read < progress.in_all):
+                total = f" of {progress.in_all:,}" if progress.in_all else ""
+                left = "" if progress.left is None else f", about {progress.left:,.0f} s left"
+                log.info("%s: %s%s rows read, %s rows/s%s", source.path, f"{progress.read:,}", total,
+                         f"{progress.rate:,.0f}", left)  # fmt: skip
 
 
 async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
@@ -99,8 +99,8 @@ async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
     with rich.Progress(*columns, console=console, transient=True, expand=True) as drawing:
         while True:
             for source in sources:
-                found = source.connector.progress
-                most = max(found.in_all, found.read)
+                counts = source.connector.progress
+                most = max(counts.in_all, counts.read)
                 if most < LONG_ROWS:
                     continue
                 if source.path not in bars:
@@ -108,9 +108,9 @@ async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
                     bars[source.path] = drawing.add_task(
                         name if len(name) <= width else f"…{name[1 - width :]}", rate=""
                     )
-                total = most if found.in_all else None
-                rate = f"{found.rate:,.0f} rows/s"
-                drawing.update(bars[source.path], total=total, completed=found.read, rate=rate)
+                total = most if counts.in_all else None
+                rate = f"{counts.rate:,.0f} rows/s"
+                drawing.update(bars[source.path], total=total, completed=counts.read, rate=rate)
             await asyncio.sleep(DRAW_SECONDS)
 
 

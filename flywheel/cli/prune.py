@@ -38,7 +38,7 @@ def prune(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the adapters, rollouts and logs of old rounds that nothing needs, and old recorded calls."""
+    """Remove adapters, rollouts and logs of old rounds that are no longer needed, and old recorded calls."""
     settings = load_config(config)
     if keep_days is not None and math.isnan(keep_days):
         raise typer.BadParameter("it must be a number", param_hint="--keep-days")
@@ -51,12 +51,12 @@ def prune(
         )
     from flywheel.daemon.rounds.retention import prune_call_logs
 
-    done = run_async(_prune(settings, days, dry_run=dry_run))
+    removal = run_async(_prune(settings, days, dry_run=dry_run))
     logs = prune_call_logs(settings, dry_run=dry_run)
     if as_json:
-        print_json(_as_json(done, logs, dry_run=dry_run))
+        print_json(_as_json(removal, logs, dry_run=dry_run))
         return
-    for line in [*_log_lines(settings, logs, dry_run=dry_run), *_lines(done, logs, dry_run=dry_run)]:
+    for line in [*_log_lines(settings, logs, dry_run=dry_run), *_lines(removal, logs, dry_run=dry_run)]:
         typer.echo(escape_terminal(line, one_line=True))
 
 
@@ -71,14 +71,14 @@ async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
         return await retention.remove(keep_days, f"by hand, --keep-days {keep_days:g}", wait_seconds=WAIT_SECONDS)
 
 
-def _as_json(done: Removal, logs: list[PrunedLog], *, dry_run: bool) -> dict[str, Any]:
+def _as_json(removal: Removal, logs: list[PrunedLog], *, dry_run: bool) -> dict[str, Any]:
     return {
         "removed": [
             {"round": each.name, "state": each.state, "finished_at": each.finished_at, "bytes": size}
-            for each, size in done.removed
+            for each, size in removal.removed
         ],
-        "kept": [{"round": each.name, "why": each.needed} for each in done.kept],
-        "bytes": done.size,
+        "kept": [{"round": each.name, "why": each.needed} for each in removal.kept],
+        "bytes": removal.size,
         "call_logs": [
             {"path": str(each.path), "calls": each.calls, "size": each.size, "above": each.above} for each in logs
         ],
@@ -100,13 +100,13 @@ def _log_lines(config: Config, logs: list[PrunedLog], *, dry_run: bool) -> list[
     return lines
 
 
-def _lines(done: Removal, logs: list[PrunedLog], *, dry_run: bool) -> list[str]:
+def _lines(removal: Removal, logs: list[PrunedLog], *, dry_run: bool) -> list[str]:
     lines = [
         f"{each.name}  {each.state}  {each.finished_at[:10]}  {byte_size(size)}  {each.dir}"
-        for each, size in done.removed
+        for each, size in removal.removed
     ]
-    lines += [f"{each.name}  stays: {each.needed}" for each in done.kept]
-    if not done.removed:
+    lines += [f"{each.name}  stays: {each.needed}" for each in removal.kept]
+    if not removal.removed:
         return lines if any(each.calls or each.above for each in logs) else [*lines, "nothing to remove"]
-    what = f"{quantity(len(done.removed), 'round')}, {byte_size(done.size)}"
+    what = f"{quantity(len(removal.removed), 'round')}, {byte_size(removal.size)}"
     return [*lines, f"{what}{': dry run, nothing was removed' if dry_run else ' removed'}"]

@@ -34,7 +34,7 @@ def rollouts(
     task: Annotated[str | None, typer.Option(metavar="ID", help="Only rollouts of this task.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only rollouts of this step.")] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="With --json: the tokens and their logprobs, too.")
+        bool, typer.Option("--tokens", help="With --json: include tokens and their log-probabilities.")
     ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,

@@ -48,9 +48,13 @@ def train_round(
     config: ConfigOption = None,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Make rollouts and rewards, train nothing; only the judge's usage is stored."),
+        typer.Option(
+            "--debug", help="Generate and grade rollouts without training; only the judge's usage is stored."
+        ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start with fewer samples than trigger.min_samples.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask for confirmation.")] = False,
     target: TargetOption = None,
     as_json: JsonOption = False,
@@ -123,10 +127,10 @@ async def _train(rounds: Rounds, store: Store, force: bool, target: str | None, 
     elif force:
         name = await rounds.plan("by hand", target)
     else:
-        wanted = await rounds.due(target=target)
-        if not wanted.start:
-            raise TrainError("start a round", wanted.reason, "Wait, or use --force.")
-        name = await rounds.plan(wanted.reason, wanted.target or None)
+        decision = await rounds.due(target=target)
+        if not decision.start:
+            raise TrainError("start a round", decision.reason, "Wait, or use --force.")
+        name = await rounds.plan(decision.reason, decision.target or None)
     row = await store.read(by_name, name)
     assert row is not None
     async with progress_bars.beside(progress_bars.of_round(Path(row.dir), quiet=quiet)):
@@ -192,8 +196,8 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
         raise
     finally:
         # Also beside a running daemon.
-        if found := usage.read(0)[0]:
-            await change_state(config, lambda conn: book(conn, found, config.judge.prices), lock=False)
+        if used := usage.read(0)[0]:
+            await change_state(config, lambda conn: book(conn, used, config.judge.prices), lock=False)
     if interruption.by is not None:
         raise interruption.error("try a round", "Its worker has ended; only the judge's usage was stored.")
     result = result_of(directory, code)
@@ -276,29 +280,29 @@ def rollback(
 
 def _settings_of(config: Config, target: str | None, adapter: str, attempted: str) -> Config:
     """The settings of the target that is named, or whose round made the adapter. Raises ServeError."""
-    from flywheel.store.rounds import by_name
+    from flywheel.store.rounds import by_name as round_by_name
 
-    known = config.by_target()
+    settings = config.by_target()
     if not config.targets:
         if target is not None:
             raise ServeError(attempted, "the configuration has no `targets`", "Leave out --target.")
-        return known[""]
+        return settings[""]
     require_state(config, attempted)
     alias, _, name = adapter.rpartition("@")
-    row = run_async(read_state(config, lambda conn: by_name(conn, name), warn=False))
+    row = run_async(read_state(config, lambda conn: round_by_name(conn, name), warn=False))
     made_for = row.target if row is not None else ""
     if target is None:
-        called = (own.target for own in known.values() if own.model.alias == alias)
-        target = next(called, None) or made_for or (next(iter(known)) if len(known) == 1 else None)
-    names = ", ".join(known)
+        named = (own.target for own in settings.values() if own.model.alias == alias)
+        target = next(named, None) or made_for or (next(iter(settings)) if len(settings) == 1 else None)
+    names = ", ".join(settings)
     if target is None:
         raise ServeError(attempted, f"there are several targets: {names}", "Name one with --target.")
-    if target not in known:
+    if target not in settings:
         raise ServeError(attempted, f"there is no target {target}", f"The targets are {names}.")
     if made_for and made_for != target:
         why = f"{name} was trained for {made_for}, not for {target}"
         raise ServeError(attempted, why, f"Use --target {made_for}, or name another adapter.")
-    return known[target]
+    return settings[target]
 
 
 def _adapter(text: str, config: Config, attempted: str) -> str:

@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
-from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, command_group, load_config, print_json, run_async
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.system.files import write_atomic
 from flywheel.system.terminal import escape_terminal
 
-rubric = typer.Typer(
-    cls=Group, help="Check, calibrate and draft rubrics.", no_args_is_help=True, rich_markup_mode=None
-)
-app.add_typer(rubric, name="rubric")
+rubric = command_group("rubric", "Check, calibrate and draft rubrics.")
 
 LabelsOption = Annotated[
     Path,
@@ -29,7 +26,7 @@ def check(
 ) -> None:
     """List every problem of rubrics as FILE:LINE:COL: …; exit 78 if there is one.
 
-    Warnings are about likely mistakes, such as a pattern with a backspace; they are not errors.
+    Warnings point out likely mistakes, such as a backspace in a pattern; they are not errors.
     """
     from flywheel.judge.rubric.file import contradictions, likely_mistakes, read_rubric
 
@@ -45,7 +42,7 @@ def check(
             wrong = True
             continue
         found = read.rubric
-        typer.echo(f"{file}: rubric {found.id} is right: {len(found.every)} criteria, threshold {found.threshold:g}")
+        typer.echo(f"{file}: rubric {found.id} is valid: {len(found.every)} criteria, threshold {found.threshold:g}")
     if wrong:
         raise typer.Exit(EXIT_CONFIG)
 
@@ -92,7 +89,7 @@ def suggest(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Draft a rubric with the judge from labelled replies. It passes `flywheel rubric check`."""
+    """Have the judge draft a rubric from labelled replies. The draft passes `flywheel rubric check`."""
     from flywheel.cli import calibration
 
     if out is not None and out.exists() and not force:

@@ -43,7 +43,7 @@ def run(
         int, typer.Option(min=0, max=65535, help="Port of the web UI; 0 chooses a free port.")
     ] = 4400,
 ) -> None:
-    """Run the daemon: read sources, judge, train and swap until it is stopped."""
+    """Run the daemon: read sources, judge replies, train and deploy adapters, until it is stopped."""
     tune_process()
     # After a crash in a library, or when a service manager aborts the process, all stacks are on stderr.
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr

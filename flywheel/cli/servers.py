@@ -25,7 +25,7 @@ def web(
         list[str] | None,
         typer.Option(metavar="HOST", help="Host name by which browsers reach it, for example behind a proxy."),
     ] = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Allow no changes in the web UI.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Do not allow changes in the web UI.")] = False,
 ) -> None:
     """Open the web UI. The daemon need not be running."""
     from flywheel.system.server_limits import is_loopback
@@ -43,9 +43,7 @@ def web(
     address = f"http://{shown}:{listening.getsockname()[1]}/"
     names = LOCAL_NAMES | {each.lower() for each in (host, *(name or ()))}
     pages = server.application(settings, names=names, token=token, is_read_only=read_only)
-    run_async(
-        server.serve(pages, listening, lambda: typer.echo(f"The state is shown at {address} (Ctrl-C stops it)"))
-    )
+    run_async(server.serve(pages, listening, lambda: typer.echo(f"The web UI is at {address} (Ctrl-C stops it)")))
 
 
 def _token(*, must: bool, host: str) -> str | None:

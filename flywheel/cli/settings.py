@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from flywheel.cli.app import ConfigOption, Group, JsonOption, app, find_config, load_config, print_json
+from flywheel.cli.app import ConfigOption, JsonOption, command_group, find_config, load_config, print_json
 from flywheel.cli.tables import Row, print_rows, short_path, stdout
 from flywheel.secrets import REDACTED, redact_secrets
 from flywheel.system.terminal import escape_terminal
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.system.yaml_file import YamlDocument
 
-config_app = typer.Typer(
-    cls=Group, help="Show the settings and their JSON Schemas.", no_args_is_help=True, rich_markup_mode=None
-)
-app.add_typer(config_app, name="config")
+config_app = command_group("config", "Show the settings and their JSON Schemas.")
 
 SCHEMAS: Final[Mapping[str, str]] = {
     "config": "configs/flywheel.schema.json",
@@ -51,16 +48,16 @@ class Setting(NamedTuple):
 
 @config_app.command()
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Print every setting in effect, and where it comes from; secrets are masked."""
+    """Print every setting in effect and where it comes from; secrets are masked."""
     path = find_config(config)
-    found = [*settings_of(load_config(config), path)]
+    in_effect = [*settings_of(load_config(config), path)]
     if as_json:
         file = None if path is None else str(path.absolute())
-        print_json({"file": file, "settings": [each._asdict() for each in found]})
+        print_json({"file": file, "settings": [setting._asdict() for setting in in_effect]})
         return
     rows = [
-        Row((each.key, escape_terminal(_text(each.value), one_line=True), escape_terminal(each.origin)))
-        for each in found
+        Row((setting.key, escape_terminal(_text(setting.value), one_line=True), escape_terminal(setting.origin)))
+        for setting in in_effect
     ]
     print_rows(stdout(), ("setting", "value", "from"), rows, wide=WIDE, fold=("value",))
 
@@ -110,14 +107,14 @@ def _effective(config: Config) -> dict[str, tuple[Any, str]]:
     """What settings without a value stand for, and where that comes from."""
     home, url = os.environ.get("FLYWHEEL_HOME"), os.environ.get("OPENAI_BASE_URL")
     state = "$FLYWHEEL_HOME" if home else "$XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else DEFAULT
-    found: dict[str, tuple[Any, str]] = {
+    values: dict[str, tuple[Any, str]] = {
         "state.dir": (str(config.state_dir), state),
         "ingest.output": (str(config.task_file), DEFAULT),
         "trigger.min_held_out": (config.gate.min_tasks, DEFAULT),
     }
     if url:
-        found["judge.base_url"] = (url, "$OPENAI_BASE_URL")
-    return found
+        values["judge.base_url"] = (url, "$OPENAI_BASE_URL")
+    return values
 
 
 def _walked(
@@ -150,12 +147,12 @@ def _masked(value: Any) -> Any:
         return value
     masked, is_secret = [], False
     for item in value:
-        found = _SECRET_ARGUMENT.fullmatch(item) if isinstance(item, str) else None
-        if found is not None and found[2] is not None:
-            masked.append(f"{found[1]}={REDACTED}")
+        match = _SECRET_ARGUMENT.fullmatch(item) if isinstance(item, str) else None
+        if match is not None and match[2] is not None:
+            masked.append(f"{match[1]}={REDACTED}")
         else:
             masked.append(REDACTED if is_secret else _masked(item))
-        is_secret = found is not None and found[2] is None
+        is_secret = match is not None and match[2] is None
     return masked
 
 

@@ -10,10 +10,10 @@ import typer
 
 from flywheel.cli.app import (
     ConfigOption,
-    Group,
     JsonOption,
     app,
     ask,
+    command_group,
     load_config,
     print_json,
     read_state,
@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 
-tasks_app = typer.Typer(
-    cls=Group,
-    help="List tasks with their verdicts; release or reject held tasks.",
-    rich_markup_mode=None,
+tasks_app = command_group(
+    "tasks", "List tasks with their verdicts; release or reject held tasks.", no_args_is_help=False
 )
-app.add_typer(tasks_app, name="tasks")
 
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of held tasks.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All held tasks.")]
@@ -63,7 +60,7 @@ def list_tasks(
         str | None, typer.Option(metavar="ID", help="Only tasks that failed this criterion.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only tasks with this text in question or answer.")
+        str | None, typer.Option(metavar="TEXT", help="Only tasks whose question or answer contains this text.")
     ] = None,
     target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this target.")] = None,
     limit: Annotated[
@@ -74,7 +71,7 @@ def list_tasks(
 ) -> None:
     """List tasks with their verdicts, newest first, or `release` or `reject` held tasks."""
     if (verb := context.invoked_subcommand) is not None:
-        given = {
+        selections = {
             "--state": state,
             "--adapter": adapter,
             "--criterion": criterion,
@@ -82,42 +79,42 @@ def list_tasks(
             "--target": target,
             "--limit": limit,
         }
-        for name, value in given.items():
+        for name, value in selections.items():
             if value is not None:
                 raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
         context.obj = config, as_json  # they apply to the verb too
         return
     from flywheel.store.views import task_list
 
-    wanted = task_list.conditions(state, adapter, criterion, text, target=target)
+    conditions = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
 
     def look(conn: Connection) -> tuple[Sequence[Any], int, dict[str, list[str]]]:
-        total = task_list.count(conn, wanted)
+        total = task_list.count(conn, conditions)
         # Only an empty list explains itself by what can be chosen.
-        return task_list.listed(conn, wanted, most), total, {} if total else task_list.choices(conn)
+        return task_list.listed(conn, conditions, most), total, {} if total else task_list.choices(conn)
 
-    found, total, choices = run_async(read_state(load_config(config), look))
-    shown = [task_list.summary(row) for row in found]
+    rows, total, choices = run_async(read_state(load_config(config), look))
+    shown = [task_list.summary(row) for row in rows]
     if as_json:
         print_json({"total": total, "tasks": shown})
         return
     if shown:
         _print(stdout(), escape_terminal(shown, one_line=True))
     if not total:
-        typer.echo(_nothing(choices, wanted != [], criterion=criterion, adapter=adapter))
+        typer.echo(_nothing(choices, conditions != [], criterion=criterion, adapter=adapter))
         return
     kind = f" {state.value}" if state is not None else ""
     shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"
     typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)
 
 
-def _nothing(choices: dict[str, list[str]], is_selection: bool, **given: str | None) -> str:
+def _nothing(choices: dict[str, list[str]], is_selection: bool, **values: str | None) -> str:
     """That a list is empty; a value that no task has may be a mistyped one."""
     if not is_selection:
         return "There are no tasks yet: `flywheel ingest` reads the sources."
     said = ["No task matches."]
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None and value not in choices[name]:
             close = difflib.get_close_matches(value, choices[name], n=1)
             meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices[name]) or 'none yet'}."
@@ -184,17 +181,17 @@ def show(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a task in full, and its verdict with the reasons."""
+    """Show one task in full, with its verdict and the reasons."""
     from flywheel.store.views.task_list import detail, of_subject
 
-    found = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
-    if not found:
+    rows = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
+    if not rows:
         raise StoreError(
             f"show {subject}",
             "no task, span, trace or conversation with a task has this id",
             "`flywheel tasks` lists tasks; `flywheel why ID` says why a reply is none.",
         )
-    tasks = [detail(row) for row in found]
+    tasks = [detail(row) for row in rows]
     if as_json:
         print_json({"tasks": tasks})
         return

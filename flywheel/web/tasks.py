@@ -96,11 +96,11 @@ def _number(text: str) -> float | None:
 async def show_list(request: Request) -> Response:
     """The tasks of a selection, the newest first, a page of them."""
     site = site_of(request)
-    wanted, conditions, before = _selected(request)
-    found = await site.read(partial(_page, wanted, conditions, before))
+    selection, conditions, before = _selected(request)
+    found = await site.read(partial(_page, selection, conditions, before))
     return site.page(
         "tasks.html",
-        wanted=wanted,
+        selection=selection,
         states=list(TaskState),
         stages=list(acceptance.stages()),
         splits=list(Split),
@@ -111,21 +111,21 @@ async def show_list(request: Request) -> Response:
 
 def _selected(request: Request) -> tuple[TaskSelection, task_list.Conditions, int | None]:
     """What is asked for, as conditions, and before which task."""
-    wanted, before = TaskSelection.of(request.query_params), position(request.query_params, "before")
+    selection, before = TaskSelection.of(request.query_params), position(request.query_params, "before")
     try:
-        return wanted, wanted.conditions(site_of(request).config.takes), before
+        return selection, selection.conditions(site_of(request).config.takes), before
     except ValueError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of tasks: {error}.") from None
 
 
 def _page(
-    wanted: TaskSelection, conditions: task_list.Conditions, before: int | None, conn: Connection
+    selection: TaskSelection, conditions: task_list.Conditions, before: int | None, conn: Connection
 ) -> dict[str, Any]:
     rows, older = task_list.search(conn, conditions, PER_PAGE, before, SEARCH_SECONDS)
     total = None
-    if not wanted.is_narrowed:
+    if not selection.is_narrowed:
         # A count by anything but the state reads every task.
-        total = count_rows(conn, tasks, *([tasks.c.state == wanted.state] if wanted.state else []))
+        total = count_rows(conn, tasks, *([tasks.c.state == selection.state] if selection.state else []))
     return {
         "found": [task_list.summary(row) for row in rows],
         "total": total,

@@ -200,7 +200,7 @@ def test_a_source_with_nothing_in_it(bench: Bench) -> None:
     with closing(sqlite3.connect(bench.folder / "studio.sqlite")) as conn, conn:
         conn.execute("DELETE FROM span_table")
     assert_failed(bench()["source"], "nothing is in it yet", result="warning")
-    assert_failed(bench(sources=[])["source"], "none is configured", result="warning")
+    assert_failed(bench(sources=[])["source"], "no source is configured", result="warning")
 
 
 def test_task_files(bench: Bench) -> None:
@@ -215,10 +215,12 @@ def test_task_files(bench: Bench) -> None:
 def test_an_address_to_receive_at(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert_failed(bench(sources=[{"type": "otlp", "listen": listen}])["source"], "another program listens there")
+        assert_failed(
+            bench(sources=[{"type": "otlp", "listen": listen}])["source"], "another program is listening there"
+        )
     assert bench()["source"]["result"] == "ok"
     with instance_lock(bench.folder / "state"):
-        assert_failed(bench()["source"], "the daemon runs, but nothing listens there")
+        assert_failed(bench()["source"], "the daemon is running, but nothing is listening there")
 
 
 def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

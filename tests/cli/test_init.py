@@ -16,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flywheel.cli.init import BASE, JUDGE, SERVER, Answers, _files_to_write, configured
+from flywheel.cli.init import BASE, JUDGE, SERVER, InitAnswers, _files_to_write, configured
 from flywheel.config import load, parse
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE
 from flywheel.system import files
@@ -24,7 +24,7 @@ from flywheel.system.yaml_file import read_yaml
 from tests.cli.conftest import Run
 
 WAIT_SECONDS = 120
-DEFAULTS = Answers("otlp", JUDGE, BASE, SERVER)
+DEFAULTS = InitAnswers("otlp", JUDGE, BASE, SERVER)
 SHIPPED = (files.shipped_folder() / "configs" / "flywheel.yaml").read_text().replace("../", "")
 
 
@@ -71,7 +71,7 @@ TEXTS = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1).filter
 @given(base=TEXTS, model=TEXTS, path=TEXTS)
 def test_every_answer_is_what_is_read_back(base: str, model: str, path: str) -> None:
     text = configured(
-        SHIPPED, Answers(f"/{path}.jsonl", f"http://127.0.0.1:9/v1 {model}", base, SERVER), Path("state")
+        SHIPPED, InitAnswers(f"/{path}.jsonl", f"http://127.0.0.1:9/v1 {model}", base, SERVER), Path("state")
     )
     found = yaml.safe_load(text)
     assert (found["model"]["base"], found["judge"]["model"]) == (base, model)
@@ -81,7 +81,7 @@ def test_every_answer_is_what_is_read_back(base: str, model: str, path: str) -> 
 @pytest.mark.parametrize("source", ["otlp", "calls", "/a/studio.sqlite", "/a/tasks.jsonl"])
 def test_every_kind_of_source_is_a_configuration(tmp_path: Path, source: str) -> None:
     path = tmp_path / "flywheel.yaml"
-    path.write_text(configured(SHIPPED, Answers(source, JUDGE, BASE, SERVER), Path("state")))
+    path.write_text(configured(SHIPPED, InitAnswers(source, JUDGE, BASE, SERVER), Path("state")))
     assert parse(read_yaml(path, "read", "").value, "test", tmp_path).sources
 
 

@@ -119,7 +119,7 @@ criteria:
 
 def test_patterns_that_can_hardly_match_are_warned_about(flywheel: Run, tmp_path: Path) -> None:
     *said, right = checked(flywheel, tmp_path, BACKSLASHES, code=0)
-    assert right == " rubric r is right: 10 criteria, threshold 0.7"
+    assert right == " rubric r is valid: 10 criteria, threshold 0.7"
     lines = BACKSLASHES.splitlines()
     places = [f"{n}:{lines[n - 1].index('value: ') + 8}" for n in (4, 5, 6, 6, 7, 7, 7, 7, 7, 8)]
     assert [line.split(": warning: ")[0] for line in said] == ["2:17", *places]
@@ -189,7 +189,7 @@ def test_several_files_and_files_that_cannot_be_read(flywheel: Run, tmp_path: Pa
     (tmp_path / "latin.yaml").write_bytes(b"id: \xff")
     ran = flywheel("rubric", "check", "good.yaml", "no.yaml", "latin.yaml", tmp_path)
     assert ran.code == 78
-    assert "good.yaml: rubric good is right: 1 criteria, threshold 0.7" in ran.out
+    assert "good.yaml: rubric good is valid: 1 criteria, threshold 0.7" in ran.out
     assert "no.yaml:1:1: cannot be read: there is no such file" in ran.out
     assert "latin.yaml:1:1: cannot be read: it is not UTF-8 text" in ran.out
     assert f"{tmp_path}:1:1: cannot be read: Is a directory" in ran.out

@@ -120,7 +120,7 @@ def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        ("silent", "it made no call of the model"),
+        ("silent", "it did not call the model"),
         ("other_model", "it asked for the model gpt-9, and the one that is trained is my-agent"),
         ("not_a_number", "the run failed (not_a_number)"),
         ("lost", "the run failed (no_response)"),
@@ -161,4 +161,4 @@ def test_a_command_on_a_task_of_the_state(flywheel: Run, url: str, round_due: No
     ran = flywheel("workflow", "check", "--json")
     assert ran.code == 1
     assert ran.json["response"] == ran.json["response"].strip() != ""
-    assert "it made no call of the model" in ran.json["problems"][0]
+    assert "it did not call the model" in ran.json["problems"][0]

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 @app.command()
 def audit(
     config: ConfigOption = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Compare with the sources and the task file as well.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also compare the ledger with the sources and the task file.")
+    ] = False,
     source: Annotated[
         list[Path] | None,
         typer.Option(metavar="DB", help="With --deep: read this database instead of the configured sources."),
@@ -47,8 +49,8 @@ def audit(
 
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     tune_process()
-    ledger, found = run_async(_audit(settings, deep=deep))
-    problems = [*ledger.problems, *(found.problems if found else ())]
+    ledger, sources_audit = run_async(_audit(settings, deep=deep))
+    problems = [*ledger.problems, *(sources_audit.problems if sources_audit else ())]
     missing = missing_state(settings)
     if as_json:
         report = {
@@ -58,7 +60,7 @@ def audit(
             "reply_states": ledger.reply_states,
             "task_states": ledger.task_states,
             "skip_reasons": ledger.skipped,
-            **(found.as_json() if found else {}),
+            **(sources_audit.as_json() if sources_audit else {}),
             "no_state": missing,
             "problems": problems,
         }
@@ -70,7 +72,7 @@ def audit(
             balance = "balanced; the problems above are outside the ledger"
         lines = [
             f"{quantity(ledger.replies, 'reply', 'replies')} = {ends}",
-            *(found.lines if found else ()),
+            *(sources_audit.lines if sources_audit else ()),
             *(f"problem: {problem}" for problem in problems),
             missing or f"Ledger: {balance}",
         ]

@@ -223,12 +223,12 @@ class _DatabaseComparison:
 
     def _extracted(self, scan: AuditReader, group: TraceGroup) -> dict[str, dict[str, int | None]]:
         """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
-        found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
+        contents: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
         traces = tuple((rows, False) for rows in group.traces.values())
         # Calls may be larger than the rows that name them: those of one trace at a time.
         some = [(trace,) for trace in traces] if self._call_log_copy is not None else [traces]
         # A dead row names its trace in printable form.
-        printable = {shown(trace.encode()): trace for trace in found}
+        printable = {shown(trace.encode()): trace for trace in contents}
         for each in some:
             raw = Batch(None, traces=each)
             if self._call_log_copy is not None:
@@ -238,12 +238,12 @@ class _DatabaseComparison:
                 raw = replace(raw, calls=self._call_log_copy.calls_of(call_references))
             batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
             for row in batch.dead:
-                found[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
+                contents[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
             for entry in batch.entries:
-                found[entry.trace_id][entry.span_id] = entry.content
+                contents[entry.trace_id][entry.span_id] = entry.content
                 if entry.missing:
                     self._missing[entry.span_id] = entry.missing
-        return found
+        return contents
 
     async def _restore_pruned(self, extracted: dict[str, dict[str, int | None]], held: LedgerSnapshot) -> None:
         """Give replies whose calls have been pruned since the content that they had with them."""
@@ -251,10 +251,10 @@ class _DatabaseComparison:
         numbers = {span: held.replies[span].number for span in missing if span in held.replies}
         if not numbers:
             return
-        found = await self._store.read(ledger.found_calls, list(numbers.values()))
+        stored_calls = await self._store.read(ledger.found_calls, list(numbers.values()))
         for replies in extracted.values():
             for span in replies.keys() & numbers.keys():
-                if found.get(numbers[span], set()).intersection(missing[span]):
+                if stored_calls.get(numbers[span], set()).intersection(missing[span]):
                     replies[span] = held.replies[span].content
 
     def _agrees(
@@ -336,24 +336,24 @@ async def _read_file(
 
     The second result maps the ids of tasks that get another id than their own to their own ids.
     """
-    found: dict[str, int | None] = {}
+    contents: dict[str, int | None] = {}
     renamed: dict[str, str] = {}
     ids = TaskIds(redact)
     reader = JsonlReader(path)
     try:
         batches = reader.read(cursor, final=True)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            found |= {row.span_id: None for row in batch.dead}
+            contents |= {row.span_id: None for row in batch.dead}
             for own, entry in zip(
                 batch.entries, await store.read(with_ids, source or 0, ids, batch.entries), strict=True
             ):
                 if entry:
-                    found[entry.span_id] = entry.content
+                    contents[entry.span_id] = entry.content
                     if entry.key != own.key:
                         renamed[entry.key] = own.key
     finally:
         reader.close()
-    return found, renamed
+    return contents, renamed
 
 
 SHOWN: Final = 5
@@ -428,9 +428,9 @@ def first_names(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 
-def with_counts(found: str, counts: dict[str, int]) -> str:
+def with_counts(begin: str, counts: dict[str, int]) -> str:
     """A line of a report with the counts that are not zero."""
-    return "; ".join([found, *(f"{number:,} {what}" for what, number in counts.items() if number)])
+    return "; ".join([begin, *(f"{number:,} {what}" for what, number in counts.items() if number)])
 
 
 async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
@@ -438,25 +438,25 @@ async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
     # The state is read first: tasks marked as exported are in the file.
     exported = await store.read(task_file.exported_keys)
     waiting = await store.read(task_file.count_unexported)
-    found = TaskFileAudit(path, exported=len(exported), waiting=waiting)
+    audit = TaskFileAudit(path, exported=len(exported), waiting=waiting)
     try:
-        keys = await _read(found)
+        keys = await _read(audit)
     except OSError as error:
-        found.error = f"cannot read the task file {error.filename or path}: {error.strerror or error}."
-        return found
-    found.twice = [key for key, times in keys.items() if times > 1]
-    found.unknown = len(await store.read(task_file.unknown_keys, [key for key in keys if key not in exported]))
+        audit.error = f"cannot read the task file {error.filename or path}: {error.strerror or error}."
+        return audit
+    audit.twice = [key for key, times in keys.items() if times > 1]
+    audit.unknown = len(await store.read(task_file.unknown_keys, [key for key in keys if key not in exported]))
     absent = [key for key in exported if key not in keys]
     first = min((exported[key] for key in keys if key in exported), default=None)
-    found.lost = [key for key in absent if first is not None and exported[key] > first]
-    found.moved_away = len(absent) - len(found.lost)
-    return found
+    audit.lost = [key for key in absent if first is not None and exported[key] > first]
+    audit.moved_away = len(absent) - len(audit.lost)
+    return audit
 
 
-async def _read(found: TaskFileAudit) -> Counter[str]:
+async def _read(audit: TaskFileAudit) -> Counter[str]:
     """How often the file has each task."""
     for attempt in range(_ATTEMPTS):
-        keys, found.lines, found.torn, is_complete = await asyncio.to_thread(_keys_of, found.path)
+        keys, audit.lines, audit.torn, is_complete = await asyncio.to_thread(_keys_of, audit.path)
         if is_complete or attempt == _ATTEMPTS - 1:
             break
         await asyncio.sleep(_PAUSE_SECONDS)

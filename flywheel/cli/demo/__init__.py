@@ -10,7 +10,9 @@ import tempfile
 import threading
 import webbrowser
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -25,10 +27,10 @@ from flywheel.system.process import tune_process
 if TYPE_CHECKING:
     from types import FrameType
 
-    from sqlalchemy import Connection
-
     from flywheel.config import Config
     from flywheel.daemon.judging.judging_report import TaskResult
+    from flywheel.records.verdict import Verdict
+    from flywheel.store.views.acceptance import AdapterAcceptance
 
 CONFIG: Final = """# `flywheel demo`: replies of two agents, in a database as AgentScope Studio writes it.
 state: {{dir: state}}
@@ -48,22 +50,22 @@ DESKTOP: Final = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
 def demo(
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", metavar="DIR", help="Keep everything in this directory, which must be new."),
+        typer.Option("--dir", metavar="DIR", help="Keep the files in this directory, which must be new or empty."),
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Exit after printing the table.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the web UI; 0 chooses a free port.")] = 0,
 ) -> None:
-    """Read and judge 100 replies that Flywheel ships, print a table, and open the web UI."""
+    """Read and judge 100 sample replies, print a table, and open the web UI."""
     from flywheel.cli.demo import judge
 
     tune_process()
     kept = tempfile.TemporaryDirectory(prefix="flywheel-demo-") if folder is None else nullcontext(str(folder))
     with kept as name, judge.running() as address:
         config = _laid_out(Path(name), address)
-        results = run_async(_judged(config))
+        result = run_async(_judged(config))
         # The default handler would leave the temporary directory.
         signal.signal(signal.SIGTERM, _end)
-        _print(results)
+        _print(result)
         if folder is not None:
             typer.echo(f"\nEverything is in {name}: try `flywheel status -c {Path(name) / 'flywheel.yaml'}`.")
         if not no_browser:
@@ -92,9 +94,17 @@ def _laid_out(folder: Path, judge: str) -> Config:
     return load(folder / "flywheel.yaml")
 
 
-async def _judged(config: Config) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """How many replies there are, the judged tasks by id with their verdicts, and the counts of each adapter."""
+
+    replies: int
+    tasks: dict[str, tuple[Mapping[str, Any], Verdict]]
+    by_adapter: list[AdapterAcceptance]
+
+
+async def _judged(config: Config) -> DemoResult:
     """Ingest and judge everything. Raises what went wrong."""
-    from flywheel.cli.filter import verdict_json
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.sources.ingestion import Ingestion
@@ -116,14 +126,12 @@ async def _judged(config: Config) -> dict[str, Any]:
         if source.error is not None:
             raise source.error
         judging = TaskJudging(store, config)
-        verdicts: list[dict[str, Any]] = []
+        tasks: dict[str, tuple[Mapping[str, Any], Verdict]] = {}
         with of_tasks("judging", await judging.count(), quiet=False) as step:
 
             def on_judged(judged: TaskResult) -> None:
-                line = judged.task.line
-                verdicts.append(
-                    {**verdict_json(judged, judging, 0), "question": line["main_query"], "answer": line["answer"]}
-                )
+                if judged.verdict is not None:
+                    tasks[judged.task.key] = judged.task.line, judged.verdict
                 step()
 
             report = await interruption.during(judging.run(stop=stop, on_judged=on_judged), halt)
@@ -131,39 +139,31 @@ async def _judged(config: Config) -> dict[str, Any]:
             raise interruption.error("judge the replies of the demo", "Start it again.")
         if report.error is not None:
             raise report.error
-
-        def by_adapter(conn: Connection) -> list[dict[str, Any]]:
-            return acceptance.by_adapter(conn, config.models_of(None))[0]
-
-        return {"replies": source.counts.replies, "verdicts": verdicts, "by_adapter": await store.read(by_adapter)}
+        by_adapter, _ = await store.read(acceptance.by_adapter, config.models_of(None))
+        return DemoResult(source.counts.replies, tasks, by_adapter)
 
 
-def _print(results: dict[str, Any]) -> None:
+def _print(result: DemoResult) -> None:
     from flywheel.cli.tables import Row, print_rows, stdout
 
-    console, verdicts = stdout(), results["verdicts"]
-    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for verdict in sorted(verdicts, key=lambda each: each["task_id"]):
-        kinds.setdefault((verdict["outcome"], *verdict["failed"]), []).append(verdict)
-    each_kind = max(1, EXAMPLES // len(kinds))
-    examples = []
-    for found in kinds.values():
-        for verdict in found[:each_kind]:
-            why = next((each["reason"] for each in verdict["criteria"] if not each["passed"]), "")
-            failed = ", ".join(verdict["failed"]) or "–"
-            examples.append(Row((verdict["question"], verdict["answer"], verdict["outcome"], failed, why), ()))
+    console = stdout()
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for _, (line, verdict) in sorted(result.tasks.items()):
+        why = next((criterion.reason for criterion in verdict.results if not criterion.passed), "")
+        cells = line["main_query"], line["answer"], verdict.outcome.value, ", ".join(verdict.failed) or "–", why
+        kinds.setdefault((verdict.outcome, *verdict.failed), []).append(Row(cells))
+    examples = [row for rows in kinds.values() for row in rows[: max(1, EXAMPLES // len(kinds))]]
     print_rows(console, ("question", "answer", "verdict", "not met", "why"), examples, wide=0, fold=("answer", "why"))
     console.print()
     rows = []
-    for each in results["by_adapter"]:
-        judged = each["accepted"] + each["rejected"]
-        share = "–" if each["acceptance"] is None else f"{each['acceptance']:.0%}"
-        name = {"": "base model", UNRECORDED: "no recorded model"}.get(each["adapter"], each["adapter"])
-        rows.append(Row((name, str(judged), str(each["accepted"]), share), ()))
+    for each in result.by_adapter:
+        share = "–" if each.acceptance is None else f"{each.acceptance:.0%}"
+        name = {"": "base model", UNRECORDED: "no recorded model"}.get(each.adapter, each.adapter)
+        rows.append(Row((name, str(each.accepted + each.rejected), str(each.accepted), share)))
     print_rows(console, ("answered by", "judged", "accepted", "share"), rows, wide=0, fold=())
-    failures = Counter(name for verdict in verdicts for name in verdict["failed"])
+    failures = Counter(name for _, verdict in result.tasks.values() for name in verdict.failed)
     missed = ", ".join(f"{name} {number}" for name, number in failures.most_common())
-    console.print(f"\n{results['replies']} replies of an AgentScope Studio database; criteria not met: {missed}")
+    console.print(f"\n{result.replies} replies of an AgentScope Studio database; criteria not met: {missed}")
     console.print("The judge was a script that checks sums: no model was asked.")
 
 
@@ -176,7 +176,7 @@ def _show(config: Config, port: int) -> None:
     address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
 
     def announce() -> None:
-        typer.echo(f"\nThe pages are at {address} (Ctrl-C stops them)")
+        typer.echo(f"\nThe web UI is at {address} (Ctrl-C stops them)")
         # Without a desktop, a browser for terminals would take this one.
         if any(os.environ.get(name) for name in DESKTOP):
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()

@@ -61,10 +61,10 @@ def large_sum(rng: random.Random) -> tuple[int, int, Question]:
 
 def solve(text: str) -> int | None:
     """The true answer of the last arithmetic expression in `text`; None when there is none."""
-    found = _EXPRESSION.findall(text)
-    if not found:
+    expressions_asked = _EXPRESSION.findall(text)
+    if not expressions_asked:
         return None
-    left, operation, right = found[-1]
+    left, operation, right = expressions_asked[-1]
     return _OPERATIONS[operation](int(left), int(right))
 
 

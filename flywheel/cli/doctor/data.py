@@ -78,7 +78,7 @@ def check_state(config: Config) -> Iterator[Finding]:
     remedy = "Set state.dir (or $FLYWHEEL_HOME) to a directory on a disk of this machine that you can write to."
     text = f"{directory}, schema version {version}" if version else f"{directory}: no state yet"
     if pid is not None:
-        text = f"{text}; process {pid} holds it"
+        text = f"{text}; locked by process {pid}"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "cannot be written by this user" if existing.is_dir() else "is not a directory"
         yield Finding("state", Result.FAILED, f"{existing} {why}", remedy)
@@ -99,7 +99,9 @@ def check_state(config: Config) -> Iterator[Finding]:
 def check_sources(config: Config) -> Iterator[Finding]:
     """One finding for each source."""
     if not config.sources:
-        yield Finding("source", Result.WARNING, "none is configured: nothing is read", "Name one in `sources`.")
+        yield Finding(
+            "source", Result.WARNING, "no source is configured, so nothing is read", "Add one to `sources`."
+        )
     for source in config.sources:
         subject = _subject(config, source)
         try:
@@ -161,10 +163,10 @@ def _receiver(config: Config, source: OtlpSource) -> tuple[Result, str, str]:
     with suppress(OSError), socket.create_connection(host_and_port(source.listen), timeout=_CONNECT_SECONDS):
         is_served = True
     if is_served and not is_running:
-        return Result.FAILED, "another program listens there", "Stop it, or choose another port."
+        return Result.FAILED, "another program is listening there", "Stop it, or choose another port."
     if is_running and not is_served:
-        return Result.FAILED, "the daemon runs, but nothing listens there", "Look at the daemon's log."
-    return Result.OK, "receives spans" if is_served else "free to receive spans at", ""
+        return Result.FAILED, "the daemon is running, but nothing is listening there", "Look at the daemon's log."
+    return Result.OK, "the daemon is listening" if is_served else "the address is free for the daemon", ""
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -209,7 +211,7 @@ def _recordings(conn: Connection, config: Config) -> Finding:
     problems = []
     if not _is_parsed(config):
         base = config.model.base
-        parts.append(f"no parser is known for the tool calls of {base}: they stay text, in service and in rounds")
+        parts.append(f"no parser is known for the tool calls of {base}: they stay text, when serving and in rounds")
         problems.append(_NO_PARSER)
     sample = list(_sample(conn, config))
     expected = expected_hits(sample, config.rollout.finish_tools)

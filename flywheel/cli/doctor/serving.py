@@ -97,7 +97,7 @@ def check_serve(config: Config) -> Finding:
         why = "; ".join(f"{alias} answers 503: {why}" for alias, why in waiting.items())
         return Finding("serve", Result.WARNING, f"after a restart, {why}", remedy)
     text = f"{config.max_adapters} adapters of rank {config.serving.max_lora_rank} or less"
-    return Finding("serve", Result.OK, f"settings can be used: {text}")
+    return Finding("serve", Result.OK, f"`flywheel serve` accepts the settings: {text}")
 
 
 async def check_servers(config: Config) -> AsyncIterator[Finding]:

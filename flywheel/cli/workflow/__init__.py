@@ -10,9 +10,8 @@ import typer
 
 from flywheel.cli.app import (
     ConfigOption,
-    Group,
     JsonOption,
-    app,
+    command_group,
     load_config,
     print_error,
     print_json,
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
     from flywheel.cli.workflow.checked_run import Checked
     from flywheel.config import Config
 
-workflow = typer.Typer(
-    cls=Group, help="Check your own agent for rollouts.", no_args_is_help=True, rich_markup_mode=None
-)
-app.add_typer(workflow, name="workflow")
+workflow = command_group("workflow", "Check that your own agent works in rollouts.")
 
 
 @workflow.command()
@@ -53,7 +49,7 @@ def check(
 ) -> None:
     """Run your own agent once on a task against the server, and report what it did.
 
-    Without --task, it gets the task that a round would use first. Exit 1 if a round would fail on what was seen.
+    Without --task, it runs on the task that a round would use first. Exit 1 if a round would fail.
     """
     settings = load_config(config)
     is_file = task is not None and Path(task).expanduser().is_file()

@@ -105,24 +105,24 @@ async def check(
 
 
 def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> list[str]:
-    found = []
+    problems = []
     if result.cause is not None:
-        found.append(f"the run failed ({result.cause}): {result.error}")
+        problems.append(f"the run failed ({result.cause}): {result.error}")
     if not calls:
-        found.append(
-            "it made no call of the model: nothing could be trained. It must ask the `model` that it is given, or the"
-            " endpoint in task['openai']"
+        problems.append(
+            "it did not call the model, so nothing could be trained. It must call the `model` that it is given, or"
+            " the endpoint in task['openai']"
         )
     elif not any(call.model in models for call in calls):
         asked = ", ".join(sorted({call.model for call in calls}))
-        found.append(f"it asked for the model {asked}, and the one that is trained is {', '.join(sorted(models))}")
+        problems.append(f"it asked for the model {asked}, and the one that is trained is {', '.join(sorted(models))}")
     failed = [call for call in calls if call.status != 200]
     if failed:
-        found.append(
+        problems.append(
             f"{len(failed)} of its {len(calls)} calls of the model failed; the first: HTTP status {failed[0].status}:"
             f" {failed[0].error}"
         )
-    return found
+    return problems
 
 
 class _Proxy:
