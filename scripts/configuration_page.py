@@ -21,18 +21,18 @@ PAGE = ROOT / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration
 
 One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in the current directory. Every key has a
-default; an unknown one is an error that names its path, and so is one that is written twice. `~` expands, relative
+default. An unknown key, or one that is written twice, is an error that names its path. `~` expands, relative
 paths are relative to the file, and secrets are never in it: it names the environment variables that hold them.
 
 Configurations made for AgentJet or ASTuner are read: `feedback_tracing`, at the root or in `task_reader` below
 `ajet:` or `astuner:`, has its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
 `alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. Below `ajet:`
-or `astuner:`, `model.path` is taken as `model.base`, `rollout.num_repeat` as `training.group_size`, and
+or `astuner:`, `model.path` is read as `model.base`, `rollout.num_repeat` as `training.group_size`, and
 `rollout.temperature` as Flywheel's, and `rollout.user_workflow` with `task_judge.judge_protocol` as the agent of
 rollouts and its reward; `task_reader.type` is `tracing` or, for a file of tasks, `jsonl` (or
-`jsonl_dataset_file`). Any other type is an error, and so is a missing model. What else stands there is told of once
-and left alone. Flywheel's own sections may be added and count more. Where `train_output_path` is a file that AgentJet
-wrote, it is renamed to `tasks-1.jsonl`, and nothing that is in it is judged or written again.
+`jsonl_dataset_file`). Any other type is an error, and so is a missing model. Other keys are named once in the log
+and ignored. Flywheel's own sections may be added and take precedence. Where `train_output_path` is a file that
+AgentJet wrote, it is renamed to `tasks-1.jsonl`, and its tasks are neither judged nor written again.
 
 This page is generated from the settings themselves (`python -m scripts.configuration_page`); a test compares the two.
 """

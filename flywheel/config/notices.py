@@ -1,4 +1,4 @@
-"""Settings of notices: who is told of what."""
+"""Settings of notices: which events are sent to whom."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NotifySettings(Section):
 
 def _each_once(entries: list[NotifySettings]) -> list[NotifySettings]:
     if len({entry.way for entry in entries}) < len(entries):
-        raise ValueError("two entries have the same url, url_env or command: name all that it is told of in one `on`")
+        raise ValueError("two entries have the same url, url_env or command: list all its notices in one `on`")
     return entries
 
 

@@ -73,7 +73,7 @@ class TaskState(StrEnum):
     HELD = "held"
     """set aside for a person: one of a burst of near-identical questions"""
     WITHDRAWN = "withdrawn"
-    """its reply turned out to be none when the trace went on; nothing had been paid for it"""
+    """its trace continued and it is no longer a reply; the judge had not been called for it"""
 
 
 class Split(StrEnum):

@@ -1,4 +1,4 @@
-"""A filter chain: what a task must pass before the judge is paid for it.
+"""A filter chain: what a task must pass before the judge is called for it.
 
     id: default
     filters:
@@ -73,7 +73,7 @@ class ChainFile(Section):
     description: str = ""
     """What it is for."""
     keep_order: bool = False
-    """Run the filters in the order of the file, even if the judge is then paid for tasks that a later one rejects."""
+    """Run the filters in the order of the file, even if the judge is called for tasks that a later one rejects."""
     filters: list[FilterEntry]
     """The filters."""
 
