@@ -18,11 +18,10 @@ from msgspec.structs import replace
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
-from flywheel.records.model_call import ModelCall
 from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.records.states import SkipReason, Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
-from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, Reply
+from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, ModelCall, Reply
 from flywheel.system.files import json_line
 
 TaskLine = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from flywheel.config import Config
 from flywheel.errors import ServeError
-from flywheel.records.model_call import ModelCall
+from flywheel.records.trace import ModelCall
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.serving.calls.call_log_page import Page
 from flywheel.serving.server_keys import admin_key
@@ -136,7 +136,10 @@ class CallLogCopy(CallLog):
         """Numbers and request ids of the calls that were stored after that one, in their order."""
         query = "SELECT number, request_id FROM calls WHERE number > ? ORDER BY number LIMIT ?"
         with self.reading() as connection:
-            return [(int(found), str(request_id)) for found, request_id in connection.execute(query, (number, limit))]
+            return [
+                (int(call_number), str(request_id))
+                for call_number, request_id in connection.execute(query, (number, limit))
+            ]
 
 
 def _server(connection: sqlite3.Connection, url: str) -> PulledServer:
@@ -195,10 +198,10 @@ class CallPuller:
         """
         if not self._pulled_at and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._pull_first(), self._loop).result()
-        found = self.call_log_copy.sizes(request_ids)
+        sizes = self.call_log_copy.sizes(request_ids)
         if self._servers and all(server.condition == OFF for server in self._servers.values()):
-            return {**dict.fromkeys(request_ids, 0), **found}
-        return found
+            return {**dict.fromkeys(request_ids, 0), **sizes}
+        return sizes
 
     def calls_of(self, request_ids: Collection[str]) -> dict[str, ModelCall]:
         """Those of these calls that are there, by request id."""
@@ -216,10 +219,10 @@ class CallPuller:
             began_ns = time.time_ns()
             # Each time, as the file may have been removed meanwhile.
             self._servers = await asyncio.to_thread(self.call_log_copy.servers)
-            done = await asyncio.gather(
+            are_complete = await asyncio.gather(
                 *(self._pull(url, at_once, time.monotonic() + seconds) for url in self._config.serving.urls)
             )
-            if all(done):
+            if all(are_complete):
                 self._complete_ns = began_ns - RECORDING_NS
             self._pulled_at = time.monotonic()
             await asyncio.to_thread(self.prune)
@@ -288,24 +291,24 @@ class CallPuller:
     async def _replica(self, url: str) -> Replica:
         """The client of a server; its key may have been created or changed meanwhile."""
         key = admin_key(self._config, url, f"pull calls from {url}")
-        known = self._replicas.get(url)
-        if known is None or known[0] != key:
-            if known is not None:
-                await known[1].close()
+        connected = self._replicas.get(url)
+        if connected is None or connected[0] != key:
+            if connected is not None:
+                await connected[1].close()
             # The HTTP client is imported only if there is something to pull.
             from flywheel.serving.client.replica_client import Replica
 
-            known = self._replicas[url] = (key, Replica(url, key))
-        return known[1]
+            connected = self._replicas[url] = (key, Replica(url, key))
+        return connected[1]
 
     async def _note(self, url: str, condition: str, error: str, *, warn: bool) -> None:
         """Note the condition of a server that gave no calls; a new one is logged, if a trace waits for its calls
         (`warn`) or it gave some before."""
         assert self._servers is not None
-        known = self._servers.get(url, PulledServer(url))
-        if known.condition == condition and not (warn and url not in self._warned):
+        before = self._servers.get(url, PulledServer(url))
+        if before.condition == condition and not (warn and url not in self._warned):
             return
-        if warn or known.condition == OK:
+        if warn or before.condition == OK:
             log.warning("%s", error)
             self._warned.add(url)
         await asyncio.to_thread(self.call_log_copy.note, url, condition, error)
@@ -321,8 +324,8 @@ class CallPuller:
             state = await asyncio.to_thread(self.call_log_copy.state)
             since = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             missing = await self._store.read(ledger.missing_calls, since)
-            found = await asyncio.to_thread(self.call_log_copy.sizes, missing) if missing else {}
-            reopened |= await self.reopen(list(found))
+            pulled = await asyncio.to_thread(self.call_log_copy.sizes, missing) if missing else {}
+            reopened |= await self.reopen(list(pulled))
             self._late_to = state.newest
         elif await asyncio.to_thread(lambda: self.call_log_copy.state().newest) < self._late_to:
             self._late_to = 0  # The file was removed, and a new one began.
@@ -333,10 +336,10 @@ class CallPuller:
 
     async def reopen(self, request_ids: Collection[str]) -> set[int]:
         """Have the traces read again that lacked one of these calls; the numbers of their sources."""
-        wanted = list(request_ids)
-        if not wanted or not await self._store.read(ledger.lack_calls, wanted):
+        ids = list(request_ids)
+        if not ids or not await self._store.read(ledger.lack_calls, ids):
             return set()
-        return set(await self._store.write(ledger.reopen_for_calls, wanted))
+        return set(await self._store.write(ledger.reopen_for_calls, ids))
 
     async def close(self) -> None:
         """Close the copy and all connections."""

@@ -31,7 +31,7 @@ from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.conversations import ConversationFinder
-from flywheel.sources.jsonl.file import files_of
+from flywheel.sources.jsonl.reader import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
@@ -128,7 +128,7 @@ class SourceIngestion:
 
         After an error nothing is lost: the next pass resumes from the last stored batch.
         """
-        done = Recorded()
+        total = Recorded()
         error: FlywheelError | None = None
         cursor: Cursor | None = None
         is_first = moved = False
@@ -145,7 +145,7 @@ class SourceIngestion:
                 batches = self.connector.read(self._source, cursor, final=final)
                 async with aclosing(batches if stop is None else _until(stop, batches)) as coming:
                     async for batch in coming:
-                        await self._record(batch, cursor, done)
+                        await self._record(batch, cursor, total)
                         moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
                         cursor = batch.cursor or cursor
                 if self._missing_calls:
@@ -159,7 +159,7 @@ class SourceIngestion:
                 self.rescan_at = time.time() + (0 if final else self._settings.settle_seconds)
                 self._was_read = True
             self.has_passed = True
-            return await self._report(done, cursor, error)
+            return await self._report(total, cursor, error)
 
     def _defect(self, failure: Exception) -> SourceError:
         """What is no error of ours as an error of the source. The traceback is logged once, not at every attempt."""
@@ -176,9 +176,9 @@ class SourceIngestion:
         A throttled full scan pauses between batches. Raises FlywheelError.
         """
         self.rescan_at = math.inf
-        done = Recorded()
+        total = Recorded()
         if not isinstance(self.connector, StudioConnector):
-            return done
+            return total
         if whole:
             self._is_scan_asked_for = False
         scan = self.connector.rescan(self._source, whole=whole)
@@ -189,7 +189,7 @@ class SourceIngestion:
                     batch = await anext(scan, None)
                     if batch is None:
                         break
-                    await self._record(batch, None, done)
+                    await self._record(batch, None, total)
                 except BaseException:
                     self.connector.forget()
                     await scan.aclose()
@@ -198,7 +198,7 @@ class SourceIngestion:
                 await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
         if whole and not self._is_scan_asked_for:
             await self._note_full_scan()
-        return done
+        return total
 
     def read_again(self) -> None:
         """Have the next pass look in the ledger for traces and full scans that were asked for since this process
@@ -254,7 +254,7 @@ class SourceIngestion:
         self._scanned_at = datetime.now(UTC)
         await self._store.write(ledger.note_source, self._source, swept_at=self._scanned_at.isoformat())
 
-    async def _record(self, batch: Batch, cursor: Cursor | None, done: Recorded) -> None:
+    async def _record(self, batch: Batch, cursor: Cursor | None, total: Recorded) -> None:
         """Store a batch, unless it holds nothing beyond the stored `cursor`, and add the result to `done`."""
         if not (batch.entries or batch.dead or batch.checkpoints or batch.warnings or batch.cursor != cursor):
             return
@@ -272,10 +272,10 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
-        done.add(recorded)
+        total.add(recorded)
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
-    async def _report(self, done: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
+    async def _report(self, total: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
         """Note the source's condition in the ledger and report the pass. `cursor` is None after an error."""
         if not self._source:
             return SourceReport(self.path, error=error)
@@ -289,7 +289,7 @@ class SourceIngestion:
                     # Reported as long as the database has no agent's reply, also by a pass without new spans.
                     self._warnings = (_no_agent_spans(self.connector),) if self.connector.kinds else self._warnings
                 else:
-                    self._warnings = tuple(dict.fromkeys(done.warnings))
+                    self._warnings = tuple(dict.fromkeys(total.warnings))
             noted = {
                 "schema": self.connector.schema,
                 "longest_read_ms": round(self.connector.longest_read_ms, 1),
@@ -303,7 +303,7 @@ class SourceIngestion:
         except StoreError as failure:
             return SourceReport(self.path, self._source, error=error or failure)
         schema = self.connector.schema
-        return SourceReport(self.path, self._source, schema, self._counts, done.new_tasks, self._warnings, error)
+        return SourceReport(self.path, self._source, schema, self._counts, total.new_tasks, self._warnings, error)
 
 
 def redacted(batch: Batch, redact: Redactor) -> Batch:
@@ -348,9 +348,9 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
 
 def _no_agent_spans(connector: StudioConnector) -> str:
     """The warning about a database with spans, but without a span of an agent."""
-    found = ", ".join(f"{count} {kind}" for kind, count in connector.kinds.most_common())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in connector.kinds.most_common())
     return (
-        f"{connector.path} holds {connector.kinds.total()} spans and none of them is an agent's ({found}): only the "
+        f"{connector.path} holds {connector.kinds.total()} spans and none of them is an agent's ({kinds}): only the "
         "replies of agents become tasks. Trace the agent itself, with AgentScope's own tracing."
     )
 
@@ -446,18 +446,18 @@ class Ingestion:
                 report = await source.read(final=final, stop=stop)
                 is_stopped = stop is not None and stop.is_set()
                 if report.error is None and not is_stopped and (sweep or source.rescan_at <= time.time()):
-                    found = await source.rescan(whole=sweep, throttled=False)
+                    scanned = await source.rescan(whole=sweep, throttled=False)
                     # This pass waits for the traces that the re-scan opened again.
                     again = await source.read(final=final, stop=stop)
                     warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))
-                    report = replace(again, new=report.new + found.new_tasks + again.new, warnings=warnings)
+                    report = replace(again, new=report.new + scanned.new_tasks + again.new, warnings=warnings)
                 while report.error is None and not (stop is not None and stop.is_set()) and source.awaits_calls:
                     report = await self._read_with_calls(source, report, final=final, stop=stop)
                 return report
 
         async def read_all() -> list[SourceReport]:
             sources = [source for source in self.sources() if source.connector.type != "calls"]
-            found = dict(zip(sources, await asyncio.gather(*map(read, sources)), strict=True))
+            reports = dict(zip(sources, await asyncio.gather(*map(read, sources)), strict=True))
             error: SourceReport | None = None
             if self._finder is not None:
                 # After the traces: where there is a trace of a call, the reply is read from there.
@@ -465,14 +465,14 @@ class Ingestion:
                     await self._find_conversations(self._finder, final=final, stop=stop)
                 except (CallLogError, ReceiverError) as failure:
                     error = SourceReport(self._finder.inbox, error=failure)
-            found |= {
-                source: await read(source) for source in self.sources() if source not in found and error is None
+            reports |= {
+                source: await read(source) for source in self.sources() if source not in reports and error is None
             }
             if self.calls is not None and self.calls.has_pulled:
                 for source in await self._reopened():
-                    if source in found:
-                        found[source] = await self._again(source, found[source], final=final, stop=stop)
-            return [*found.values(), error] if error is not None else list(found.values())
+                    if source in reports:
+                        reports[source] = await self._again(source, reports[source], final=final, stop=stop)
+            return [*reports.values(), error] if error is not None else list(reports.values())
 
         reading = asyncio.create_task(read_all())
         try:

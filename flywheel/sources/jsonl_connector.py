@@ -22,8 +22,7 @@ from sqlalchemy import Connection
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
-from flywheel.sources.jsonl.file import is_listed
-from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.reader import JsonlReader, is_listed
 from flywheel.sources.jsonl.record import JsonlEntry
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger
@@ -53,8 +52,8 @@ def with_ids(conn: Connection, source: int, ids: TaskIds, entries: tuple[Entry, 
     """The entries with the ids that they have in the ledger or will get; None for one that adds nothing."""
     keys = {entry.key for entry in entries}
     keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
-    known = ledger.known_replies(conn, source, sorted(keys))
-    return ids.assign(entries, known, partial(ledger.line_of, conn))
+    in_ledger = ledger.known_replies(conn, source, sorted(keys))
+    return ids.assign(entries, in_ledger, partial(ledger.line_of, conn))
 
 
 class _Owner:
@@ -62,9 +61,9 @@ class _Owner:
 
     __slots__ = ("contents", "has_task", "identity", "line")
 
-    def __init__(self, known: KnownReply | None) -> None:
-        self.contents: set[int | None] = set(known.contents) if known else set()
-        self.has_task = known is not None and known.has_task
+    def __init__(self, in_ledger: KnownReply | None) -> None:
+        self.contents: set[int | None] = set(in_ledger.contents) if in_ledger else set()
+        self.has_task = in_ledger is not None and in_ledger.has_task
         self.line = b""
         """The task's line, held until `identity` is computed; empty for a task of the ledger."""
         self.identity = b""
@@ -82,7 +81,7 @@ class TaskIds:
         self._with_line: list[_Owner] = []
 
     def assign(
-        self, entries: Iterable[Entry], known: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
+        self, entries: Iterable[Entry], in_ledger: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
     ) -> list[Entry | None]:
         """The entries with their final ids, None for one that adds nothing.
 
@@ -94,24 +93,24 @@ class TaskIds:
             owner.identity, owner.line = owner.identity or self._identity(owner.line), b""
         self._with_line.clear()
         return [
-            self._assigned(entry, known, line_of) if isinstance(entry, JsonlEntry) else entry for entry in entries
+            self._assigned(entry, in_ledger, line_of) if isinstance(entry, JsonlEntry) else entry for entry in entries
         ]
 
     def _assigned(
-        self, entry: JsonlEntry, known: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
+        self, entry: JsonlEntry, in_ledger: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
     ) -> JsonlEntry | None:
         if entry.otherwise == entry.key:
             return entry
         owner = self._owners.get(entry.key)
         if owner is None:
-            owner = self._owners[entry.key] = _Owner(known.get(entry.key))
+            owner = self._owners[entry.key] = _Owner(in_ledger.get(entry.key))
         if self._owns(owner, entry, line_of):
             owner.contents.add(entry.content)
             if entry.line and not owner.has_task:
                 owner.has_task, owner.line = True, entry.line
                 self._with_line.append(owner)
             return entry
-        if not entry.line and owner.has_task and entry.otherwise not in known:
+        if not entry.line and owner.has_task and entry.otherwise not in in_ledger:
             return None
         line = entry.line
         if line:

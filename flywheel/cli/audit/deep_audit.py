@@ -27,8 +27,7 @@ from flywheel.records.task import Batch
 from flywheel.records.trace import Checkpoint, Cursor, ReplySelection
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
-from flywheel.sources.jsonl.file import is_listed
-from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.reader import JsonlReader, is_listed
 from flywheel.sources.jsonl_connector import TaskIds, with_ids
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup

@@ -21,7 +21,7 @@ from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.serving.server.inference_server import chat_arguments
-from flywheel.sources.jsonl.file import JsonlFile, files_of, is_listed
+from flywheel.sources.jsonl.reader import JsonlFile, files_of, is_listed
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import schema_of

@@ -197,7 +197,7 @@ class CallRecorder:
 
     def _write(self, batch: list[CallInProgress]) -> None:
         size = sum(call.size for call in batch)
-        calls = [call for call in (each.as_recorded() for each in batch) if fits_a_page(call)]
+        calls = [call for call in (progress.as_recorded() for progress in batch) if fits_a_page(call)]
         self._lost += len(batch) - len(calls)
         dropped = self.uncounted
         try:

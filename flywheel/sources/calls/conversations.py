@@ -29,12 +29,11 @@ from msgspec import Struct
 
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.errors import ReceiverError
-from flywheel.records.model_call import ModelAnswer, ModelCall
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.records.task import storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage
+from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.sources.calls.parsing import parse
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, Row, inbox_of
@@ -98,9 +97,13 @@ def tool_call_keys(call: ModelCall, messages: Iterable[ChatMessage]) -> list[byt
     ids: dict[str, None] = {}
     for message in messages:
         calls = message.get("tool_calls")
-        of_calls = [each.get("id") for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
-        ids |= {each: None for each in (*of_calls, message.get("tool_call_id")) if isinstance(each, str) and each}
-    return [_hash(b"id", [call.credential, call.user, each]) for each in ids]
+        of_calls = [part.get("id") for part in calls if isinstance(part, dict)] if isinstance(calls, list) else []
+        ids |= {
+            call_id: None
+            for call_id in (*of_calls, message.get("tool_call_id"))
+            if isinstance(call_id, str) and call_id
+        }
+    return [_hash(b"id", [call.credential, call.user, call_id]) for call_id in ids]
 
 
 def _content(message: ChatMessage) -> Any:
@@ -124,12 +127,12 @@ def _content(message: ChatMessage) -> Any:
 
 
 def _tool_calls(calls: Any) -> list[Any]:
-    found = []
+    functions = []
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
-            found.append([function.get("name"), _arguments(function.get("arguments"))])
-    return found
+            functions.append([function.get("name"), _arguments(function.get("arguments"))])
+    return functions
 
 
 def _arguments(arguments: Any) -> Any:
@@ -268,8 +271,8 @@ class Conversations:
     def hand_on(self, replies: Sequence[FoundReply]) -> None:
         """Note that these replies were handed on."""
         with self._log.transaction() as connection:
-            done = [(reply.id,) for reply in replies]
-            connection.executemany("UPDATE found_replies SET due_ns = NULL WHERE reply = ?", done)
+            ids = [(reply.id,) for reply in replies]
+            connection.executemany("UPDATE found_replies SET due_ns = NULL WHERE reply = ?", ids)
 
     def prune(self, before_ns: int) -> None:
         """Forget calls that were placed before `before_ns`: no later one can continue them any more."""
@@ -286,31 +289,33 @@ class Conversations:
                 connection.execute(statement)
             self._is_made = True
         (listed,) = connection.execute("SELECT number FROM listed").fetchone()
-        done = connection.execute(
+        listing = connection.execute(
             "INSERT INTO unplaced SELECT number, request_id, size, started_ns, ended_ns FROM calls WHERE number > ?",
             (listed,),
         )
-        if done.rowcount > 0:
+        if listing.rowcount > 0:
             connection.execute("UPDATE listed SET number = (SELECT max(number) FROM unplaced)")
 
     def _place(self, connection: Connection, outline: _Outline) -> None:
         call, now_ns = outline.call, time.time_ns()
-        found = FoundCall(call.request_id, call.started_ns, call.ended_ns, storable(call.model), storable(call.error))
+        placed = FoundCall(
+            call.request_id, call.started_ns, call.ended_ns, storable(call.model), storable(call.error)
+        )
         earlier = self._continued(connection, call, outline.beginnings)
         before = _reply(connection, earlier.reply) if earlier is not None else None
         own, user = _conversation_id(call.request_id), storable(call.user)
         skip, detail = _skip(call)
         root = ""
-        if before is not None and before.calls[0].model != found.model:
+        if before is not None and before.calls[0].model != placed.model:
             # Another agent, with an alias of its own, goes on: its reply is one of its own, in the same split.
             root, before, earlier = before.root, None, None
         if before is None:
             root = root or _newest_root(connection, outline.tool_calls) or own
-            reply = FoundReply((found,), own, root, user)
+            reply = FoundReply((placed,), own, root, user)
         elif skip is None and earlier is not None and earlier.is_continued:
-            reply = FoundReply((found,), own, before.root, user)
+            reply = FoundReply((placed,), own, before.root, user)
         else:
-            reply = FoundReply((found,), before.conversation, before.root, user)
+            reply = FoundReply((placed,), before.conversation, before.root, user)
         if skip is not None:
             # It is never continued, and continues nothing: the client may send the same messages again.
             self._store(
@@ -320,13 +325,13 @@ class Conversations:
         if before is not None and earlier is not None and not earlier.is_continued:
             connection.execute("UPDATE answered SET is_continued = 1 WHERE request_id = ?", (earlier.request_id,))
             if all(number <= earlier.messages for number in outline.questions):
-                reply = msgspec.structs.replace(before, calls=(*before.calls, found), skip=None, detail="")
+                reply = msgspec.structs.replace(before, calls=(*before.calls, placed), skip=None, detail="")
             elif not before.is_answered:
                 detail = f"the user went on before an answer; {before.detail}"
                 self._store(
                     connection, msgspec.structs.replace(before, detail=detail, is_answered=True), is_closed=True
                 )
-        asked_for = [each["function"]["name"] for each in call.answers[0].tool_calls]
+        asked_for = [tool_call["function"]["name"] for tool_call in call.answers[0].tool_calls]
         if asked_for and FINISH_FUNCTIONS.isdisjoint(asked_for):
             detail = storable(f"no call followed the one that asked for {', '.join(asked_for)}")
             reply = msgspec.structs.replace(reply, skip=SkipReason.UNFINISHED, detail=detail, is_answered=False)
@@ -373,15 +378,15 @@ class Conversations:
 
 def _next_calls(connection: Connection, before_ns: int) -> list[tuple[int, str]]:
     """Numbers and request ids of calls to be placed together, in the order in which they began."""
-    found: list[tuple[int, str]] = []
+    chosen: list[tuple[int, str]] = []
     size = 0
     query = "SELECT number, request_id, size FROM unplaced WHERE ended_ns < ? ORDER BY started_ns, number LIMIT ?"
     for number, request_id, own in connection.execute(query, (before_ns, CALLS_AT_ONCE)):
         size += own
-        if found and size > BYTES_AT_ONCE:
+        if chosen and size > BYTES_AT_ONCE:
             break
-        found.append((number, request_id))
-    return found
+        chosen.append((number, request_id))
+    return chosen
 
 
 def _in_parts(connection: Connection, table: str, columns: str, values: Sequence[bytes]) -> Iterator[Any]:
@@ -402,8 +407,8 @@ def _decode(content: bytes) -> FoundReply:
 
 def _newest_root(connection: Connection, tool_calls: Sequence[bytes]) -> str:
     """The root of the newest call that asked for one of these tool calls; empty if there is none."""
-    found = [(ended_ns, root) for root, ended_ns in _in_parts(connection, "tool_calls", "root, ended_ns", tool_calls)]
-    return max(found)[1] if found else ""
+    roots = [(ended_ns, root) for root, ended_ns in _in_parts(connection, "tool_calls", "root, ended_ns", tool_calls)]
+    return max(roots)[1] if roots else ""
 
 
 def _conversation_id(request_id: str) -> str:

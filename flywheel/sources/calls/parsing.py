@@ -15,8 +15,7 @@ from typing import Any, Final
 import orjson
 from msgspec import Struct
 
-from flywheel.records.model_call import ModelAnswer, ModelCall
-from flywheel.records.trace import ChatMessage, ToolDefinition, get_path
+from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, ToolDefinition, get_path
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.sources.calls import responses_api
 
@@ -38,7 +37,7 @@ def parse(call: RecordedCall) -> ModelCall:
     if messages is None:
         messages, problem = (), "the request's messages are not a list of objects"
     user = request.get("user")
-    known = responses_api.PROMPT | _NO_PARAMETERS if is_responses else _NO_PARAMETERS
+    not_parameters = responses_api.PROMPT | _NO_PARAMETERS if is_responses else _NO_PARAMETERS
     answer = _response(call, request, is_responses)
     return ModelCall(
         request_id=call.request_id,
@@ -52,7 +51,7 @@ def parse(call: RecordedCall) -> ModelCall:
         is_interrupted=not answer.is_whole and not (answer.error and call.is_complete),
         messages=messages,
         tools=tools,
-        parameters={key: value for key, value in request.items() if key not in known},
+        parameters={key: value for key, value in request.items() if key not in not_parameters},
         user="" if user is None else _text(user),
         credential=call.credential,
         retry=call.retry,
@@ -132,12 +131,12 @@ class _Response(Struct):
         self.error = self.error or error_in(body)
         for choice in _objects(body.get("choices")):
             index = choice.get("index")
-            found = self.choices.setdefault(index if isinstance(index, int) else 0, _Choice())
+            assembled = self.choices.setdefault(index if isinstance(index, int) else 0, _Choice())
             for said in (choice.get("message"), choice.get("delta")):
                 if isinstance(said, dict):
-                    found.add(said)
-            found.content += _text(choice.get("text"))
-            found.finish_reason = _text(choice.get("finish_reason")) or found.finish_reason
+                    assembled.add(said)
+            assembled.content += _text(choice.get("text"))
+            assembled.finish_reason = _text(choice.get("finish_reason")) or assembled.finish_reason
         self.count(body.get("usage"))
 
     def count(self, usage: Any) -> None:
@@ -151,26 +150,26 @@ class _Response(Struct):
 def _response(call: RecordedCall, request: dict[str, Any], is_responses: bool) -> _Response:
     if call.status == 0:
         return _Response(error="" if not call.is_complete else "no response began")
-    found = _Response()
+    response = _Response()
     if call.media_type.partition(";")[0].strip().lower() == "text/event-stream":
-        _add_stream(found, call, request, is_responses)
+        _add_stream(response, call, request, is_responses)
     else:
         body = _json(call.response)
         if isinstance(body, dict):
-            found.is_whole = call.is_complete
+            response.is_whole = call.is_complete
             if is_responses:
-                _add_items(found, body)
+                _add_items(response, body)
             else:
-                found.add(body)
+                response.add(body)
         elif call.is_complete and call.status < 400:
-            found.error = "the response is not a JSON object"
-    if call.status >= 400 and not found.error:
+            response.error = "the response is not a JSON object"
+    if call.status >= 400 and not response.error:
         text = call.response.decode("utf-8", "replace").strip()
-        found.error = f"HTTP {call.status}{': ' if text else ''}{text}"
-    return found
+        response.error = f"HTTP {call.status}{': ' if text else ''}{text}"
+    return response
 
 
-def _add_stream(found: _Response, call: RecordedCall, request: dict[str, Any], is_responses: bool) -> None:
+def _add_stream(response: _Response, call: RecordedCall, request: dict[str, Any], is_responses: bool) -> None:
     stream = responses_api.Stream() if is_responses else None
     is_done = False
     for data in events(call.response):
@@ -178,29 +177,29 @@ def _add_stream(found: _Response, call: RecordedCall, request: dict[str, Any], i
             is_done = True
         elif isinstance(event := _json(data), dict):
             if stream is None:
-                found.add(event)
+                response.add(event)
             else:
-                found.error = found.error or error_in(event)
+                response.error = response.error or error_in(event)
                 stream.add(event)
     if stream is not None:
-        _add_items(found, stream.response())
-        found.is_whole = stream.is_whole
+        _add_items(response, stream.response())
+        response.is_whole = stream.is_whole
         return
-    wanted = request.get("n")
-    count = wanted if isinstance(wanted, int) else 1
-    ended = sum(bool(choice.finish_reason) for choice in found.choices.values())
+    asked = request.get("n")
+    count = asked if isinstance(asked, int) else 1
+    ended = sum(bool(choice.finish_reason) for choice in response.choices.values())
     # Some clients close the connection as soon as they have seen the end of the answer.
-    found.is_whole = is_done or ended >= max(count, len(found.choices), 1)
+    response.is_whole = is_done or ended >= max(count, len(response.choices), 1)
 
 
-def _add_items(found: _Response, body: dict[str, Any]) -> None:
+def _add_items(response: _Response, body: dict[str, Any]) -> None:
     """Add the body of a response of `/v1/responses`."""
-    found.error = found.error or error_in(body)
+    response.error = response.error or error_in(body)
     if isinstance(body.get("output"), list):
         answer = responses_api.answer_of(body)
-        choice = found.choices[0] = _Choice(answer.content, answer.reasoning, {}, answer.finish_reason)
+        choice = response.choices[0] = _Choice(answer.content, answer.reasoning, {}, answer.finish_reason)
         choice.add({"tool_calls": list(answer.tool_calls)})
-    found.count(body.get("usage"))
+    response.count(body.get("usage"))
 
 
 def events(stream: bytes) -> Iterator[bytes]:

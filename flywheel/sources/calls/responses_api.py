@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from flywheel.records.model_call import ModelAnswer
-from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, ToolFunction, get_path
+from flywheel.records.trace import ChatMessage, ModelAnswer, ToolCall, ToolDefinition, ToolFunction, get_path
 
 Item = dict[str, Any]
 """An object of the interface: a request, a response, or a part of one."""
@@ -26,13 +25,13 @@ def prompt_of(request: Item) -> tuple[tuple[ChatMessage, ...] | None, tuple[Tool
     messages: list[ChatMessage] = []
     if instructions := request.get("instructions"):
         messages.append({"role": "system", "content": instructions})
-    given = request.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif isinstance(given, list) and all(isinstance(item, dict) for item in given):
-        for item in given:
+    asked = request.get("input")
+    if isinstance(asked, str):
+        messages.append({"role": "user", "content": asked})
+    elif isinstance(asked, list) and all(isinstance(item, dict) for item in asked):
+        for item in asked:
             _add(messages, item)
-    elif given is not None:
+    elif asked is not None:
         return None, ()
     tools = request.get("tools")
     offered = tools if isinstance(tools, list) else []
@@ -126,8 +125,8 @@ def answer_of(response: Item) -> ModelAnswer:
     if response.get("status") == "completed":
         reason = "tool_calls" if calls else "stop"
     elif response.get("status") == "incomplete":
-        given = _text(get_path(response, "incomplete_details", "reason"))
-        reason = _FINISH_REASONS.get(given, given)
+        cause = _text(get_path(response, "incomplete_details", "reason"))
+        reason = _FINISH_REASONS.get(cause, cause)
     return ModelAnswer(content, reasoning, tuple(calls), reason)
 
 

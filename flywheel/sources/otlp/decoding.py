@@ -246,9 +246,9 @@ def _id_holders(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _objects(holder: dict[str, Any], *names: str) -> Iterator[dict[str, Any]]:
     for name in names:
-        found = holder.get(name)
-        if isinstance(found, list):
-            yield from (item for item in found if isinstance(item, dict))
+        objects = holder.get(name)
+        if isinstance(objects, list):
+            yield from (item for item in objects if isinstance(item, dict))
 
 
 def _ids_to_base64(holder: dict[str, Any]) -> None:

@@ -179,8 +179,8 @@ async def prune(inbox: Path, before_ns: int) -> int:
         async with aiosqlite.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None) as connection:
             ((first, last),) = await connection.execute_fetchall("SELECT min(rowid), max(rowid) FROM span_table")
             for at in range(first or 0, last or 0, PRUNED_AT_ONCE):
-                done = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))
-                deleted += done.rowcount
+                deletion = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))
+                deleted += deletion.rowcount
     except sqlite3.Error as error:
         hint = "Receiving continues. Prune again when the cause is removed."
         raise ReceiverError(f"prune the inbox {inbox}", str(error), hint, retryable=True) from error

@@ -99,8 +99,8 @@ class TracesEndpoint:
             raise RefusedError(405, "only POST is accepted", {"Allow": "POST"})
         encoding = _encoding_of(scope)
         if encoding is None:
-            given = header(scope, b"content-type").decode("latin-1")
-            raise RefusedError(415, f"content type {given!r} is not understood; send {' or '.join(Encoding)}")
+            content_type = header(scope, b"content-type").decode("latin-1")
+            raise RefusedError(415, f"content type {content_type!r} is not understood; send {' or '.join(Encoding)}")
         compression = header(scope, b"content-encoding").decode("latin-1").strip().lower() or "identity"
         if compression not in (*WINDOWS, "identity"):
             raise RefusedError(

@@ -46,11 +46,11 @@ def _lead_with_instructions(attributes: Nested) -> None:
     parts = get_path(attributes, "gen_ai", "system_instructions")
     if isinstance(parts, str):
         parts = [{"type": "text", "content": parts}]
-    given = get_path(attributes, "gen_ai", "input", "messages")
-    if not (isinstance(parts, list) and parts and isinstance(given, list)):
+    messages = get_path(attributes, "gen_ai", "input", "messages")
+    if not (isinstance(parts, list) and parts and isinstance(messages, list)):
         return
-    if not any(get_path(message, "role") == "system" for message in given):
-        _put(attributes, [{"role": "system", "parts": parts}, *given], "gen_ai", "input", "messages")
+    if not any(get_path(message, "role") == "system" for message in messages):
+        _put(attributes, [{"role": "system", "parts": parts}, *messages], "gen_ai", "input", "messages")
 
 
 def _put(attributes: Nested, value: Any, *path: str) -> None:
@@ -73,8 +73,8 @@ def operation(attributes: Nested) -> str | None:
 def conversation(attributes: Nested) -> str:
     """The id of the conversation of a span; `unknown` without one."""
     for path in (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id")):
-        if (found := get_path(attributes, *path)) not in (None, "", {}, []):
-            return str(found)
+        if (name := get_path(attributes, *path)) not in (None, "", {}, []):
+            return str(name)
     return UNKNOWN
 
 

@@ -68,9 +68,9 @@ class ExtractionProcess:
             question = _encode(ExtractionRequest(batch, schema, selection, source))
         except (OverflowError, UnicodeEncodeError, RecursionError):
             # A recorded call has numbers beyond 64 bits, lone surrogates or very deep values.
-            done: Future[Batch] = Future()
-            done.set_result(extract(batch, schema, selection, source))
-            return done
+            here: Future[Batch] = Future()
+            here.set_result(extract(batch, schema, selection, source))
+            return here
         # If it cannot be sent, the receiver finds the connection closed.
         self._sender.submit(self._child.send, question)
         return self._receiver.submit(self._receive, source)

@@ -172,7 +172,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
         ]
     if len(blocks) == 1 and blocks[0].get("type") == "text" and not message.get("tool_calls"):
         return [{"role": role, "content": texts_in(blocks)[0]}]
-    done: list[ChatMessage] = []
+    chat: list[ChatMessage] = []
     texts: list[Block] = []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     for block in blocks:
@@ -183,13 +183,13 @@ def chat_of(message: Message) -> list[ChatMessage]:
             calls.append(call_of(block))
         elif kind in _RESULTS:
             if texts or calls:
-                done.append(_said(role, texts, calls))
+                chat.append(_said(role, texts, calls))
                 texts, calls = [], []
             call_id = block.get("id", block.get("tool_use_id"))
-            done.append(_tool_message(call_id, block.get("name"), result_text(_result_in(block))))
-    if texts or calls or not done:
-        done.append(_said(role, texts, calls))
-    return done
+            chat.append(_tool_message(call_id, block.get("name"), result_text(_result_in(block))))
+    if texts or calls or not chat:
+        chat.append(_said(role, texts, calls))
+    return chat
 
 
 _BLOCKS: Final = ("[{", '["TextBlock(', '["DataBlock(', '["ThinkingBlock(', '["HintBlock(')

@@ -22,11 +22,10 @@ from msgspec.structs import replace
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.model_call import ModelCall
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, DeadRow, Reply, ReplySelection, SpanStatus
+from flywheel.records.trace import ChatMessage, DeadRow, ModelCall, Reply, ReplySelection, SpanStatus
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
 from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, question_of, with_calls
@@ -52,13 +51,13 @@ _GROUP: Final = 256
 
 def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -> Batch:
     """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
-    known = SCHEMAS[schema]
+    generation = SCHEMAS[schema]
     entries: list[Entry] = []
     dead = list(batch.dead)
     kinds: Counter[str] = Counter()
     replies: list[Reply] = []
     for rows, is_open in batch.traces:
-        own, bad = replies_of(known, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls)
+        own, bad = replies_of(generation, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls)
         replies += own
         dead += bad
         if len(replies) >= _GROUP:

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from flywheel.records.model_call import ModelCall
-from flywheel.records.trace import SpanStatus
+from flywheel.records.trace import ModelCall, SpanStatus
 
 NOTHING: Final = Raw(b"null")
 """A value that is absent or null."""

@@ -11,10 +11,17 @@ from functools import cached_property
 from typing import Any, Final
 
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.model_call import ModelCall
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import TOOL_ERROR, ChatMessage, SpanStatus, ToolDefinition, get_path, reasoning_of
+from flywheel.records.trace import (
+    TOOL_ERROR,
+    ChatMessage,
+    ModelCall,
+    SpanStatus,
+    ToolDefinition,
+    get_path,
+    reasoning_of,
+)
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
 from flywheel.sources.spans.messages import Message, chat_of, without_finish
@@ -192,13 +199,13 @@ class Trajectory:
         failed = [(tool.span, f"tool {tool.name}: {why}") for tool in self.tools if (why := tool_failure(tool))]
         failed += [(span, f"model: {error_text(span)}") for span in self.models if span.status is SpanStatus.ERROR]
         failed.sort(key=lambda one: in_order(one[0]))
-        found = [why[:500] for _, why in failed]
+        errors = [why[:500] for _, why in failed]
         if results := [step for step in steps if step["role"] == "tool"]:
             # A call without a span of its own: 2.x makes none for a tool that does not exist.
             spans = {"", *(tool.id for tool in self.tools)}
             alone = [step for step in results if step["tool_call_id"] not in spans]
-            found += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if TOOL_ERROR.match(s["content"])]
-        return tuple(found)
+            errors += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if TOOL_ERROR.match(s["content"])]
+        return tuple(errors)
 
 
 def _take(tools: list[ToolUse], call_id: str, name: str, until_ns: int | None) -> ToolUse | None:

@@ -85,10 +85,10 @@ class AuditReader:
         return TraceGroup(self._rows_of([trace.encode() for trace in trace_ids]), [])
 
     def _rows_of(self, trace_ids: list[bytes]) -> dict[str, dict[int, bytes]]:
-        found: dict[bytes, dict[int, bytes]] = {trace_id: {} for trace_id in trace_ids}
+        by_trace: dict[bytes, dict[int, bytes]] = {trace_id: {} for trace_id in trace_ids}
         rowids = (rowid for trace_id in trace_ids for rowid in self._traces.get(trace_id, ()))
         for row in self.database.rows(self.schema.columns, rowids):
             # The number may belong to a row of another trace by now.
-            if row[2] in found:
-                found[row[2]][row[0]] = packed(row)
-        return {trace_id.decode(): rows for trace_id, rows in found.items() if rows}
+            if row[2] in by_trace:
+                by_trace[row[2]][row[0]] = packed(row)
+        return {trace_id.decode(): rows for trace_id, rows in by_trace.items() if rows}

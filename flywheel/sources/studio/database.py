@@ -114,17 +114,17 @@ class Database:
     def identity(self) -> str:
         """Device and inode of the file. A file that was replaced is opened again. Raises StudioError."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise unreachable(self.path, error) from error
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             hint = "Name the database file in it, usually database.sqlite."
             raise fault(self.path, "it is a directory", hint, "not Studio's")
-        if found.st_size == 0:
+        if status.st_size == 0:
             hint = "Start Studio, or point the source at its file."
             raise fault(self.path, "it is empty: Studio has not written yet", hint, "empty", retry=True)
-        self._written = (found.st_size, found.st_mtime_ns)
-        identity = f"{found.st_dev}:{found.st_ino}"
+        self._written = (status.st_size, status.st_mtime_ns)
+        identity = f"{status.st_dev}:{status.st_ino}"
         if identity != self._identity or (self._copy is not None and self._copied != self._state()):
             self.close()
             self._identity = identity
@@ -153,17 +153,17 @@ class Database:
 
     def rows(self, columns: Sequence[str], rowids: Iterable[int]) -> Iterator[Row]:
         """The rows of these numbers that exist, in short reads. Raises StudioError."""
-        wanted = sorted(rowids)
-        while wanted:
-            some = wanted[:_LOOKUP_ROWS]
+        left = sorted(rowids)
+        while left:
+            some = left[:_LOOKUP_ROWS]
             page = self.page(columns, 0, some)
             yield from page.rows
-            wanted = [rowid for rowid in wanted if rowid > page.rows[-1][0]] if page.more else wanted[_LOOKUP_ROWS:]
+            left = [rowid for rowid in left if rowid > page.rows[-1][0]] if page.more else left[_LOOKUP_ROWS:]
 
     def id_at(self, rowid: int) -> str | None:
         """The span id of the row of that number; None if there is no such row. Raises StudioError."""
-        found = self.ask(f"SELECT id FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - a constant
-        return shown(found[0][0]) if found else None
+        ids = self.ask(f"SELECT id FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - a constant
+        return shown(ids[0][0]) if ids else None
 
     def last_rowid(self) -> int:
         """The number of the last row; 0 for an empty table. Raises StudioError."""
@@ -275,15 +275,15 @@ class Database:
 
     def _state(self) -> object:
         """Changes when a process writes to the file or opens it for writing."""
-        found: list[object] = []
+        stamps: list[object] = []
         log_index = self._beside("-shm")
         for path in (self.path, self._beside("-wal"), log_index):
             with contextlib.suppress(OSError):
                 now = path.stat()
-                found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+                stamps.append((now.st_ino, now.st_size, now.st_mtime_ns))
         with contextlib.suppress(OSError), log_index.open("rb") as file:
-            found.append(file.read(48))
-        return found
+            stamps.append(file.read(48))
+        return stamps
 
 
 def read_page(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> RowPage:
@@ -318,10 +318,10 @@ def _first_row(connection: sqlite3.Connection, columns: Sequence[str], rest: str
     """
     connection.execute("BEGIN")
     try:
-        found = connection.execute(f"SELECT rowid {rest} LIMIT 1", values).fetchone()
-        if found is None:
+        first = connection.execute(f"SELECT rowid {rest} LIMIT 1", values).fetchone()
+        if first is None:
             return []
-        (rowid,) = found
+        (rowid,) = first
         row: list[Any] = [rowid]
         for place, column in enumerate(columns, 1):
             if (size := _size(connection, column, rowid)) > MAX_CELL:

@@ -308,10 +308,10 @@ class StudioReader:
             read += len(rows)
             size += page_size
         new, scan.new = scan.new, {}
-        found = {trace: self._uncommitted[trace] for trace in new if trace in self._uncommitted}
-        if unknown := [trace for trace in new if trace not in found]:
-            found |= checkpoints(unknown)
-        for trace_id, checkpoint in found.items():
+        earlier = {trace: self._uncommitted[trace] for trace in new if trace in self._uncommitted}
+        if unknown := [trace for trace in new if trace not in earlier]:
+            earlier |= checkpoints(unknown)
+        for trace_id, checkpoint in earlier.items():
             trace = new[trace_id]
             trace.known = checkpoint
             if checkpoint.generation == self._cursor.generation and not trace.ids.keys() >= set(checkpoint.rowids):
@@ -388,15 +388,15 @@ class StudioReader:
         written: list[Checkpoint] = []
         call_references: list[str] = []
         for trace, is_open in chosen:
-            known, raw = trace.known, trace.rows
+            stored, raw = trace.known, trace.rows
             digest = (trace.hashes & DIGEST_BITS) or 1
             rowids = tuple(sorted(raw))
             checkpoint = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, is_open)
             trace.drop_contents()
-            if raw and not _is_unchanged(checkpoint, known):
+            if raw and not _is_unchanged(checkpoint, stored):
                 traces.append((raw, is_open))
                 call_references += trace.call_references
-            if checkpoint != known:
+            if checkpoint != stored:
                 written.append(checkpoint)
             trace.known = checkpoint
             if not is_open:
@@ -405,9 +405,11 @@ class StudioReader:
             # Traces that stay open and have new rows.
             grown, scan.grown = scan.grown, {}
             for trace in grown.values():
-                known, rowids = trace.known, tuple(sorted(trace.ids))
-                if trace.trace_id in scan.traces and (known is None or not known.is_open or known.rowids != rowids):
-                    digest = known.digest if known else 0
+                stored, rowids = trace.known, tuple(sorted(trace.ids))
+                if trace.trace_id in scan.traces and (
+                    stored is None or not stored.is_open or stored.rowids != rowids
+                ):
+                    digest = stored.digest if stored else 0
                     trace.known = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, True)
                     written.append(trace.known)
             self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
@@ -435,11 +437,11 @@ class StudioReader:
             by_id[row[2].decode()].restore(row)
 
 
-def _is_unchanged(checkpoint: Checkpoint, known: Checkpoint | None) -> bool:
+def _is_unchanged(checkpoint: Checkpoint, stored: Checkpoint | None) -> bool:
     """Whether a trace was extracted as it is now. One that only lost rows counts as unchanged: its replies stay."""
-    if known is None or not known.digest:
+    if stored is None or not stored.digest:
         return False
-    if checkpoint.digest == known.digest:
+    if checkpoint.digest == stored.digest:
         # A trace extracted as open is extracted again once it is abandoned.
-        return checkpoint.is_open or not known.is_open
-    return not known.is_open and len(checkpoint.rowids) < len(known.rowids)
+        return checkpoint.is_open or not stored.is_open
+    return not stored.is_open and len(checkpoint.rowids) < len(stored.rowids)

@@ -51,10 +51,10 @@ class Schema:
         row = (rowid, *marshal.loads(data))
         try:
             _, span_id, trace_id, parent, ended, attributes, name, events, *own = row
-            found = _attributes(attributes)
-            kind, started_ns, status, message, conversation, service = self.own_values(found, *own)
-            if kind is SpanKind.AGENT and found.gen_ai.input.messages is NOTHING:
-                found = with_first_argument(found, attributes)
+            decoded = _attributes(attributes)
+            kind, started_ns, status, message, conversation, service = self.own_values(decoded, *own)
+            if kind is SpanKind.AGENT and decoded.gen_ai.input.messages is NOTHING:
+                decoded = with_first_argument(decoded, attributes)
             ended_ns = self.time_of(ended, self.columns[3])
             if ended_ns < started_ns:
                 raise RowError(f"it ended {(started_ns - ended_ns) / 1e9:g} s before it began")
@@ -70,7 +70,7 @@ class Schema:
                 status,
                 message,
                 conversation,
-                found,
+                decoded,
                 _events(events),
                 service,
             )
@@ -94,8 +94,8 @@ class Schema:
 def schema_of(database: Database) -> tuple[Schema, str]:
     """The generation of a file and the fingerprint of its span table. Raises StudioError if it is not Studio's."""
     path = database.path
-    found = database.ask("SELECT name, type FROM pragma_table_info(?)", (TABLE,))
-    columns = [(name.decode(), kind.decode()) for name, kind in found]
+    table = database.ask("SELECT name, type FROM pragma_table_info(?)", (TABLE,))
+    columns = [(name.decode(), kind.decode()) for name, kind in table]
     names = [name for name, _ in columns]
     if not columns:
         tables = [name.decode() for (name,) in database.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -109,7 +109,7 @@ def schema_of(database: Database) -> tuple[Schema, str]:
     fingerprint = hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
     schema = next((schema for schema in SCHEMAS.values() if schema.own_columns <= set(names)), None)
     if schema is None:
-        expected = " or ".join(" and ".join(sorted(known.own_columns)) for known in SCHEMAS.values())
+        expected = " or ".join(" and ".join(sorted(candidate.own_columns)) for candidate in SCHEMAS.values())
         raise fault(
             path,
             f"its {TABLE} is of no known generation (fingerprint {fingerprint}): expected the columns {expected}, "
@@ -164,7 +164,7 @@ def is_id(value: object) -> bool:
 
 def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
     """The rows whose span id or trace id cannot be read, as dead rows."""
-    found: list[DeadRow] = []
+    dead: list[DeadRow] = []
     for row in rows:
         try:
             text_in(row[1], "id", required=True)
@@ -173,8 +173,8 @@ def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
             why = str(error) if isinstance(error, RowError) else "an id is not UTF-8"
             # The same row gets the same name in every scan.
             name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
-            found.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500]))
-    return found
+            dead.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500]))
+    return dead
 
 
 def excerpt_of(data: bytes) -> str:
@@ -196,9 +196,9 @@ def _own_values_1(
 
 
 def _own_values_2(
-    found: Attributes, status: Any, started: Any, operation: Any, conversation: Any, service: Any
+    decoded: Attributes, status: Any, started: Any, operation: Any, conversation: Any, service: Any
 ) -> tuple[SpanKind, int, SpanStatus, str, str, str]:
-    kind = _KINDS_2.get(found.gen_ai.operation.name)
+    kind = _KINDS_2.get(decoded.gen_ai.operation.name)
     if kind is None:
         kind = _KINDS_2.get(text_in(operation, "operationName"), SpanKind.OTHER)
     state, message = _STATUS_2.get(status, (None, ""))

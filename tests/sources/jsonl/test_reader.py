@@ -15,10 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flywheel.errors import SourceError
-from flywheel.sources.jsonl import file as line_file
 from flywheel.sources.jsonl import reader as line_reader
-from flywheel.sources.jsonl.file import MAX_LINE, files_of
-from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.reader import MAX_LINE, JsonlReader, files_of
 from flywheel.sources.jsonl.record import entry_of_line
 from tests.sources.jsonl.reading import Stored, asked, line
 
@@ -306,7 +304,6 @@ def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlRe
 def test_a_long_line_that_waits_is_not_looked_through_again(
     path: Path, reader: JsonlReader, monkeypatch: pytest.MonkeyPatch, stored: Stored
 ) -> None:
-    monkeypatch.setattr(line_file, "MAX_LINE", 1000)
     monkeypatch.setattr(line_reader, "MAX_LINE", 1000)
     append(path, line(1), b"y" * 50_000)
     stored.read(reader)
@@ -315,7 +312,7 @@ def test_a_long_line_that_waits_is_not_looked_through_again(
         raise AssertionError("read again")
 
     with monkeypatch.context() as during:
-        during.setattr(line_file.JsonlFile, "lines", forbidden)
+        during.setattr(line_reader.JsonlFile, "lines", forbidden)
         stored.read(reader)
     append(path, b"\n", line(2))
     assert stored.read(reader) == asked(2)
@@ -373,7 +370,7 @@ def test_every_complete_line_comes_exactly_once(
     path.touch()
     with pytest.MonkeyPatch.context() as during:
         during.setattr(line_reader, "PAGE_LINES", pages)
-        during.setattr(line_file, "_BLOCK", data.draw(st.sampled_from([1, 7, 64, 1 << 20])))
+        during.setattr(line_reader, "_BLOCK", data.draw(st.sampled_from([1, 7, 64, 1 << 20])))
         for place, piece in enumerate(pieces):
             ended = path.read_bytes().endswith(b"\n")
             if place in rotations and ended:

@@ -17,11 +17,10 @@ from msgspec.structs import replace
 from flywheel.config import IngestSettings
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion, TrainedModels
-from flywheel.records.model_call import ModelAnswer, ModelCall
 from flywheel.records.request_id import new_request_id, recorded_in, request_id_in
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Batch, Entry
-from flywheel.records.trace import Cursor, ReplySelection, sends_reasoning
+from flywheel.records.trace import Cursor, ModelAnswer, ModelCall, ReplySelection, sends_reasoning
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import SCHEMAS, packed
