@@ -10,8 +10,8 @@ import pytest
 from flywheel.records.trace import ChatMessage, Reply
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.span import Span
-from tests.sources.studio.reading import by_id, read_all
-from tests.sources.studio.writer import Studio, agent, chat, message, part, tool
+from tests.sources.studio.reading import extracted
+from tests.sources.studio.writer import agent, chat, message, part, tool
 
 Step = tuple[str, str]
 
@@ -29,11 +29,7 @@ def returned(call_id: str, result: str) -> dict[str, Any]:
 
 
 def told(path: Path, *spans: dict[str, Any]) -> Reply:
-    studio = Studio(path / "studio.sqlite")
-    studio.write(*spans)
-    replies, dead, _ = read_all(studio.path)
-    assert dead == []
-    return by_id(replies)["a"]
+    return extracted(path, *spans)["a"]
 
 
 def steps(many: tuple[ChatMessage, ...]) -> list[Step]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from flywheel.config import IngestSettings
 from flywheel.records.states import SkipReason
@@ -15,6 +16,7 @@ from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply, ReplySele
 from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import Schema
+from tests.sources.studio.writer import Studio
 
 QUICK = IngestSettings(settle_seconds=0)
 NOW = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)
@@ -42,6 +44,15 @@ def read_all(
     finally:
         reader.close()
     return replies, list(ledger.dead.values()), batches
+
+
+def extracted(folder: Path, *spans: dict[str, Any], selection: ReplySelection | None = None) -> dict[str, Reply]:
+    """The replies by id in a new database with these spans, all of which can be read."""
+    studio = Studio(folder / "studio.sqlite")
+    studio.write(*spans)
+    replies, dead, _ = read_all(studio.path, selection=selection)
+    assert dead == []
+    return by_id(replies)
 
 
 def by_id(replies: list[Reply]) -> dict[str, Reply]:

@@ -14,8 +14,8 @@ from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.request_id import BASE_VERSION, new_request_id
 from flywheel.records.task import entry_of, task_line
 from flywheel.records.trace import Reply, ReplySelection
-from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
-from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat, message, part
+from tests.sources.studio.reading import MUCH_LATER, by_id, extracted, read_all
+from tests.sources.studio.writer import DATA, NAMES, agent, chat, message, part
 
 OURS = TrainedModels("my-agent", "/models/base")
 FIXTURE = "agentscope_2_0_10"
@@ -83,11 +83,7 @@ def test_an_exact_prompt_is_what_the_model_call_records(name: str) -> None:
 
 
 def told(path: Path, *spans: dict[str, Any], models: TrainedModels = OURS) -> Reply:
-    studio = Studio(path / "studio.sqlite")
-    studio.write(*spans)
-    found, dead, _ = read_all(studio.path, selection=ReplySelection(models=models))
-    assert dead == []
-    return by_id(found)["a"]
+    return extracted(path, *spans, selection=ReplySelection(models=models))["a"]
 
 
 PICTURE = {"type": "uri", "uri": "https://x/y.png", "modality": "image"}

@@ -9,19 +9,11 @@ import pytest
 
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply, ReplySelection
-from tests.sources.studio.reading import by_id, read_all
-from tests.sources.studio.writer import DATA, Studio, agent, chat, message, part, span, tool
+from tests.sources.studio.reading import by_id, extracted, read_all
+from tests.sources.studio.writer import DATA, agent, chat, message, part, span, tool
 
 SORRY = "I notice the interruption. How can I help you?"
 ASKED = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
-
-
-def told(path: Path, *spans: dict[str, Any]) -> dict[str, Reply]:
-    studio = Studio(path / "studio.sqlite")
-    studio.write(*spans)
-    replies, dead, _ = read_all(studio.path)
-    assert dead == []
-    return by_id(replies)
 
 
 def skips(replies: dict[str, Reply]) -> dict[str, SkipReason | None]:
@@ -29,12 +21,12 @@ def skips(replies: dict[str, Reply]) -> dict[str, SkipReason | None]:
 
 
 def test_a_single_agent_below_the_application_is_a_task(tmp_path: Path) -> None:
-    found = told(tmp_path, agent("a", parent="root"), span("root", None, {}, ended=9))
+    found = extracted(tmp_path, agent("a", parent="root"), span("root", None, {}, ended=9))
     assert skips(found) == {"a": None}
 
 
 def test_an_agent_below_an_agent_is_nested_however_deep(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("inner", parent="step", began=2, ended=3, name="Worker"),
         span("step", None, {}, parent="tool", began=2, ended=3),
@@ -48,7 +40,7 @@ def test_an_agent_below_an_agent_is_nested_however_deep(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_of_three_asks_what_the_user_asked(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("one", "the question", "draft", name="A", parent="root", began=0, ended=1),
         agent("two", "draft", "better", name="B", parent="step", began=1, ended=2),
@@ -61,7 +53,7 @@ def test_a_pipeline_of_three_asks_what_the_user_asked(tmp_path: Path) -> None:
 
 
 def test_agents_side_by_side_in_time_are_all_seen(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         *(agent(f"a{i}", name=f"Solver_{i}", parent="root", began=i / 10, ended=5) for i in range(3)),
         span("root", None, {}, ended=6),
@@ -70,7 +62,7 @@ def test_agents_side_by_side_in_time_are_all_seen(tmp_path: Path) -> None:
 
 
 def test_turns_of_one_agent_in_one_span_are_no_pipeline(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("t1", "first question", "first answer", parent="root", began=0, ended=1),
         agent("t2", "second question", "second answer", parent="root", began=2, ended=3),
@@ -81,7 +73,7 @@ def test_turns_of_one_agent_in_one_span_are_no_pipeline(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_is_handed_its_own_answer_refines_it(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("t1", "the question", "The train covers 1050 km.", parent="root", began=0, ended=1),
         agent("t2", "Improve this: The train covers 1050 km.", "better", parent="root", began=2, ended=3),
@@ -103,7 +95,7 @@ BEST_OF = [("What is 2 + 2?", "4")] * 3
 def test_turns_that_mention_an_earlier_answer_are_no_pipeline(
     tmp_path: Path, turns: list[tuple[str, str]], names: str
 ) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         *(
             agent(f"t{place}", *turn, name=name, parent="root", began=2 * place, ended=2 * place + 1)
@@ -117,7 +109,7 @@ def test_turns_that_mention_an_earlier_answer_are_no_pipeline(
 
 
 def test_an_agent_that_failed_is_no_stage_before_the_one_that_stepped_in(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("a1", "the question", None, name="First", code=2, parent="root", began=0, ended=1),
         agent("a2", "the question", "an answer", name="Second", parent="root", began=2, ended=3),
@@ -141,7 +133,7 @@ ASKS = "My invoice of May shows the wrong amount."
 def test_another_agent_that_is_handed_the_same_question_or_the_answer_goes_on(
     tmp_path: Path, answer: str, handed: Any
 ) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("a1", ASKS, answer, name="First", parent="root", began=0, ended=1),
         agent("a2", handed, "It is corrected.", name="Second", parent="root", began=2, ended=3),
@@ -152,7 +144,7 @@ def test_another_agent_that_is_handed_the_same_question_or_the_answer_goes_on(
 
 
 def test_two_pipelines_in_one_session_ask_what_each_was_asked(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("a1", "first question", "draft", name="A", parent="root", began=0, ended=1),
         agent("b1", "draft", "first answer", name="B", parent="root", began=1, ended=2),
@@ -166,7 +158,7 @@ def test_two_pipelines_in_one_session_ask_what_each_was_asked(tmp_path: Path) ->
 
 
 def test_a_subclass_that_delegates_is_one_reply_with_its_history(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         chat("c", ASKED, "2", parent="inner", ended=1),
         agent("inner", parent="outer", ended=2),
@@ -217,7 +209,7 @@ def cancelled() -> list[dict[str, Any]]:
     ids=["cancelled", "finish reason", "cancelled model call", "tool state", "tool repr", "sentence of nobody"],
 )
 def test_interruption(spans: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert skips(told(tmp_path, *spans)) == {"a": SkipReason.INTERRUPTED}
+    assert skips(extracted(tmp_path, *spans)) == {"a": SkipReason.INTERRUPTED}
 
 
 @pytest.mark.parametrize(
@@ -234,11 +226,11 @@ def test_interruption(spans: list[dict[str, Any]], tmp_path: Path) -> None:
     ids=["a sentence alone", "the model said it", "it went on"],
 )
 def test_no_interruption(spans: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert skips(told(tmp_path, *spans)) == {"a": None}
+    assert skips(extracted(tmp_path, *spans)) == {"a": None}
 
 
 def test_errors_and_missing_texts(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         agent("failed", trace="1", code=2, message="it broke"),
         agent("silent", answer=None, trace="2"),
@@ -265,13 +257,13 @@ def test_errors_and_missing_texts(tmp_path: Path) -> None:
 
 
 def test_an_agent_called_without_a_message_answers_what_it_observed(tmp_path: Path) -> None:
-    found = told(tmp_path, chat("c", ASKED, "2", parent="a"), agent("a", asked=None, ended=2))
+    found = extracted(tmp_path, chat("c", ASKED, "2", parent="a"), agent("a", asked=None, ended=2))
     assert (found["a"].query, found["a"].skip) == ("What is 1 + 1?", None)
     assert found["a"].history == ({"role": "system", "content": "s"},)
 
 
 def test_the_version_that_served_the_reply(tmp_path: Path) -> None:
-    found = told(
+    found = extracted(
         tmp_path,
         chat("c", ASKED, "2", served="my-agent@r0007", parent="a"),
         agent("a", ended=2),
@@ -281,6 +273,6 @@ def test_the_version_that_served_the_reply(tmp_path: Path) -> None:
 
 def test_what_the_model_was_given_besides_the_request_is_history(tmp_path: Path) -> None:
     hint = message("user", part("<long_term_memory>1 + 1 is 2</long_term_memory>"))
-    found = told(tmp_path, chat("c", [*ASKED, hint], "2", parent="a"), agent("a", ended=2))
+    found = extracted(tmp_path, chat("c", [*ASKED, hint], "2", parent="a"), agent("a", ended=2))
     assert [m["content"] for m in found["a"].history] == ["s", "<long_term_memory>1 + 1 is 2</long_term_memory>"]
     assert found["a"].turn == 0
