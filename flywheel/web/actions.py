@@ -67,7 +67,7 @@ def outcome(request: requests.Request, units: int | None = None) -> dict[str, An
     if request.error is not None:
         text = str(request.error)
     elif request.state is RequestState.OPEN:
-        text = "It waits for the process that works on the state, or for the next `flywheel run`."
+        text = "It waits for the daemon, or for the next `flywheel run`."
     elif units is not None:
         text = quantity(units, "dead letter")
     else:

@@ -94,13 +94,13 @@ async def act(request: Request) -> Response:
     """Retry or drop one dead letter, or the open ones of an error."""
     verb, number, key = (field(request, name) for name in ("verb", "id", "group"))
     if verb not in (RequestKind.RETRY, RequestKind.DROP) or not (key or is_number(number)):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, "This form is not one of this page.")
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "This form does not belong to this page.")
     if is_number(number):
         ids = [int(number)]
     else:
         ids = await site_of(request).read(partial(_ids, key))
         if not ids:
-            raise HTTPException(HTTPStatus.CONFLICT, "None of these dead letters is open any more.")
+            raise HTTPException(HTTPStatus.CONFLICT, "None of these dead letters is still open.")
     return await actions.ask(request, RequestKind(verb), {"ids": ids}, "/dead-letters")
 
 

@@ -89,7 +89,7 @@ class Guard:
             return None
         if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse(SIGN_IN, HTTPStatus.SEE_OTHER)
-        return PlainTextResponse("Give the token of this server.", HTTPStatus.UNAUTHORIZED)
+        return PlainTextResponse("This server requires its token.", HTTPStatus.UNAUTHORIZED)
 
     async def _take_form(self, request: Request, is_sign_in: bool) -> Response | None:
         """Read the fields of a form into `request.state.form`; the refusal of what did not come from a page."""
@@ -98,7 +98,7 @@ class Guard:
         fields = parse_qs((await read_body(request.receive) or b"").decode(errors="replace"), keep_blank_values=True)
         given = fields.pop("csrf", [""])[0]
         if not is_same_origin(request.headers) or not hmac.compare_digest(given.encode(), self._site.csrf.encode()):
-            why = "This form is not of a page of this server, or the server was restarted: load the page again."
+            why = "This form does not come from a page of this server, or the server was restarted: reload the page."
             return PlainTextResponse(why, HTTPStatus.FORBIDDEN)
         request.state.form = fields
         return None

@@ -33,7 +33,7 @@ def test_the_page_of_dead_letters(check: Check, address: str) -> None:
 
 
 def test_without_any_it_says_so(check: Check, empty_address: str) -> None:
-    assert "None is open" in check(f"{empty_address}/dead-letters").inner_text("main")
+    assert "No dead letter is open" in check(f"{empty_address}/dead-letters").inner_text("main")
     assert "There has never been one" in check(f"{empty_address}/dead-letters?state=all").inner_text("main")
 
 

@@ -91,7 +91,7 @@ def test_the_agreement_follows_labels_while_the_page_is_open(
         page.goto(f"{own}{task}")
         page.get_by_label("Comment").fill("why")
         page.get_by_role("button", name="Accept" if number in (0, 1, 2, 4) else "Reject").click()
-        expect(page.locator("#labels")).to_contain_text("You say")
+        expect(page.locator("#labels")).to_contain_text("Your label")
     expect(watched.locator("#agreement")).to_contain_text("75 %")
     expect(watched.locator("#agreement")).to_contain_text("0.50")
     page = check(f"{own}/labels?only=differing")

@@ -28,7 +28,7 @@ def test_a_recorded_round(check: Check, address: str) -> None:
     assert page.url.endswith("/rollouts/r0002")
     assert groups(page) == 25
     assert page.locator("table.groups .chip").count() > 100
-    page.get_by_label("First", exact=True).select_option("oldest")
+    page.get_by_label("Order", exact=True).select_option("oldest")
     page.wait_for_url("**order=oldest*")
     page.locator("table.groups tbody tr td.number a", has_text="1").first.wait_for()
     page.locator("td.about > a").first.click()

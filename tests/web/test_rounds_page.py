@@ -127,7 +127,7 @@ def test_rounds_drawn_over_each_other(check: Check, visitor: Visitor, address: s
     page = visitor.open(f"{address}/rounds")
     page.get_by_label("Draw r0001").check()
     page.get_by_label("Draw r0002").check()
-    page.get_by_role("button", name="Draw the chosen ones together").click()
+    page.get_by_role("button", name="Draw the selected rounds together").click()
     page.wait_for_url(re.compile(r"/rounds/r0002\?with=r0001#curves$"))
     page = check(f"{address}/rounds/r0002?with=r0001&with=nothing")
     expect(page.locator("#chart-reward .readout")).to_contain_text("r0002 0.921r0001 0.5")

@@ -86,7 +86,7 @@ def test_a_selection_that_cannot_be_is_explained_on_a_page_with_navigation(
 def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "SEARCH_SECONDS", 0.0)
     page = client_of(shared_state).get("/tasks?text=desrever&before=700").text
-    assert "Search older tasks" in page and "No task is like that" not in page
+    assert "Search older tasks" in page and "No task matches" not in page
 
 
 @pytest.mark.parametrize("query", ["stage=no-such", "state=no-such", "lowest=much", "split=left"])
