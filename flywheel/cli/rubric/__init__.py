@@ -68,7 +68,7 @@ def calibrate(
     The expected cost is printed first and counts towards judge.budget. Exit 1 if judge.min_kappa is set and not
     reached.
     """
-    from flywheel.cli import calibration
+    from flywheel.cli.rubric import calibration
 
     settings = load_config(config)
     report = run_async(calibration.run(settings, file, labels, repeats, quiet=as_json))
@@ -90,7 +90,7 @@ def suggest(
     config: ConfigOption = None,
 ) -> None:
     """Have the judge draft a rubric from labelled replies. The draft passes `flywheel rubric check`."""
-    from flywheel.cli import calibration
+    from flywheel.cli.rubric import calibration
 
     if out is not None and out.exists() and not force:
         raise ConfigError(f"write {out}", "it exists", "Name another file, or use --force.")
