@@ -57,7 +57,6 @@ async def main() -> None:
         if "agent" in told:
             agent = agent_of(told["agent"])
         else:
-            assert agent is not None
             answer = await agent.reply(UserMsg(name="user", content=told["ask"]))
             print(answer.get_text_content(), flush=True)
     tracing.shutdown()

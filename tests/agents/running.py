@@ -54,7 +54,6 @@ class Agents:
         return self._process.stdout.readline().strip()
 
     def _tell(self, what: Any) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
 
@@ -74,12 +73,10 @@ def agentscope(server: str, traces: str | None = None) -> Iterator[Agents]:
     watchdog.start()
     try:
         yield Agents(process)
-        assert process.stdin is not None
         process.stdin.close()
         assert process.wait() == 0
     finally:
         watchdog.cancel()
         process.kill()
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()

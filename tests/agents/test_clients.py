@@ -15,7 +15,8 @@ import pytest
 from flywheel.config import Config
 from tests.agents.running import EXAMPLES, environment, run
 from tests.agents.test_exact_prompts import CALLS, Json, Server, configuration, exported, server
-from tests.daemon.following import Following, status, until
+from tests.daemon.following import Following, status
+from tests.waiting import until
 
 __all__ = ["server"]
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.serving.client.replica_client import Replica
 from tests.agents.running import ROOT, agentscope, run
 from tests.agents.scripted_model import Recorder, ScriptedModel
-from tests.daemon.following import Following, status, until
+from tests.daemon.following import Following, status
+from tests.factories.config import make_config
 from tests.serving.fake_vllm import running, with_middleware
+from tests.waiting import until
 
 Json = dict[str, Any]
 
@@ -54,14 +56,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def configuration(directory: Path, server: Server, *sources: Json, **ingest: Any) -> Config:
-    raw = {
-        "state": {"dir": "state"},
-        "sources": list(sources),
-        "serving": {"urls": [server.url]},
-        "model": {"alias": "my-agent", "base": "tiny"},
-        "ingest": {"settle_seconds": 0.2, "poll_seconds": 0.2, **ingest},
-    }
-    return parse(raw, "test", directory)
+    return make_config(
+        directory,
+        sources=list(sources),
+        serving={"urls": [server.url]},
+        model={"alias": "my-agent", "base": "tiny"},
+        ingest={"settle_seconds": 0.2, "poll_seconds": 0.2, **ingest},
+    )
 
 
 def exported(config: Config) -> list[Json]:

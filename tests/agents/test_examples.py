@@ -6,33 +6,38 @@ import asyncio
 import importlib.util
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.agents.running import EXAMPLES, run
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.agents.test_exact_prompts import Server, configuration, exported, server
-from tests.daemon.following import Following, until
+from tests.daemon.following import Following
 from tests.serving.fake_vllm import running, with_middleware
+from tests.waiting import until
 
 __all__ = ["server"]
 
 
-def test_agentscope_calls_its_tool_and_sends_the_runtime_reminder() -> None:
+def sent_by(program: str, *questions: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """What a program prints, and what it sends."""
     sent = Recorder(with_middleware(ScriptedModel(), FLYWHEEL_ALIAS="my-agent"))
     with running(sent) as url:
-        said = run(EXAMPLES / "agentscope" / "agent.py", "What is 12 times 34?", "Thank you", server=url)
+        return run(EXAMPLES / program, *questions, server=url), sent.requests
+
+
+def test_agentscope_calls_its_tool_and_sends_the_runtime_reminder() -> None:
+    said, requests = sent_by("agentscope/agent.py", "What is 12 times 34?", "Thank you")
     assert said == ["The result is 408.", "You asked: Thank you"]
-    assert [len(request["messages"]) for request in sent.requests] == [3, 5, 7]
-    assert "<system-reminder>" in str(sent.requests[0]["messages"][2])
+    assert [len(request["messages"]) for request in requests] == [3, 5, 7]
+    assert "<system-reminder>" in str(requests[0]["messages"][2])
 
 
 def test_openai_client() -> None:
-    sent = Recorder(with_middleware(ScriptedModel(), FLYWHEEL_ALIAS="my-agent"))
-    with running(sent) as url:
-        said = run(EXAMPLES / "openai_client" / "chat.py", "Hello", "Who?", server=url)
+    said, requests = sent_by("openai_client/chat.py", "Hello", "Who?")
     assert said == ["You asked: Hello", "You asked: Who?"]
-    assert [len(request["messages"]) for request in sent.requests] == [2, 4]
+    assert [len(request["messages"]) for request in requests] == [2, 4]
 
 
 async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path) -> None:
@@ -43,11 +48,7 @@ async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path) -
         traces = f"http://127.0.0.1:{port}/v1/traces"
         program = EXAMPLES / "own_spans" / "chat.py"
         said = await asyncio.to_thread(run, program, "Hello", "Who?", server=server.url, traces=traces)
-
-        async def is_read() -> bool:
-            return len(exported(config)) == 2
-
-        await until(is_read, "two tasks")
+        await until(lambda: len(exported(config)) == 2, "two tasks")
     lines = exported(config)
     assert [line["answer"] for line in lines] == said == ["You asked: Hello", "You asked: Who?"]
     assert len({line["metadata"]["conversation_id"] for line in lines}) == 1
@@ -63,9 +64,5 @@ async def test_agents_of_other_frameworks(server: Server, tmp_path: Path, folder
     async with Following(config):
         program = EXAMPLES / folder / "agent.py"
         said = await asyncio.to_thread(run, program, "What is 12 times 34?", "And 5 by 6?", server=server.url)
-
-        async def is_read() -> bool:
-            return len(exported(config)) == 2
-
-        await until(is_read, "two tasks")
+        await until(lambda: len(exported(config)) == 2, "two tasks")
     assert [line["answer"] for line in exported(config)] == said == ["The result is 408.", "The result is 30."]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from flywheel.cli import app, main
-from flywheel.store.kernel.database import Store
+from tests.factories.config import write_config
+from tests.factories.judge_server import JudgeServer
+from tests.factories.state import write_state
+
+if TYPE_CHECKING:
+    from tests.cli.filter_bench import Bench
 
 for name in app.MODULES:
     # Commands are listed in the order in which their modules are imported, whatever a test module imports first.
@@ -41,12 +45,18 @@ def round_due(tmp_path: Path) -> None:
     """A state in which a round is due, in `state`."""
     from tests.daemon.rounds.test_rounds import put_tasks
 
-    async def fill() -> None:
-        store = await Store.open(tmp_path / "state")
-        await store.write(put_tasks, 6, 4)
-        await store.close()
+    write_state(tmp_path / "state", put_tasks, 6, 4)
 
-    asyncio.run(fill())
+
+@pytest.fixture
+def due_config(round_due: None, tmp_path: Path) -> Callable[..., Path]:
+    """Writes the configuration of a state in which a round is due."""
+
+    def write(**sections: Any) -> Path:
+        trigger = {"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1, **sections.pop("trigger", {})}
+        return write_config(tmp_path, sources=[], trigger=trigger, gate={"min_tasks": 2, "min_power": 0}, **sections)
+
+    return write
 
 
 @pytest.fixture
@@ -70,3 +80,12 @@ def flywheel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return Ran(code, out, err)
 
     return run
+
+
+@pytest.fixture
+def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
+    """A state to filter, whose judge accepts what says that it is good."""
+    from tests.cli.filter_bench import Bench, says
+
+    with JudgeServer(says) as judge:
+        yield Bench(flywheel, tmp_path, judge)

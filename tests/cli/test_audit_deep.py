@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cli.conftest import Run
+from tests.factories.config import write_config
+from tests.factories.state import execute
+from tests.factories.trace import write_lines
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, labels, renamed
 
 LINES = [{"task_id": f"line-{n}", "main_query": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(5)]
@@ -25,28 +29,11 @@ def studio(tmp_path: Path) -> Path:
 @pytest.fixture
 def ingested(flywheel: Run, studio: Path, tmp_path: Path) -> Path:
     """A configuration with a database and a file of lines, both read."""
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    config = tmp_path / "flywheel.yaml"
+    lines = write_lines(tmp_path / "lines.jsonl", *LINES)
     sources = [{"path": str(studio)}, {"type": "jsonl", "path": str(lines)}]
-    config.write_text(json.dumps({"state": {"dir": "home"}, "sources": sources}))
+    config = write_config(tmp_path, state={"dir": "home"}, sources=sources)
     assert flywheel("ingest", "-c", config).code == 0
     return config
-
-
-def change(path: Path, sql: str, *values: Any) -> int:
-    database = sqlite3.connect(path)
-    changed = database.execute(sql, values).rowcount
-    database.commit()
-    database.close()
-    return changed
-
-
-def one(path: Path, sql: str, *values: Any) -> tuple[Any, ...]:
-    database = sqlite3.connect(path)
-    found = database.execute(sql, values).fetchone()
-    database.close()
-    return tuple(found)
 
 
 def deep(flywheel: Run, config: Path, *, code: int) -> Any:
@@ -76,10 +63,11 @@ def test_what_was_just_read_agrees(flywheel: Run, tmp_path: Path, name: str) -> 
 
 def test_a_reply_that_the_ledger_has_lost_is_missing(flywheel: Run, ingested: Path, tmp_path: Path) -> None:
     state = tmp_path / "home" / "state.db"
-    span, task = one(state, "SELECT span_id, task_id FROM replies WHERE state = 'converted' AND source_id = 1")
-    change(state, "DELETE FROM replies WHERE span_id = ?", span)
-    change(state, "DELETE FROM tasks WHERE id = ?", task)
-    change(state, "DELETE FROM replies WHERE span_id = 'line-3'")
+    converted = "SELECT span_id, task_id FROM replies WHERE state = 'converted' AND source_id = 1"
+    span, task = execute(state, converted)[0]
+    execute(state, "DELETE FROM replies WHERE span_id = ?", span)
+    execute(state, "DELETE FROM tasks WHERE id = ?", task)
+    execute(state, "DELETE FROM replies WHERE span_id = 'line-3'")
     found = deep(flywheel, ingested, code=1)
     assert [source["missing"] for source in found["sources"]] == [1, 1]
     assert any(span in problem for problem in found["problems"])
@@ -111,12 +99,12 @@ def test_a_reply_that_was_changed_in_place_reads_otherwise_until_it_is_swept(
     flywheel: Run, ingested: Path, studio: Path
 ) -> None:
     span = next(entry["span_id"] for entry in labels("new_v2") if entry["answer"] and len(entry["answer"]) > 8)
-    (attributes,) = one(studio, "SELECT attributes FROM span_table WHERE spanId = ?", span)
+    [(attributes,)] = execute(studio, "SELECT attributes FROM span_table WHERE spanId = ?", span)
     answer = next(entry["answer"] for entry in labels("new_v2") if entry["span_id"] == span)
     spelled = json.dumps(answer)[1:-1]
     changed = attributes.replace(spelled, "Something else.").replace(json.dumps(spelled)[1:-1], "Something else.")
     assert changed != attributes
-    assert change(studio, "UPDATE span_table SET attributes = ? WHERE spanId = ?", changed, span) == 1
+    execute(studio, "UPDATE span_table SET attributes = ? WHERE spanId = ?", changed, span)
     found = deep(flywheel, ingested, code=1)
     assert found["sources"][0]["changed"] == 1
     assert any(span in problem for problem in found["problems"])
@@ -126,14 +114,14 @@ def test_a_reply_that_was_changed_in_place_reads_otherwise_until_it_is_swept(
 
 def test_a_deleted_conversation_is_told_and_is_no_problem(flywheel: Run, ingested: Path, studio: Path) -> None:
     entry = next(entry for entry in labels("new_v2") if entry["answer"])
-    (conversation,) = one(studio, "SELECT conversationId FROM span_table WHERE spanId = ?", entry["span_id"])
-    (spans,) = one(
+    [(conversation,)] = execute(studio, "SELECT conversationId FROM span_table WHERE spanId = ?", entry["span_id"])
+    [(spans,)] = execute(
         studio,
         "SELECT count(*) FROM span_table WHERE operationName = 'invoke_agent' AND traceId IN "
         "(SELECT traceId FROM span_table WHERE conversationId = ?)",
         conversation,
     )
-    change(
+    execute(
         studio,
         "DELETE FROM span_table WHERE traceId IN (SELECT traceId FROM span_table WHERE conversationId = ?)",
         conversation,
@@ -159,12 +147,12 @@ def test_an_open_trace_and_a_replaced_file_are_waited_for(flywheel: Run, ingeste
     ended = {"endTimeUnixNano": str(time.time_ns())}
     Studio(studio).write(agent("child", parent="not-there-yet", trace="open") | ended)
     assert flywheel("ingest", "-c", ingested).code == 0
-    change(studio, "UPDATE span_table SET attributes = '{}' WHERE id = 'child'")
+    execute(studio, "UPDATE span_table SET attributes = '{}' WHERE id = 'child'")
     deep(flywheel, ingested, code=0)
     # A copy that was put back is read as a whole by the next pass, which finds what was changed in it.
     studio.rename(studio.with_name("older"))
     shutil.copy(studio.with_name("older"), studio)
-    change(studio, "UPDATE span_table SET attributes = '{}'")
+    execute(studio, "UPDATE span_table SET attributes = '{}'")
     found = deep(flywheel, ingested, code=0)["sources"][0]
     assert found["in_ledger"] > 0
     studio.unlink()
@@ -174,10 +162,10 @@ def test_an_open_trace_and_a_replaced_file_are_waited_for(flywheel: Run, ingeste
     assert found["gone"] > 0
 
 
-def test_other_settings_are_no_change_of_the_source(flywheel: Run, ingested: Path) -> None:
-    settings = json.loads(ingested.read_text())
+def test_other_settings_are_no_change_of_the_source(flywheel: Run, ingested: Path, tmp_path: Path) -> None:
     name = next(entry["agent"] for entry in labels("new_v2") if entry["answer"])
-    ingested.write_text(json.dumps(settings | {"ingest": {"agents": {"exclude": [name]}}}))
+    settings = yaml.safe_load(ingested.read_text())
+    write_config(tmp_path, **settings, ingest={"agents": {"exclude": [name]}})
     found = deep(flywheel, ingested, code=0)["sources"][0]
     assert found["extracted_differently"] > 0
     assert found["changed"] == 0
@@ -246,13 +234,9 @@ def test_a_long_database_is_compared_in_pages(flywheel: Run, studio: Path, tmp_p
 
 def test_rows_that_cannot_be_read_agree_whatever_their_trace_is_called(flywheel: Run, studio: Path) -> None:
     """Two of them have names too long to be shown, and differ at their ends alone."""
-    database = sqlite3.connect(studio)
-    ids = [row[0] for row in database.execute("SELECT id FROM span_table ORDER BY rowid LIMIT 3")]
+    ids = [row[0] for row in execute(studio, "SELECT id FROM span_table ORDER BY rowid LIMIT 3")]
     for end, span in zip(("", "x" * 3000 + "1", "x" * 3000 + "2"), ids, strict=True):
-        trace = f"{span}{end}"
-        database.execute("UPDATE span_table SET attributes = '{', traceId = ? WHERE id = ?", (trace, span))
-    database.commit()
-    database.close()
+        execute(studio, "UPDATE span_table SET attributes = '{', traceId = ? WHERE id = ?", f"{span}{end}", span)
     read = flywheel("ingest", "--source", studio, "--json").json["sources"][0]
     assert read["dead"] == 3
     ran = flywheel("audit", "--deep", "--source", studio, "--json")

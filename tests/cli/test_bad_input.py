@@ -14,6 +14,7 @@ import pytest
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import execute
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
 
@@ -37,9 +38,7 @@ def make_bad(kind: str, path: Path) -> None:
     elif kind == "not SQLite":
         path.write_bytes(b"a text file, and not a short one " * 100)
     elif kind == "not Studio":
-        with sqlite3.connect(path) as conn:
-            conn.execute("CREATE TABLE songs (title)")
-        conn.close()
+        execute(path, "CREATE TABLE songs (title)")
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "directory", "not SQLite", "not Studio"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,10 @@ import pytest
 from flywheel.cli.app import this_person
 from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Ran, Run
+from tests.factories.config import write_chain, write_config, write_rubric
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import execute
+from tests.factories.trace import write_lines
 from tests.sources.studio.writer import Studio, agent
 
 BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}
@@ -29,9 +31,7 @@ def studio(tmp_path: Path) -> Studio:
 
 
 def correct(studio: Studio) -> None:
-    with sqlite3.connect(studio.path) as conn:
-        conn.execute("UPDATE span_table SET attributes = ? WHERE spanId = 'bad'", (agent("bad")["attributes"],))
-    conn.close()
+    execute(studio.path, "UPDATE span_table SET attributes = ? WHERE spanId = 'bad'", agent("bad")["attributes"])
 
 
 def letters(flywheel: Run, *more: str) -> Any:
@@ -66,12 +66,8 @@ def test_a_row_that_cannot_be_read_is_shown(flywheel: Run, studio: Studio, monke
     whole = succeeded(flywheel("dead-letters", "show", "1")).out
     assert all(text in whole for text in ("dead letter 1: row bad", str(studio.path), "failed 1 time,", "{broken"))
     [letter] = letters(flywheel, "show", "1")["letters"]
-    assert (letter["subject"], letter["state"], letter["attempts"], letter["excerpt"]) == (
-        "bad",
-        "open",
-        1,
-        "{broken",
-    )
+    about = {"subject": "bad", "state": "open", "attempts": 1, "excerpt": "{broken"}
+    assert about.items() <= letter.items()
     assert [entry["state"] for entry in letter["history"]] == ["open"]
     assert flywheel("status", "--json").json["dead_letters"] == 1
     assert balanced(flywheel) == {"pending": 2, "dead": 1}
@@ -147,25 +143,20 @@ def judge() -> Iterator[JudgeServer]:
 def test_a_task_that_a_filter_broke_on_is_judged_after_a_retry(
     flywheel: Run, tmp_path: Path, judge: JudgeServer
 ) -> None:
-    (tmp_path / "flywheel.yaml").write_text(
-        "sources: [{type: jsonl, path: tasks.jsonl}]\nstate: {dir: state}\n"
-        f"judge: {{base_url: '{judge.base_url}', model: judge}}\nfilter: {{rubric: rubric.yaml, chain: chain.yaml}}\n"
+    write_config(
+        tmp_path,
+        sources=[{"type": "jsonl", "path": "tasks.jsonl"}],
+        judge={"base_url": judge.base_url, "model": "judge"},
+        filter={"rubric": "rubric.yaml", "chain": "chain.yaml"},
     )
-    (tmp_path / "rubric.yaml").write_text(
-        "id: test\ncriteria:\n  - {id: good, value: It is right., required: true}\n"
-    )
-    (tmp_path / "chain.yaml").write_text(
-        "id: c\nfilters:\n  - {type: python, params: {path: mine.py}}\n  - {type: llm_evaluate}\n"
-    )
+    write_rubric(tmp_path)
+    write_chain(tmp_path, {"type": "python", "params": {"path": "mine.py"}}, {"type": "llm_evaluate"})
     (tmp_path / "mine.py").write_text(
         "def keep(task):\n    if task['main_query'] == 'q1':\n        raise ValueError('broken')\n"
         "    return True, ''\n"
     )
-    (tmp_path / "tasks.jsonl").write_text(
-        "".join(
-            json.dumps({"question": f"q{number}", "answer": "a", "task_id": f"t{number}"}) + "\n" for number in (0, 1)
-        )
-    )
+    lines = ({"question": f"q{number}", "answer": "a", "task_id": f"t{number}"} for number in (0, 1))
+    write_lines(tmp_path / "tasks.jsonl", *lines)
     assert flywheel("filter", "--json").json["dead"] == 1
     [letter] = letters(flywheel)["letters"]
     assert (letter["kind"], letter["subject"], letter["source"]) == ("task", "t1", "")

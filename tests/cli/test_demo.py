@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx2
@@ -15,6 +14,8 @@ import pytest
 
 from flywheel.errors import EXIT_FAILED
 from scripts import demo_replies
+from tests.waiting import wait_for
+from tests.web.test_run_web import address_in
 
 WAIT_SECONDS = 300
 DEMO = [sys.executable, "-m", "flywheel", "demo"]
@@ -51,15 +52,11 @@ def test_the_pages_are_served_until_a_signal_and_nothing_is_left(tmp_path: Path,
     with log.open("wb") as output:
         process = subprocess.Popen(DEMO, env=environment, stdout=output, stderr=output)
     try:
-        until = time.monotonic() + WAIT_SECONDS
-        while (found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())) is None:
-            assert process.poll() is None and time.monotonic() < until, log.read_text()
-            time.sleep(0.1)
-        page = httpx2.get(found[0], timeout=WAIT_SECONDS).text
+        found = wait_for(lambda: address_in(log) or process.poll() is not None, "the address of the pages")
+        assert process.poll() is None, log.read_text()
+        page = httpx2.get(found, timeout=WAIT_SECONDS).text
         assert "demo-agent@r0001" in page
-        while not (tmp_path / "opened").exists():
-            assert time.monotonic() < until, "the browser was not started"
-            time.sleep(0.1)
+        wait_for((tmp_path / "opened").exists, "the browser to be started")
         process.send_signal(number)
         # It says that Ctrl-C stops it: that is no failure.
         expected = 0 if number == signal.SIGINT else 128 + number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -18,47 +16,31 @@ import pytest
 from prometheus_client.samples import Sample
 
 from flywheel.store import deployments
-from flywheel.store.kernel.database import Store
 from flywheel.system.lock import instance_lock
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
 from tests.conftest import free_port
-from tests.daemon.test_deployer import put_adapter
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
+from tests.daemon.conftest import server
+from tests.factories.config import base_model, write_config
+from tests.factories.round import put_deployment, put_trained
+from tests.factories.state import read_state, write_state
+from tests.serving.fake_vllm import BASE, FakeVllm
 from tests.waiting import wait_for
 
-
-@pytest.fixture
-def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = FakeVllm({BASE: PROBE.second.base})
-    with replica(app) as url:
-        yield app, url
+__all__ = ["server"]
 
 
 @pytest.fixture
 def config(tmp_path: Path, server: tuple[FakeVllm, str]) -> Path:
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
-        f"sources: []\nstate: {{dir: state}}\nmodel: {{base: {BASE}, alias: agent}}\n"
-        f"serving: {{urls: ['{server[1]}'], drain_seconds: 0}}\n"
-    )
-    return path
+    serving = {"urls": [server[1]], "drain_seconds": 0}
+    return write_config(tmp_path, sources=[], model={"base": BASE, "alias": "agent"}, serving=serving)
 
 
 @pytest.fixture
 def two_adapters(tmp_path: Path, server: tuple[FakeVllm, str]) -> None:
-    async def fill() -> None:
-        store = await Store.open(tmp_path / "state")
-        for number in (1, 2):
-            path = tmp_path / f"r{number:04d}"
-            path.mkdir()
-            (path / "weights").write_text(str(number))
-            server[0].weights[str(path)] = PROBE.second.adapter
-            await store.write(put_adapter, number, path)
-        await store.close()
-
-    asyncio.run(fill())
+    for number in (1, 2):
+        write_state(tmp_path / "state", put_trained, number, tmp_path / f"r{number:04d}", server[0])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +88,7 @@ def test_status_says_what_each_server_serves_and_what_is_wrong(
 ) -> None:
     url = server[1]
     gone = "http://127.0.0.1:9"
-    config.write_text(config.read_text().replace(f"['{url}']", f"['{url}', '{gone}']"))
+    config.write_text(config.read_text().replace(f"- {url}", f"- {url}\n  - {gone}"))
     state = flywheel("status", "--json", "-c", config).json
     not_pulled = {"condition": "", "error": "", "calls": 0, "missed": 0, "dropped": 0}
     unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None, "calls": not_pulled}
@@ -161,14 +143,8 @@ def test_a_deploy_that_is_stopped_takes_back_what_it_did(
     assert f"{number.name} stopped it" in err
     assert "Traceback" not in err
     assert app.loaded == {}, "what was loaded is unloaded"
-
-    async def states() -> list[str]:
-        store = await Store.open(config.parent / "state")
-        found = await store.read(deployments.history, "agent", 9)
-        await store.close()
-        return [row.state for row in found]
-
-    assert asyncio.run(states()) == ["failed"]
+    [failed] = read_state(config.parent / "state", deployments.history, "agent", 9)
+    assert failed.state == "failed"
 
 
 @pytest.mark.slow
@@ -196,22 +172,13 @@ def test_serve_asks_the_state_what_is_deployed(
     flywheel: Run, tmp_path: Path, two_adapters: None, monkeypatch: pytest.MonkeyPatch, is_deployed: bool
 ) -> None:
     """Where the server's own file is missing: it has another port now, or another machine."""
-
-    async def deploy() -> None:
-        store = await Store.open(tmp_path / "state")
-        number = await store.write(deployments.request, "agent", [], "r0002", "test")
-        await store.write(deployments.activate, number, "agent", {})
-        await store.close()
-
     if is_deployed:
-        asyncio.run(deploy())
+        write_state(tmp_path / "state", put_deployment, "r0002")
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text("{}")
-    model = f"model: {{base: {tmp_path}/tiny, alias: agent}}"
-    (tmp_path / "own.yaml").write_text(f"state: {{dir: state}}\n{model}\nserving: {{port: {free_port()}}}\n")
-    assert flywheel("serve", "-c", "own.yaml").code == 0
+    model = {"base": base_model(tmp_path), "alias": "agent"}
+    own = write_config(tmp_path, name="own.yaml", model=model, serving={"port": free_port()})
+    assert flywheel("serve", "-c", own).code == 0
     told = json.loads(started[0]["FLYWHEEL_WAITING_ALIASES"])
     assert told == (
         {"agent": "agent@r0002 is deployed, and this server has not served it yet"} if is_deployed else {}

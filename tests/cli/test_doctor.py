@@ -7,11 +7,9 @@ import json
 import os
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import execute
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
@@ -101,8 +100,7 @@ def everything(folder: Path) -> dict[str, tuple[object, ...]]:
 
 @pytest.mark.parametrize("with_state", [False, True])
 def test_nothing_is_changed(bench: Bench, with_state: bool) -> None:
-    with closing(sqlite3.connect(bench.folder / "studio.sqlite")) as conn:
-        conn.execute("PRAGMA journal_mode = WAL")
+    execute(bench.folder / "studio.sqlite", "PRAGMA journal_mode = WAL")
     bench()
     if with_state:
         assert bench.run("ingest").code == 0
@@ -171,8 +169,7 @@ def test_a_state_of_another_version(bench: Bench) -> None:
     bench()
     assert bench.run("ingest").code == 0
     assert "schema version" in bench()["state"]["found"]
-    with closing(sqlite3.connect(bench.folder / "state" / "state.db")) as conn, conn:
-        conn.execute("UPDATE meta SET value = 99 WHERE key = 'schema_version'")
+    execute(bench.folder / "state" / "state.db", "UPDATE meta SET value = 99 WHERE key = 'schema_version'")
     assert_failed(bench()["state"], "version 99", "Upgrade Flywheel")
 
 
@@ -197,8 +194,7 @@ def test_a_source_that_cannot_be_read(bench: Bench, content: bytes | None, words
 
 
 def test_a_source_with_nothing_in_it(bench: Bench) -> None:
-    with closing(sqlite3.connect(bench.folder / "studio.sqlite")) as conn, conn:
-        conn.execute("DELETE FROM span_table")
+    execute(bench.folder / "studio.sqlite", "DELETE FROM span_table")
     assert_failed(bench()["source"], "nothing is in it yet", result="warning")
     assert_failed(bench(sources=[])["source"], "no source is configured", result="warning")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flywheel.cli.doctor import Finding, Result, data
 from flywheel.cli.doctor.data import check_recordings
@@ -13,8 +14,9 @@ from flywheel.config import Config
 from flywheel.records.states import Split
 from flywheel.records.trace import Reply
 from flywheel.store.kernel.database import Store
-from tests.daemon.rounds.test_planner import RUBRIC, made
-from tests.daemon.rounds.test_round_tasks import asked, changed, judged
+from tests.daemon.rounds.test_planner import made
+from tests.daemon.rounds.test_round_tasks import asked, judged
+from tests.factories.config import BOXED_RUBRIC
 from tests.factories.trace import replies_on, reply
 from tests.training.recorded.recordings import ADD, call, steps, tool
 
@@ -56,7 +58,7 @@ async def test_the_expected_hit_rate_is_told_by_tool(tmp_path: Path, store: Stor
 
 
 async def test_repeated_questions_are_the_better_estimate(tmp_path: Path, store: Store) -> None:
-    one, same = (changed(each, query="What is 1 plus 2?") for each in asked(Split.TRAIN, "3", "3"))
+    one, same = (replace(each, query="What is 1 plus 2?") for each in asked(Split.TRAIN, "3", "3"))
     finding = await found(store, parsing(tmp_path), one, same)
     assert "expected hit rate 100% (add 100%), estimated from 2 calls that other replies to the same" in finding.text
 
@@ -141,6 +143,6 @@ async def test_the_sample_is_of_the_newest_and_bounded(
 
 async def test_a_wrong_chain_fails_the_check(tmp_path: Path, store: Store) -> None:
     (tmp_path / "chain.yaml").write_text("no chain")
-    wrong = parsing(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(tmp_path / "chain.yaml")})
+    wrong = parsing(tmp_path, filter={"rubric": str(BOXED_RUBRIC), "chain": str(tmp_path / "chain.yaml")})
     finding = await found(store, wrong, called(1, a=1))
     assert (finding.result, finding.is_file) == (Result.FAILED, True)

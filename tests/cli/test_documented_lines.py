@@ -16,7 +16,6 @@ def lines(page: str, after: str) -> str:
     """The block of lines that follows these words on a page."""
     rest = (DOCS / page).read_text().split(after)[1]
     block = re.search(r"(?:^ {4}\{.*\n)+", rest, re.MULTILINE)
-    assert block is not None
     return re.sub(r"^ {4}", "", block[0], flags=re.MULTILINE)
 
 

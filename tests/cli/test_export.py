@@ -14,10 +14,10 @@ from sqlalchemy import Connection, select
 
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import task_list
 from tests.cli.conftest import Run
+from tests.factories.state import open_state, write_state
 from tests.training.data.formats.filling import (
     Judged,
     add_verdict,
@@ -94,21 +94,13 @@ def test_the_report_counts_what_was_left_out(flywheel: Run, home: Path) -> None:
 def test_the_score_is_of_the_verdict_that_decided(flywheel: Run, tmp_path: Path) -> None:
     asyncio.run(fill(tmp_path / "home", [good(reply(1), 0.75), bad(reply(2), 0.125), Judged(reply(3), score=None)]))
 
-    async def judge_again() -> list[task_list.ExportedTask]:
-        store = await Store.open(tmp_path / "home")
+    def judge_again(conn: Connection) -> list[task_list.ExportedTask]:
+        # Another rubric rejected the first task before the old rubric came back.
+        add_verdict(conn, 1, Outcome.REJECTED, 0.0, "another rubric")
+        add_verdict(conn, 2, Outcome.UNDECIDED, None, "another rubric")
+        return task_list.with_verdicts(conn, [3, 1, 2, 99])
 
-        def again(conn: Connection) -> list[task_list.ExportedTask]:
-            # Another rubric rejected the first task before the old rubric came back.
-            add_verdict(conn, 1, Outcome.REJECTED, 0.0, "another rubric")
-            add_verdict(conn, 2, Outcome.UNDECIDED, None, "another rubric")
-            return task_list.with_verdicts(conn, [3, 1, 2, 99])
-
-        try:
-            return await store.write(again)
-        finally:
-            await store.close()
-
-    found = asyncio.run(judge_again())
+    found = write_state(tmp_path / "home", judge_again)
     assert [(one.id, one.outcome, one.score) for one in found] == [
         (3, None, None),
         (1, Outcome.ACCEPTED, 0.75),
@@ -263,12 +255,9 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(home: Path) -> None:
 
 def test_the_export_keeps_out_of_a_running_writers_way(flywheel: Run, home: Path) -> None:
     async def beside() -> int:
-        store = await Store.open(home)
-        try:
+        async with open_state(home) as store:
             ran = await asyncio.to_thread(flywheel, "export", "--format", "agentjet", "--json")
             assert ran.code == 0, ran.err
             return len(await store.read(lambda conn: conn.execute(select(tasks.c.id)).all()))
-        finally:
-            await store.close()
 
     assert asyncio.run(beside()) == 12 + len(TaskState)

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,10 @@ import yaml
 
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests import warm
-from tests.cli.conftest import Run
-from tests.cli.filter_bench import CRITERIA, Bench, says
-from tests.factories.judge_server import JudgeServer
+from tests.cli.filter_bench import CRITERIA, Bench
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "good, without a box"
 PRICES = {"input_per_million": 1000.0, "output_per_million": 5000.0, "currency": "EUR"}
-
-
-@pytest.fixture
-def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
-    with JudgeServer(verdict=says) as judge:
-        yield Bench(flywheel, tmp_path, judge)
 
 
 def changed(**values: dict[str, Any]) -> list[dict[str, Any]]:

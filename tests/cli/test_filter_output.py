@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import re
+from types import SimpleNamespace
 
 import pytest
 
+from flywheel.cli import progress_bars
+from flywheel.cli.progress_bars import of_tasks
 from flywheel.errors import EXIT_FAILED
-from tests.cli.conftest import Run
-from tests.cli.filter_bench import Bench, says
+from tests.cli.filter_bench import Bench
 from tests.cli.terminal import in_terminal
-from tests.factories.judge_server import JudgeServer
 
 GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
-
-
-@pytest.fixture
-def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
-    with JudgeServer(verdict=says) as judge:
-        yield Bench(flywheel, tmp_path, judge)
 
 
 def test_a_terminal_gets_one_line_of_progress_and_the_totals(bench: Bench) -> None:
@@ -64,3 +58,38 @@ def test_an_unreachable_judge_promises_no_retry_that_nobody_makes(bench: Bench, 
     ran = bench("filter", *arguments)
     assert ran.code != 0
     assert "retried automatically" not in ran.out + ran.err
+
+
+def test_a_line_says_how_far_how_fast_and_how_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    with of_tasks("judging", 3_000) as step:
+        step()
+        step()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"(judging: [12] of 3,000, [\d,.]+/(s|min), [\w ]+ left\n){2}", err)
+
+
+def test_lines_are_rare_and_a_quiet_one_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with of_tasks("judging", 3) as step:
+        step()
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    with of_tasks("judging", 3, quiet=True) as step:
+        step()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0001, "10,000/s"), (0.4, "2.5/s"), (2.0, "30/min")])
+def test_rates_have_as_many_figures_as_they_are_worth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, told: str
+) -> None:
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    clock = iter((0.0, seconds))
+    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with of_tasks("judging", 3) as step:
+        step()
+    assert f", {told}, " in capsys.readouterr().err

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run
-from tests.cli.filter_bench import CRITERIA, Bench, says
-from tests.factories.judge_server import JudgeServer
+from tests.cli.filter_bench import CRITERIA, Bench
+from tests.factories.state import execute
 
 GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
-
-
-@pytest.fixture
-def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
-    with JudgeServer(verdict=says) as judge:
-        yield Bench(flywheel, tmp_path, judge)
 
 
 def changed(**values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -33,17 +23,11 @@ def outcomes(ran: Any) -> dict[str, str]:
 
 
 def states(bench: Bench) -> Counter[str]:
-    database = sqlite3.connect(bench.folder / "state" / "state.db")
-    found = Counter(row[0] for row in database.execute("SELECT state FROM tasks"))
-    database.close()
-    return found
+    return Counter(row[0] for row in change(bench, "SELECT state FROM tasks"))
 
 
-def change(bench: Bench, sql: str, *values: Any) -> None:
-    database = sqlite3.connect(bench.folder / "state" / "state.db")
-    with database:
-        database.execute(sql, values)
-    database.close()
+def change(bench: Bench, sql: str, *values: Any) -> list[Any]:
+    return execute(bench.folder / "state" / "state.db", sql, *values)
 
 
 def test_a_new_threshold_needs_no_call_and_flips_verdicts(bench: Bench) -> None:
@@ -173,9 +157,7 @@ def as_it_was(stored: Any) -> Any:
 def test_verdicts_from_before_opinions_had_names_hold_for_their_own_rubric_alone(bench: Bench) -> None:
     bench.lines(GOOD)
     bench.filter()
-    with sqlite3.connect(bench.folder / "state" / "state.db") as database:
-        columns = database.execute("SELECT results, judgements FROM verdicts").fetchone()
-    database.close()
+    [columns] = change(bench, "SELECT results, judgements FROM verdicts")
     old = [json.dumps(as_it_was(json.loads(text))) for text in columns]
     change(bench, "UPDATE verdicts SET results = ?, judgements = ?", *old)
     change(bench, "UPDATE tasks SET state = 'pending'")

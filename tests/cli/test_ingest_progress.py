@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from flywheel.cli import progress_bars
-from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
+from tests.factories.config import make_config, write_config
 from tests.sources.studio.writer import empty_like, renamed
 
 SPANS = 10_000
@@ -39,10 +39,7 @@ def config(tmp_path: Path) -> Path:
     """A configuration with one long source and a short one."""
     grow(empty_like("new_v2", tmp_path / "long.sqlite"), SPANS)
     grow(empty_like("new_v2", tmp_path / "short.sqlite"), 1)
-    file = tmp_path / "flywheel.yaml"
-    sources = [{"path": "long.sqlite"}, {"path": "short.sqlite"}]
-    file.write_text(json.dumps({"state": {"dir": "home"}, "sources": sources}))
-    return file
+    return write_config(tmp_path, sources=[{"path": "long.sqlite"}, {"path": "short.sqlite"}])
 
 
 @pytest.mark.slow
@@ -89,11 +86,10 @@ def test_a_short_ingestion_says_nothing(flywheel: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path) -> None:
+async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path, store: Store) -> None:
     path = empty_like("new_v2", tmp_path / "database.sqlite")
     first = grow(path, 5_000)
-    config = parse({"state": {"dir": "home"}, "sources": [{"path": str(path)}]}, "the test's", tmp_path)
-    store = await Store.open(config.state_dir)
+    config = make_config(tmp_path, sources=[{"path": str(path)}])
     ingestion = Ingestion(store, config)
     (source,) = ingestion.sources()
     try:
@@ -108,4 +104,3 @@ async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path) -> Non
         assert (source.connector.progress.read, source.connector.progress.in_all) == (first + second, first + second)
     finally:
         await ingestion.close()
-        await store.close()

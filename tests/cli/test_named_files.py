@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run
+from tests.factories.state import execute
 
 
 @contextmanager
@@ -80,8 +80,7 @@ def test_a_configured_rubric_that_is_missing_is_a_setting(flywheel: Run, tmp_pat
 )
 def test_a_state_of_another_version_says_what_helps(flywheel: Run, tmp_path: Path, change: str, remedy: str) -> None:
     assert flywheel("ingest", "-c", sourceless(tmp_path)).code == 0
-    with closing(sqlite3.connect(tmp_path / "state" / "state.db")) as conn, conn:
-        conn.execute(change)
+    execute(tmp_path / "state" / "state.db", change)
     ran = flywheel("status", "-c", sourceless(tmp_path))
     assert ran.code == 1
     assert remedy in ran.err

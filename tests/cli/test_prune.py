@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from dataclasses import replace
@@ -11,28 +10,21 @@ from pathlib import Path
 import pytest
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
-from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
 from tests.daemon.rounds.test_retention import LONG_AGO, lay_out, put
+from tests.factories.config import write_config
+from tests.factories.state import write_state
 from tests.serving.fake_vllm import FakeVllm
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """Of a state with two rounds of long ago that were never deployed."""
-
-    async def fill() -> None:
-        store = await Store.open(tmp_path / "state")
-        for number in (1, 2):
-            directory = tmp_path / "state" / "rounds" / f"r{number:04d}"
-            lay_out(directory, FakeVllm(), adapter=True)
-            await store.write(put, directory, number, adapter=True, finished_at=LONG_AGO)
-        await store.close()
-
-    asyncio.run(fill())
-    path = tmp_path / "flywheel.yaml"
-    path.write_text("state: {dir: state}\nsources: []\n")
-    return path
+    for number in (1, 2):
+        directory = tmp_path / "state" / "rounds" / f"r{number:04d}"
+        lay_out(directory, FakeVllm(), adapter=True)
+        write_state(tmp_path / "state", put, directory, number, adapter=True, finished_at=LONG_AGO)
+    return write_config(tmp_path, sources=[])
 
 
 def test_a_dry_run_says_what_would_go_and_removes_nothing(flywheel: Run, config: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,19 +24,16 @@ from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
 from flywheel.store.kernel.database import read_once
 from tests.cli.conftest import Run
-from tests.cli.test_documented_json import PAGE, compare
-from tests.cli.test_documented_json import parsed as parsed_shape
+from tests.cli.test_documented_json import compare, documented
 from tests.cli.test_metrics import by, parsed
 from tests.cli.test_rollouts import STEPS, rollout
 from tests.cli.test_terminal_escapes import COMMANDS, EVIL
+from tests.daemon.rounds.workers import REFUSES, works
 from tests.waiting import wait_for
 
 PYTHON = sys.executable
-REFUSES = (
-    '#!/bin/sh\necho \'{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
-)
-"""A worker that trains nothing."""
 SECONDS = 120
+DAEMON = {"round_attempts": 1, "failed_round_wait_seconds": 600}
 HALFWAY = (
     '{"phase": "training", "step": 2, "steps": 5, "rollouts": 40, "rollouts_planned": 64, "reward_first": 0.25,'
     ' "reward": 0.5, "tokens_per_second": 812.0, "seconds_left": 125.0, "paused": "", "updated_at": "2026-01-01"}'
@@ -44,36 +42,32 @@ TOLD = "training, step 3 of 5, 40 of 64 rollouts, reward 0.500, 812 tokens/s, ab
 
 
 @pytest.fixture
-def config(round_due: None, tmp_path: Path) -> Path:
-    """Of a state in which a round is due."""
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
-        "state: {dir: state}\nsources: []\n"
-        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\ngate: {min_tasks: 2, min_power: 0}\n"
-        "daemon: {round_attempts: 1, failed_round_wait_seconds: 600}\n"
-    )
-    return path
+def config(due_config: Callable[..., Path]) -> Path:
+    return due_config(daemon=DAEMON)
+
+
+Work = Callable[[str], None]
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What runs in the worker's place; it fails until it is told otherwise."""
-    path = tmp_path / "worker"
-    path.write_text("#!/bin/sh\necho out of memory\nexit 1\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(path))
-    return path
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    """Says what runs in the worker's place; it fails until then."""
+    work = partial(works, tmp_path, monkeypatch)
+    work("echo out of memory; exit 1")
+    return work
 
 
-def test_run_once_fails_with_its_round_and_tries_no_other(flywheel: Run, config: Path, worker: Path) -> None:
-    config.write_text(config.read_text().replace("600", "0"))
+def test_run_once_fails_with_its_round_and_tries_no_other(
+    flywheel: Run, due_config: Callable[..., Path], work: Work
+) -> None:
+    config = due_config(daemon={**DAEMON, "failed_round_wait_seconds": 0})
     ran = flywheel("run", "--once", "-c", config)
     assert ran.code == 1
     assert "r0001 failed: cannot finish r0001: its worker died with exit code 1 (out of memory)" in ran.err
     assert len(flywheel("status", "--json", "-c", config).json["rounds"]) == 1
 
 
-def test_a_round_after_a_failed_one_says_what_it_waits_for(flywheel: Run, config: Path, worker: Path) -> None:
+def test_a_round_after_a_failed_one_says_what_it_waits_for(flywheel: Run, config: Path, work: Work) -> None:
     assert flywheel("run", "--once", "-c", config).code == 1
     assert flywheel("run", "--once", "-c", config).code == 0, "nothing was due, so nothing failed"
     ran = flywheel("round", "-c", config)
@@ -84,28 +78,21 @@ def test_a_round_after_a_failed_one_says_what_it_waits_for(flywheel: Run, config
 
 
 def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
-    flywheel: Run, config: Path, worker: Path
+    flywheel: Run, config: Path, work: Work
 ) -> None:
-    worker.write_text(
-        "#!/bin/sh\n"
-        'echo \'{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
-        "kill -TERM $PPID; exec sleep 600\n"
-    )
+    work(f"{REFUSES}; kill -TERM $PPID; exec sleep 600")
     assert flywheel("round", "-c", config).code == 143
-    worker.write_text(worker.read_text().partition("kill")[0])
+    work(REFUSES)
     ran = flywheel("round", "-c", config, "--json")
     assert ran.code == 0
     assert (ran.json["round"], ran.json["state"], ran.json["attempt"]) == ("r0001", "rejected", 1)
 
 
-def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, worker: Path) -> None:
-    worker.write_text(
-        "#!/bin/sh\n"
-        'echo \'{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}\' > "$3/metrics.jsonl"\n'
-        'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}\' >> '
-        '"$3/metrics.jsonl"\n'
-        'echo \'{"round_id": "debug", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
-    )
+def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, work: Work) -> None:
+    first = '{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}'
+    second = '{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
+    refused = '{"round_id": "debug", "outcome": "refused", "reason": "no spread"}'
+    work(f"printf '%s\\n' '{first}' '{second}' > $3/metrics.jsonl; echo '{refused}' > $3/result.json")
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
     assert (
@@ -114,15 +101,14 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
 
 
 DEBUG = (
-    "#!/bin/sh\n"
     'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
     'cp rollouts.jsonl "$3/rollouts.jsonl"\n'
     'echo \'{"round_id": "debug", "outcome": "debug", "reason": "1 of 1 groups"}\' > "$3/result.json"\n'
 )
 
 
-def test_a_debug_round_ends_with_a_table(flywheel: Run, config: Path, worker: Path, tmp_path: Path) -> None:
-    worker.write_text(DEBUG)
+def test_a_debug_round_ends_with_a_table(flywheel: Run, config: Path, work: Work, tmp_path: Path) -> None:
+    work(DEBUG)
     undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge\nwas away\x1b", answer="")
     lines = [rollout(steps=STEPS, answer=f"eight {EVIL}"), undecided]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -140,23 +126,20 @@ def test_a_debug_round_ends_with_a_table(flywheel: Run, config: Path, worker: Pa
         (0.25, ["right"], 2),
         (None, [], 0),
     ]
-    found = re.search(r"with `--debug` `(\{[^`]*\})`", PAGE)
-    assert found is not None
-    compare(report, parsed_shape(found[1]), "round --debug")
+    compare(report, documented("round"), "round --debug")
 
 
 @pytest.fixture
-def scarce(config: Path) -> Path:
+def scarce(due_config: Callable[..., Path]) -> Path:
     """The same with six samples, where a round needs forty."""
-    config.write_text(config.read_text().replace("min_samples: 4", "min_samples: 40"))
-    return config
+    return due_config(daemon=DAEMON, trigger={"min_samples": 40})
 
 
 SHORTAGE = "6 of 40 samples are free: a round with so few samples learns little"
 
 
 def test_a_forced_round_with_too_few_samples_is_not_started_where_nobody_can_be_asked(
-    flywheel: Run, scarce: Path, worker: Path, monkeypatch: pytest.MonkeyPatch
+    flywheel: Run, scarce: Path, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     ran = flywheel("round", "--force", "-c", scarce)
@@ -166,8 +149,8 @@ def test_a_forced_round_with_too_few_samples_is_not_started_where_nobody_can_be_
     assert flywheel("status", "--json", "-c", scarce).json["rounds"] == []
 
 
-def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, scarce: Path, worker: Path) -> None:
-    worker.write_text(REFUSES)
+def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, scarce: Path, work: Work) -> None:
+    work(REFUSES)
     ran = flywheel("round", "--force", "--yes", "--json", "-c", scarce)
     assert SHORTAGE in ran.err
     assert (ran.code, ran.json["state"]) == (0, "rejected")
@@ -175,9 +158,9 @@ def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, sc
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1)])
 def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
-    flywheel: Run, scarce: Path, worker: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+    flywheel: Run, scarce: Path, work: Work, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
 ) -> None:
-    worker.write_text(REFUSES)
+    work(REFUSES)
     terminal = io.StringIO(f"{answer}\n")
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
@@ -188,18 +171,18 @@ def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
     assert len(flywheel("status", "--json", "-c", scarce).json["rounds"]) == (code == 0)
 
 
-def test_a_forced_round_with_samples_enough_asks_nothing(flywheel: Run, config: Path, worker: Path) -> None:
-    worker.write_text(REFUSES)
+def test_a_forced_round_with_samples_enough_asks_nothing(flywheel: Run, config: Path, work: Work) -> None:
+    work(REFUSES)
     ran = flywheel("round", "--force", "-c", config)
     assert ran.code == 0
     assert "so few" not in ran.err
 
 
 def test_a_base_model_that_is_not_there_fails_before_a_worker_starts(
-    flywheel: Run, config: Path, worker: Path, tmp_path: Path
+    flywheel: Run, due_config: Callable[..., Path], work: Work, tmp_path: Path
 ) -> None:
-    worker.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n{REFUSES.removeprefix('#!/bin/sh')}")
-    config.write_text(config.read_text() + f"model: {{base: {tmp_path}/nowhere}}\n")
+    work(f"touch {tmp_path}/started; {REFUSES}")
+    config = due_config(daemon=DAEMON, model={"base": f"{tmp_path}/nowhere"})
     for arguments in (["round"], ["round", "--force"], ["round", "--debug"]):
         ran = flywheel(*arguments, "-c", config)
         assert ran.code == 1
@@ -216,21 +199,20 @@ MEASURED = {
 
 
 @pytest.fixture
-def halfway(config: Path, worker: Path, tmp_path: Path) -> Iterator[Callable[[], None]]:
+def halfway(config: Path, work: Work, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """`flywheel round` in a process of its own, whose worker is in the middle until this is called."""
     go_on = tmp_path / "go-on"
-    worker.write_text(
-        f"#!/bin/sh\necho '{json.dumps(MEASURED)}' >> \"$3/metrics.jsonl\"\n"
-        f"echo '{HALFWAY}' > \"$3/progress.json\"\n"
-        f"while [ ! -e {go_on} ]; do sleep 0.1; done\n"
-        'echo \'{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
+    work(
+        f"echo '{json.dumps(MEASURED)}' >> $3/metrics.jsonl; echo '{HALFWAY}' > $3/progress.json\n"
+        f"while [ ! -e {go_on} ]; do sleep 0.1; done; {REFUSES}"
     )
     yield go_on.touch
     go_on.touch()
 
 
-def started(config: Path, worker: Path, stderr: int) -> subprocess.Popen[bytes]:
-    code = f"import sys; from flywheel.cli import main; sys.executable = {str(worker)!r}; main()"
+def started(config: Path, stderr: int) -> subprocess.Popen[bytes]:
+    worker = str(config.with_name("worker"))
+    code = f"import sys; from flywheel.cli import main; sys.executable = {worker!r}; main()"
     command = [PYTHON, "-c", code, "round", "-c", config]
     return subprocess.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
 
@@ -239,7 +221,7 @@ def started(config: Path, worker: Path, stderr: int) -> subprocess.Popen[bytes]:
 def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
     flywheel: Run,
     config: Path,
-    worker: Path,
+    work: Work,
     halfway: Callable[[], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +229,7 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
 ) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stderr:
-        process = started(config, worker, stderr.fileno())
+        process = started(config, stderr.fileno())
     try:
         wait_for(lambda: "training, step 3" in log.read_text(), "the line of the log", seconds=SECONDS)
         assert f"r0001: {TOLD}\n" in log.read_text()
@@ -307,15 +289,14 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
     finally:
         halfway()
         assert process.wait(SECONDS) == 0
-        assert process.stdout is not None
         process.stdout.close()
     assert flywheel("status", "--json", "-c", config).json["live_round"] is None
 
 
 @pytest.mark.slow
-def test_a_running_round_is_shown_on_a_terminal(config: Path, worker: Path, halfway: Callable[[], None]) -> None:
+def test_a_running_round_is_shown_on_a_terminal(config: Path, work: Work, halfway: Callable[[], None]) -> None:
     master, slave = pty.openpty()
-    process = started(config, worker, slave)
+    process = started(config, slave)
     os.close(slave)
     watchdog = threading.Timer(SECONDS, process.kill)
     watchdog.start()
@@ -330,7 +311,6 @@ def test_a_running_round_is_shown_on_a_terminal(config: Path, worker: Path, half
         process.kill()
         process.wait()
         os.close(master)
-        assert process.stdout is not None
         out = process.stdout.read().decode()
         process.stdout.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
@@ -340,23 +320,24 @@ def test_a_running_round_is_shown_on_a_terminal(config: Path, worker: Path, half
 
 
 def test_what_a_debug_round_took_of_the_judge_is_counted_once_and_under_the_budget(
-    flywheel: Run, config: Path, worker: Path
+    flywheel: Run, due_config: Callable[..., Path], work: Work, tmp_path: Path
 ) -> None:
-    config.write_text(config.read_text() + "judge: {budget: {tokens_per_day: 100000}}\n")
+    config = due_config(daemon=DAEMON, judge={"budget": {"tokens_per_day": 100_000}})
     before = flywheel("status", "--json", "-c", config).json["judge"]
     line = f'{{"day": "{today()}", "purpose": "rounds", "calls": 1, "prompt_tokens": 700, "completion_tokens": 50}}'
-    worker.write_text(
-        f"#!/bin/sh\necho '{line}' >> $3/usage.jsonl\ncp $3/allowance.json {worker.parent}/lent.json\n"
-        'echo \'{"round_id": "debug", "outcome": "debug"}\' > "$3/result.json"\n'
+    result = '{"round_id": "debug", "outcome": "debug"}'
+    work(
+        f"echo '{line}' >> $3/usage.jsonl; cp $3/allowance.json {tmp_path}/lent.json\n"
+        f"echo '{result}' > $3/result.json"
     )
     for times in (1, 2):
         assert flywheel("round", "--debug", "-c", config).code == 0
         judge = flywheel("status", "--json", "-c", config).json["judge"]
         assert judge["by_purpose"]["rounds"]["calls"] == times
         assert judge["tokens_today"] == before["tokens_today"] + times * 750
-        lent = json.loads((worker.parent / "lent.json").read_text())["tokens"]
+        lent = json.loads((tmp_path / "lent.json").read_text())["tokens"]
         assert lent == 100_000 - before["tokens_today"] - (times - 1) * 750
-    config.write_text(config.read_text().replace("100000", "1500"))
+    due_config(daemon=DAEMON, judge={"budget": {"tokens_per_day": 1500}})
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 1
     assert "judge.budget.tokens_per_day (1,500) is spent; it goes on at midnight UTC" in ran.err

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,10 @@ import pytest
 
 from flywheel.errors import EXIT_UNAVAILABLE
 from tests.cli.conftest import Run
+from tests.factories.config import write_chain, write_config
 from tests.factories.judge_server import JudgeServer
-from tests.factories.trace import START
+from tests.factories.state import execute
+from tests.factories.trace import START, write_lines
 
 RUBRIC = """id: r
 threshold: 0.7
@@ -37,19 +37,17 @@ def judge() -> Iterator[JudgeServer]:
 
 @pytest.fixture
 def config(tmp_path: Path, judge: JudgeServer) -> Path:
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
-        f"state: {{dir: state}}\n"
-        f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4, max_attempts: 1}}\n"
-    )
     (tmp_path / "r.yaml").write_text(RUBRIC)
-    return path
+    return write_settings(tmp_path, judge)
+
+
+def write_settings(folder: Path, judge: JudgeServer, filters: dict[str, str] | None = None, **settings: Any) -> Path:
+    own = {"base_url": judge.base_url, "model": "judge", "max_thread": 4, "max_attempts": 1, **settings}
+    return write_config(folder, judge=own, filter=filters or {})
 
 
 def write_labels(tmp_path: Path, *lines: dict[str, Any] | str) -> Path:
-    path = tmp_path / "labels.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
-    return path
+    return write_lines(tmp_path / "labels.jsonl", *lines)
 
 
 def label(answer: str, verdict: Any, **more: Any) -> dict[str, Any]:
@@ -112,15 +110,15 @@ def test_a_judge_that_changes_its_mind_is_shown(
 
 def spent(tmp_path: Path) -> list[tuple[int, int]]:
     """Calls and tokens of today."""
-    with closing(sqlite3.connect(tmp_path / "state" / "state.db")) as database:
-        return database.execute("SELECT calls, prompt_tokens + completion_tokens FROM judge_days").fetchall()
+    query = "SELECT calls, prompt_tokens + completion_tokens FROM judge_days"
+    return execute(tmp_path / "state" / "state.db", query)
 
 
 def test_it_says_first_what_it_will_take_and_counts_in_the_days_budget(
     flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
 ) -> None:
-    prices = "prices: {input_per_million: 1000, output_per_million: 5000, currency: EUR}"
-    config.write_text(config.read_text().replace("max_thread", f"{prices}, max_thread"))
+    prices = {"input_per_million": 1000, "output_per_million": 5000, "currency": "EUR"}
+    write_settings(tmp_path, judge, prices=prices)
     labels = write_labels(tmp_path, *LABELS)
     wanted = ("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
     ran = flywheel(*wanted, "--repeats", 2)
@@ -130,8 +128,7 @@ def test_it_says_first_what_it_will_take_and_counts_in_the_days_budget(
     assert "26 calls; 2,600 tokens sent, 520 received; about 5.20 EUR" in ran.out
     assert spent(tmp_path) == [(26, 26 * 120)]
     once = sum(int(number.replace(",", "")) for number in told.groups()) // 2
-    budget = f"budget: {{tokens_per_day: {26 * 120 + once}}}, max_thread"
-    config.write_text(config.read_text().replace("max_thread", budget))
+    write_settings(tmp_path, judge, prices=prices, budget={"tokens_per_day": 26 * 120 + once})
     assert flywheel(*wanted, "--json").json["cost"] == {"amount": pytest.approx(2.6), "currency": "EUR"}
     # Then there is no room for another one, and nobody is asked.
     calls = judge.calls
@@ -145,7 +142,7 @@ def test_a_budget_that_does_not_suffice_after_all_ends_it_and_what_was_spent_is_
     flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
 ) -> None:
     judge.behave("costly")
-    config.write_text(config.read_text().replace("max_thread", "budget: {tokens_per_run: 30000}, max_thread"))
+    write_settings(tmp_path, judge, budget={"tokens_per_run": 30000})
     labels = write_labels(tmp_path, *LABELS)
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
     assert ran.code == 1
@@ -155,9 +152,8 @@ def test_a_budget_that_does_not_suffice_after_all_ends_it_and_what_was_spent_is_
 
 
 def test_it_is_judged_as_tasks_are(flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer) -> None:
-    (tmp_path / "chain.yaml").write_text("id: c\nfilters: [{type: llm_evaluate, params: {temperature: 0.3}}]")
-    config.write_text(f"{config.read_text()}filter: {{chain: chain.yaml, rubric: r.yaml}}\n")
-    config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.5, max_thread"))
+    write_chain(tmp_path, {"type": "llm_evaluate", "params": {"temperature": 0.3}})
+    write_settings(tmp_path, judge, {"chain": "chain.yaml", "rubric": "r.yaml"}, min_kappa=0.5)
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", write_labels(tmp_path, *LABELS), "-c", config)
     assert ran.code == 0
     assert {request["temperature"] for request in judge.requests} == {0.3}
@@ -232,15 +228,15 @@ def test_a_judge_that_is_away_stores_nothing(flywheel: Run, config: Path, tmp_pa
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
     assert ran.code == EXIT_UNAVAILABLE
     assert "none of the 13 replies was decided" in ran.err
-    config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.1, max_thread"))
+    write_settings(tmp_path, judge, min_kappa=0.1)
     judge.behave("good")
     ran = flywheel("round", "-c", config, "--force")
     assert (ran.code, "the rubric is not calibrated" in ran.err) == (1, True)
 
 
-def test_the_bar_is_held_up(flywheel: Run, config: Path, tmp_path: Path) -> None:
+def test_the_bar_is_held_up(flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer) -> None:
     labels = write_labels(tmp_path, *LABELS)
-    config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.95, max_thread"))
+    write_settings(tmp_path, judge, min_kappa=0.95)
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
     assert ran.code == 1
     assert ran.json["shortfall"].startswith("judge.min_kappa is 0.95, but kappa of the rubric is 0.69 (13 labels")

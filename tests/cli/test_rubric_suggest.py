@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -11,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
 
 from flywheel.judge.labels import LabelledReply
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.suggestion import MAX_EXAMPLES, choose_examples, messages
 from flywheel.records.verdict import Exchange
-from flywheel.store import ledger
-from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.schema import tasks
 from tests.cli.conftest import Run
-from tests.factories.trace import batch, reply
+from tests.factories.config import write_config
+from tests.factories.state import read_state, write_state
+from tests.factories.task import task_keys
+from tests.factories.trace import put_replies, reply, write_lines
 
 
 def criterion(name: str, **values: Any) -> dict[str, Any]:
@@ -79,10 +77,6 @@ def author() -> Iterator[Author]:
 
 @pytest.fixture
 def config(tmp_path: Path, author: Author) -> Path:
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
-        f"state: {{dir: state}}\njudge: {{base_url: '{author.base_url}', model: judge, max_attempts: 1}}\n"
-    )
     lines = [
         {
             "query": "What is 3 plus 4?",
@@ -91,8 +85,8 @@ def config(tmp_path: Path, author: Author) -> Path:
         }
         for n in range(10)
     ]
-    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    write_lines(tmp_path / "l.jsonl", *lines)
+    return write_config(tmp_path, judge={"base_url": author.base_url, "model": "judge", "max_attempts": 1})
 
 
 def test_a_draft_is_a_right_rubric(flywheel: Run, config: Path, tmp_path: Path, author: Author) -> None:
@@ -108,20 +102,10 @@ def test_a_draft_is_a_right_rubric(flywheel: Run, config: Path, tmp_path: Path, 
     assert asked.count("People rejected this answer.") == 9
 
 
-async def filled(state: Path) -> list[str]:
-    """The ids of two tasks that the state has now."""
-    store = await Store.open(state)
-    source = await store.write(ledger.source_id, "/a")
-    await store.write(ledger.record_batch, source, batch(reply(3), reply(5)), train_ratio=0.7, split_seed=42)
-    keys = await store.read(lambda conn: conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars().all())
-    await store.close()
-    return list(keys)
-
-
 def test_labels_name_tasks_of_the_state(flywheel: Run, config: Path, tmp_path: Path, author: Author) -> None:
-    keys = asyncio.run(filled(tmp_path / "state"))
-    lines = [{"task_id": keys[0], "verdict": "accept"}, {"task_id": keys[1], "verdict": "reject"}]
-    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_state(tmp_path / "state", put_replies, reply(3), reply(5))
+    verdicts = zip(read_state(tmp_path / "state", task_keys), ("accept", "reject"), strict=True)
+    write_lines(tmp_path / "l.jsonl", *({"task_id": key, "verdict": verdict} for key, verdict in verdicts))
     ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config)
     assert ran.code == 0, ran.err
     asked = author.requests[0]["messages"][1]["content"]

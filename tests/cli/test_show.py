@@ -4,23 +4,15 @@ says that replies are rejected."""
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run
-from tests.cli.filter_bench import Bench, says
-from tests.factories.judge_server import JudgeServer
+from tests.cli.filter_bench import Bench
+from tests.factories.state import execute
 
 GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "bad, without a box"
-
-
-@pytest.fixture
-def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
-    with JudgeServer(verdict=says) as judge:
-        yield Bench(flywheel, tmp_path, judge)
 
 
 def ids(bench: Bench, *arguments: str) -> list[str]:
@@ -37,10 +29,7 @@ def judged(bench: Bench) -> Bench:
 
 
 def test_tasks_are_found_by_state_adapter_criterion_and_text(judged: Bench) -> None:
-    state = sqlite3.connect(judged.folder / "state" / "state.db")
-    with state:
-        state.execute("UPDATE tasks SET adapter = 'agent@r0001' WHERE id = 1")
-    state.close()
+    execute(judged.folder / "state" / "state.db", "UPDATE tasks SET adapter = 'agent@r0001' WHERE id = 1")
     everything = ["What is 3 plus 1?", "What is 2 plus 1?", "What is 1 plus 1?", "What is 0 plus 1?"]
     assert ids(judged) == everything, "the newest first"
     assert ids(judged, "--state", "rejected") == everything[1:3]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from tests import waiting, warm
 from tests.conftest import POLICY
+from tests.factories.config import write_config
 from tests.factories.judge_server import JudgeServer
 
 SOON = 120.0
@@ -37,16 +38,17 @@ def workers(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def config(round_due: None, tmp_path: Path) -> Iterator[Path]:
-    """Of a state in which a round is due."""
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
-        f"state: {{dir: state}}\nsources: []\nmodel: {{base: {POLICY}}}\n"
-        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\ngate: {min_tasks: 2, min_power: 0}\n"
-    )
-    yield path
+def config(due_config: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
+    yield due_config(model={"base": str(POLICY)})
     for pid in workers(tmp_path):
         os.kill(pid, signal.SIGKILL)
+
+
+def judging(judge: JudgeServer) -> dict[str, Any]:
+    return {
+        "sources": [{"path": str(STUDIO / "new_v1.sqlite")}],
+        "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 4},
+    }
 
 
 def ask(config: Path, command: str) -> dict[str, Any]:
@@ -103,10 +105,7 @@ def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
 def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "flywheel.yaml"
     with JudgeServer(delay_seconds=1.0) as judge:
-        config.write_text(
-            f"state: {{dir: state}}\nsources: [{{path: {STUDIO / 'new_v1.sqlite'}}}]\n"
-            f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4}}\n"
-        )
+        write_config(tmp_path, **judging(judge))
         command = [sys.executable, "-m", "flywheel", "filter", "--json", "-c", str(config)]
         with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
@@ -132,10 +131,7 @@ def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: sign
 def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
     config = tmp_path / "flywheel.yaml"
     with JudgeServer(delay_seconds=60.0) as judge:
-        config.write_text(
-            f"state: {{dir: state}}\nsources: [{{path: {STUDIO / 'new_v1.sqlite'}}}]\n"
-            f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4}}\ndaemon: {{drain_seconds: 600}}\n"
-        )
+        write_config(tmp_path, **judging(judge), daemon={"drain_seconds": 600})
         command = [sys.executable, "-m", "flywheel", "filter", "-c", str(config)]
         log = tmp_path / "log"
         with log.open("w") as output, warm.Popen(command, stdout=output, stderr=output) as process:

@@ -172,7 +172,6 @@ def piped(folder: Path) -> Iterator[subprocess.Popen[str]]:
     watchdog.cancel()
     process.kill()
     process.wait()
-    assert process.stdout is not None
     process.stdout.close()
 
 

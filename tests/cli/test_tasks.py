@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import Connection, select
@@ -14,22 +11,11 @@ from flywheel.cli.app import this_person
 from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.judge.filters.influence import weigh
 from flywheel.records.states import TaskState
-from flywheel.store import bursts, deduplication, ledger
+from flywheel.store import bursts, deduplication
 from flywheel.store.kernel import schema
-from flywheel.store.kernel.database import Store
 from tests.cli.conftest import Run
-from tests.factories.trace import batch, reply
-
-
-def change(tmp_path: Path, work: Callable[[Connection], Any]) -> Any:
-    async def write() -> Any:
-        store = await Store.open(tmp_path / "home")
-        try:
-            return await store.write(work)
-        finally:
-            await store.close()
-
-    return asyncio.run(write())
+from tests.factories.state import write_state
+from tests.factories.trace import put_replies, reply
 
 
 @pytest.fixture
@@ -37,9 +23,7 @@ def held(tmp_path: Path) -> list[str]:
     """The keys of three held tasks; a fourth is pending."""
 
     def fill(conn: Connection) -> list[str]:
-        source = ledger.source_id(conn, "/a")
-        told = [reply(n, query="What is all this?") for n in range(3)]
-        ledger.record_batch(conn, source, batch(*told, reply(9)), train_ratio=0.7, split_seed=42)
+        put_replies(conn, *(reply(n, query="What is all this?") for n in range(3)), reply(9))
         rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
         entries = [deduplication.ComparedTask(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         deduplication.enter(conn, entries, 0.8)
@@ -47,7 +31,7 @@ def held(tmp_path: Path) -> list[str]:
         assert bursts.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
         return [row.key for row in rows[:3]]
 
-    keys: list[str] = change(tmp_path, fill)
+    keys: list[str] = write_state(tmp_path / "home", fill)
     return keys
 
 
@@ -95,7 +79,7 @@ def test_either_ids_or_all(flywheel: Run, held: list[str], arguments: list[str])
 
 def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_path: Path) -> None:
     flywheel("tasks", "release", "--all")
-    assert change(tmp_path, lambda conn: bursts.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
+    assert write_state(tmp_path / "home", lambda conn: bursts.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
     assert flywheel("tasks", "--state", TaskState.PENDING.value).out.endswith("4 pending\n")
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.cli.conftest import Ran, Run
+from tests.factories.config import write_config, write_rubric
 from tests.factories.judge_server import JudgeServer
+from tests.factories.trace import write_lines
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b2J\u202eevil\r"
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
@@ -44,20 +45,18 @@ def folder(tmp_path: Path, judge: JudgeServer) -> Path:
         for number in range(3)
     ]
     bad = json.dumps({"task_id": EVIL, "main_query": ["bad"]})
-    (tmp_path / "source.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + bad + f"\n{EVIL}\n")
-    labels = [{"query": EVIL, "answer": EVIL, "verdict": "accept", "name": EVIL, "reason": EVIL}]
-    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labels * 2))
+    write_lines(tmp_path / "source.jsonl", *lines, bad, EVIL)
+    label = {"query": EVIL, "answer": EVIL, "verdict": "accept", "name": EVIL, "reason": EVIL}
+    write_lines(tmp_path / "labels.jsonl", label, label)
     criteria = [{"id": "right", "value": "It is right.", "weight": 1}]
     for name, threshold in (("rubric", 0.7), ("old", 0.0)):
-        text = yaml.safe_dump({"id": name, "threshold": threshold, "criteria": criteria})
-        (tmp_path / f"{name}.yaml").write_text(text)
-    settings = {
-        "sources": [{"type": "jsonl", "path": "source.jsonl"}],
-        "state": {"dir": "state"},
-        "judge": {"base_url": judge.base_url, "model": "judge", "max_attempts": 1},
-        "filter": {"rubric": "rubric.yaml"},
-    }
-    (tmp_path / "flywheel.yaml").write_text(yaml.safe_dump(settings))
+        write_rubric(tmp_path, name=f"{name}.yaml", id=name, threshold=threshold, criteria=criteria)
+    write_config(
+        tmp_path,
+        sources=[{"type": "jsonl", "path": "source.jsonl"}],
+        judge={"base_url": judge.base_url, "model": "judge", "max_attempts": 1},
+        filter={"rubric": "rubric.yaml"},
+    )
     return tmp_path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.factories.config import write_chain, write_config, write_rubric
 from tests.factories.judge_server import JudgeServer
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
@@ -18,10 +19,6 @@ NAMES = ("old", "new_v1", "new_v2", "new_oldclient", "migrated")
 
 def labels(name: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (STUDIO / f"{name}.labels.jsonl").read_text().splitlines()]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +41,17 @@ def judge(truth: Callable[[str, str], bool]) -> Iterator[JudgeServer]:
 
 @pytest.fixture
 def config(tmp_path: Path, judge: JudgeServer) -> Path:
-    shutil.copy(STUDIO / "new_v2.sqlite", tmp_path / "studio.sqlite")
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
-        "sources: [{path: studio.sqlite}]\nstate: {dir: state}\n"
-        f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 8}}\n"
-        "filter: {rubric: rubric.yaml}\n"
+    write_rubric(tmp_path)
+    return write_settings(tmp_path, judge)
+
+
+def write_settings(folder: Path, judge: JudgeServer, **filters: str) -> Path:
+    return write_config(
+        folder,
+        sources=[{"path": str(shutil.copy(STUDIO / "new_v2.sqlite", folder / "studio.sqlite"))}],
+        judge={"base_url": judge.base_url, "model": "judge", "max_thread": 8},
+        filter={"rubric": "rubric.yaml", **filters},
     )
-    (tmp_path / "rubric.yaml").write_text(
-        "id: test\ncriteria:\n  - {id: good, value: It is right and boxed., required: true}\n"
-    )
-    return path
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,38 +115,14 @@ def test_verdicts_are_those_of_the_judge_and_are_paid_for_once(
     assert books["accepted"] == ran.json["accepted"]
 
 
-def test_a_dry_run_asks_but_writes_nothing_anywhere(
-    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
-) -> None:
-    fresh = files(tmp_path)
-    ran = flywheel("filter", "-c", config, "--dry-run", "--limit", "5", "--json")
-    assert ran.code == 0
-    assert (ran.json["judged"], ran.json["dry_run"], judge.calls) == (5, True, 5)
-    assert ran.json["estimated_tokens"] > 0
-    assert files(tmp_path) == fresh
-    flywheel("filter", "-c", config, "--limit", "10")
-    before = files(tmp_path)
-    ran = flywheel("filter", "-c", config, "--dry-run", "--limit", "7", "--json")
-    assert ran.json["judged"] == 7
-    assert files(tmp_path) == before
-
-
 def test_the_table_shows_what_a_person_wants_to_know(
     flywheel: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     ran = flywheel("filter", "-c", config, "--dry-run", "--limit", "20")
     assert ran.code == 0
-    for word in (
-        "score",
-        "verdict",
-        "failed",
-        "reason",
-        "accepted",
-        "rejected",
-        "it is not so",
-        "nothing was written",
-    ):
+    words = ("score", "verdict", "failed", "reason", "accepted", "rejected", "it is not so", "nothing was written")
+    for word in words:
         assert word in ran.out
 
 
@@ -168,11 +141,8 @@ def test_another_rubric_judges_only_what_is_pending(
 def test_the_chain_saves_calls_and_a_broken_filter_costs_one_task(
     flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
 ) -> None:
-    config.write_text(config.read_text() + "ingest: {}\n")
-    config.write_text(config.read_text().replace("rubric: rubric.yaml", "rubric: rubric.yaml, chain: chain.yaml"))
-    (tmp_path / "chain.yaml").write_text(
-        "id: c\nfilters:\n  - {type: python, params: {path: mine.py}}\n  - {type: llm_evaluate}\n"
-    )
+    write_settings(tmp_path, judge, chain="chain.yaml")
+    write_chain(tmp_path, {"type": "python", "params": {"path": "mine.py"}}, {"type": "llm_evaluate"})
     first = labels("new_v2")[0]["query"]
     (tmp_path / "mine.py").write_text(
         f"def keep(task):\n    if task['main_query'] == {first!r}:\n        raise ValueError('broken')\n"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
-
-import yaml
 
 from flywheel.records.round import Sampling, SystemPrompt
 from tests.cli.conftest import Run
+from tests.factories.config import write_config
+from tests.factories.state import execute
 from tests.web.recorded_state import unpack
 
 
 def test_how_the_rollouts_of_a_round_were_made(tmp_path: Path, flywheel: Run) -> None:
     state = unpack(tmp_path)
-    config = tmp_path / "flywheel.yaml"
-    config.write_text(yaml.safe_dump({"state": {"dir": str(state.state_dir)}, "model": {"alias": state.model.alias}}))
+    config = write_config(tmp_path, model={"alias": state.model.alias})
     assert "temperature" not in flywheel("why", "r0001", "-c", config).out
     sampling = Sampling(
         temperature=0.8,
@@ -29,11 +27,8 @@ def test_how_the_rollouts_of_a_round_were_made(tmp_path: Path, flywheel: Run) ->
         ],
         further_system_prompts=1,
     )
-    connection = sqlite3.connect(state.state_dir / "state.db")
-    with connection:
-        patch = "UPDATE rounds SET result = json_set(result, '$.sampling', json(?)) WHERE name = 'r0001'"
-        connection.execute(patch, (sampling.model_dump_json(),))
-    connection.close()
+    patch = "UPDATE rounds SET result = json_set(result, '$.sampling', json(?)) WHERE name = 'r0001'"
+    execute(state.state_dir / "state.db", patch, sampling.model_dump_json())
     told = flywheel("why", "r0001", "-c", config).out.splitlines()
     start = told.index("rollouts: 12 steps × 8 prompts × 8 rollouts, temperature 0.8")
     assert told[start + 1].startswith("system prompt of 704 rollouts: Add.")

@@ -6,17 +6,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import select
-
 from flywheel.config import Config
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging, TaskResult
 from flywheel.records.states import Split
 from flywheel.records.trace import Reply
-from flywheel.store import ledger
-from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from tests.factories.embedding_server import EmbeddingServer
-from tests.factories.trace import START, batch, replies_on, reply
+from tests.factories.task import task_states
+from tests.factories.trace import START, put_replies, replies_on, reply
 
 Make = Callable[..., Config]
 RUBRIC = {"id": "r", "criteria": [{"id": "correct", "value": "The answer is right.", "required": True}]}
@@ -26,8 +23,7 @@ INFLUENCE = {"type": "influence", "params": {"burst": {"count": 5, "seconds": 60
 
 
 async def tell(store: Store, *replies: Reply) -> None:
-    source = await store.write(ledger.source_id, "/a")
-    await store.write(ledger.record_batch, source, batch(*replies), train_ratio=0.7, split_seed=42)
+    await store.write(put_replies, *replies)
 
 
 async def run(store: Store, config: Config, **values: Any) -> tuple[JudgingReport, dict[str, TaskResult]]:
@@ -39,9 +35,7 @@ async def run(store: Store, config: Config, **values: Any) -> tuple[JudgingRepor
 
 
 async def states(store: Store) -> list[str]:
-    """The states of all tasks, the oldest first."""
-    query = select(schema.tasks.c.state).order_by(schema.tasks.c.id)
-    return list(await store.read(lambda conn: conn.execute(query).scalars().all()))
+    return await store.read(task_states)
 
 
 def questions(*queries: str, side: Split = Split.TRAIN, **values: Any) -> list[Reply]:

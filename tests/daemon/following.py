@@ -11,36 +11,40 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flywheel.config import Config, parse
+from flywheel.config import Config, load
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.status import snapshot
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
+from tests import warm
+from tests.factories.config import write_config
+from tests.waiting import until
 
-SOON = 120.0
-
+ROOT = Path(__file__).parents[2]
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 CANNOT = 77
 
 
 def configuration(folder: Path, sources: Iterable[Path], **ingest: Any) -> Config:
     """Of sources that close replies at once; what ends in `.jsonl`, and what has no ending, are lines."""
-    raw = {
-        "state": {"dir": "state"},
-        "sources": [
-            {"path": str(path), "type": "studio" if path.suffix == ".sqlite" else "jsonl"} for path in sources
-        ],
-        "ingest": {"settle_seconds": 0, **ingest},
-    }
-    (folder / "flywheel.yaml").write_text(json.dumps(raw))
-    return parse(raw, "the tests' configuration", folder)
+    entries = [{"path": str(path), "type": "studio" if path.suffix == ".sqlite" else "jsonl"} for path in sources]
+    return load(write_config(folder, sources=entries, ingest={"settle_seconds": 0, **ingest}))
+
+
+def killed_at(config: Path, point: str, arrival: int) -> subprocess.CompletedProcess[bytes]:
+    """Ingestion that dies at its n-th arrival at a point of `tests.daemon.killed`."""
+    command = [sys.executable, "-m", "tests.daemon.killed", str(config), point, str(arrival)]
+    done = warm.run(command, cwd=ROOT, capture_output=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, f"{point} {arrival}: {done.stderr.decode()[-3000:]}"
+    return done
 
 
 class Following:
@@ -101,17 +105,6 @@ def exported(config: Config) -> list[str]:
     return [json.loads(line)["metadata"]["span_id"] for line in whole.splitlines()]
 
 
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for a condition, which may be a coroutine's."""
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        found = condition()
-        if await found if asyncio.iscoroutine(found) else found:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"waited {SOON:g} s in vain for {what}")
-
-
 async def becomes(config: Config, path: Path, condition: str) -> dict[str, Any]:
     """Wait until a source is in a condition; what the status says of it then."""
     shown: dict[str, Any] = {}
@@ -129,8 +122,7 @@ async def becomes(config: Config, path: Path, condition: str) -> dict[str, Any]:
 
 
 async def _serve(folder: Path) -> None:
-    config = parse(json.loads((folder / "flywheel.yaml").read_text()), "the tests' configuration", folder)
-    async with Following(config):
+    async with Following(load(folder / "flywheel.yaml")):
         await asyncio.to_thread(sys.stdin.read)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from flywheel.cli.audit.deep_audit import deep_audit
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.judge.prompt import parse_sections
-from flywheel.sources.ingestion import Ingestion
-from flywheel.store.kernel.database import Store
 from flywheel.store.views import balance
+from tests.factories.config import make_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import ingest, open_state
 from tests.sources.studio.writer import DATA
 
 
@@ -36,24 +36,16 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def config(folder: Path, judge: JudgeServer) -> Config:
-    return parse(
-        {
-            "state": {"dir": "state"},
-            "sources": [{"path": str(DATA / "new_v2.sqlite")}],
-            "ingest": {"output": "tasks.jsonl"},
-            "judge": {"base_url": judge.base_url, "model": "judge"},
-        },
-        "the test's configuration",
+    return make_config(
         folder,
+        sources=[{"path": str(DATA / "new_v2.sqlite")}],
+        ingest={"output": "tasks.jsonl"},
+        judge={"base_url": judge.base_url, "model": "judge"},
     )
 
 
 async def ingested(settings: Config) -> dict[str, Any]:
-    store = await Store.open(settings.state_dir)
-    ingestion = Ingestion(store, settings)
-    (report,) = await ingestion.run(final=True)
-    await ingestion.close()
-    await store.close()
+    (report,) = await ingest(settings)
     assert report.error is None
     return report.as_json()
 
@@ -81,16 +73,15 @@ async def test_nothing_in_it_is_judged_or_written_again(tmp_path: Path) -> None:
         # The next process finds it where it was set aside.
         again = await ingested(settings)
         assert (again["tasks"], again["new"], again["skipped"]) == (report["tasks"], 0, report["skipped"])
-        store = await Store.open(settings.state_dir)
-        judged = await TaskJudging(store, settings).run()
-        assert judged.judged == len(expected)
-        assert 10 < judge.calls <= len(expected)
-        shown = [parse_sections(request["messages"][-1]["content"]) for request in judge.requests]
-        assert not {(each["QUESTION"], each["ANSWER"]) for each in shown} & set(known)
-        assert (await store.read(balance.balance)).balanced
-        found = await deep_audit(store, settings)
-        assert found.problems == []
-        await store.close()
+        async with open_state(settings.state_dir) as store:
+            judged = await TaskJudging(store, settings).run()
+            assert judged.judged == len(expected)
+            assert 10 < judge.calls <= len(expected)
+            shown = [parse_sections(request["messages"][-1]["content"]) for request in judge.requests]
+            assert not {(each["QUESTION"], each["ANSWER"]) for each in shown} & set(known)
+            assert (await store.read(balance.balance)).balanced
+            found = await deep_audit(store, settings)
+            assert found.problems == []
 
 
 @pytest.mark.parametrize(

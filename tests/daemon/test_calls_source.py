@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.cli.audit.deep_audit import deep_audit
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.data import check_sources
-from flywheel.config import CallsSource, Config, parse
+from flywheel.config import CallsSource, Config, load, parse
 from flywheel.errors import ConfigError
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, call_log_copy_path
 from flywheel.sources.calls.conversations import ConversationFinder
-from flywheel.sources.ingestion import Ingestion, SourceReport
+from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks
-from tests import warm
-from tests.daemon.following import Following, status, until
+from tests.daemon.following import Following, killed_at, status
 from tests.daemon.killed import CALLS_POINTS
+from tests.factories.config import write_config
+from tests.factories.state import deep_audited, ingest, open_state
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, sse, tool, tool_call, user
+from tests.waiting import until
 
 SYSTEM = {"role": "system", "content": "You do sums."}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -40,16 +38,15 @@ ROOTS = 40
 
 
 def config_of(folder: Path, *servers: LogServer, **more: Any) -> Config:
-    raw = {
-        "state": {"dir": "state"},
-        "model": {"alias": "my-agent"},
-        "sources": [{"type": "calls"}],
-        "serving": {"urls": [server.url for server in servers], "call_log": {"keep_days": 10_000}},
-        "ingest": {"settle_seconds": 0, **more.pop("ingest", {})},
-        **more,
-    }
-    (folder / "flywheel.yaml").write_text(yaml.safe_dump(raw))
-    return parse(raw, "test", folder)
+    defaults = {"model": {"alias": "my-agent"}, "sources": [{"type": "calls"}]}
+    serving = {"urls": [server.url for server in servers], "call_log": {"keep_days": 10_000}}
+    ingest = {"settle_seconds": 0, **more.pop("ingest", {})}
+    return load(write_config(folder, **{**defaults, "serving": serving, "ingest": ingest, **more}))
+
+
+async def read(config: Config, function: Any) -> Any:
+    async with open_state(config.state_dir) as store:
+        return await store.read(function)
 
 
 def turn(number: int, began: float, *, version: str = "my-agent@r0001", **others: Any) -> list[RecordedCall]:
@@ -67,7 +64,6 @@ def turn(number: int, began: float, *, version: str = "my-agent@r0001", **others
 
 def conversation_of(call: RecordedCall) -> str:
     mark = mark_of(call.request_id)
-    assert mark is not None
     return f"calls-{mark.random}"
 
 
@@ -76,24 +72,6 @@ def exported(config: Config) -> list[dict[str, Any]]:
         return []
     whole, _, _ = config.task_file.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
-
-
-async def ingest(config: Config) -> list[SourceReport]:
-    store = await Store.open(config.state_dir)
-    ingestion = Ingestion(store, config)
-    try:
-        return await ingestion.run(final=True)
-    finally:
-        await ingestion.close()
-        await store.close()
-
-
-async def read(config: Config, function: Any) -> Any:
-    store = await Store.open(config.state_dir)
-    try:
-        return await store.read(function)
-    finally:
-        await store.close()
 
 
 def outcomes(conn: Connection) -> Counter[tuple[str, str | None]]:
@@ -124,10 +102,7 @@ async def test_replies_become_tasks_with_exact_prompts_and_certain_adapters(tmp_
         assert (told["prompt_source"], told["prompt_exact"], told["adapter_source"]) == ("calls", True, "id")
         assert told["adapter"] == f"my-agent@r000{1 + number // 6}"
         assert (told["agent_name"], told["turn"], told["errors_json"]) == ("my-agent", 0, "[]")
-    store = await Store.open(config.state_dir)
-    audit = await deep_audit(store, config)
-    await store.close()
-    assert audit.problems == []
+    assert (await deep_audited(config)).problems == []
     (shown,) = (await status(config))["sources"]
     assert (shown["type"], shown["condition"], shown["tasks"], shown["configured"]) == ("calls", "ok", 12, True)
 
@@ -280,20 +255,14 @@ async def test_a_kill_between_calls_inbox_and_ledger_loses_and_doubles_nothing(
         calls += [recorded(chat([user(f"{n}?")]), completion(), began=n) for n in range(5)]
         server.log.append(sorted(calls, key=lambda call: call.ended_ns))
         config = config_of(tmp_path, server)
-        command = [sys.executable, "-m", "tests.daemon.killed", str(tmp_path / "flywheel.yaml"), point, str(arrival)]
-        done = await asyncio.to_thread(
-            warm.run, command, cwd=Path(__file__).parents[2], capture_output=True, timeout=300, check=False
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
+        await asyncio.to_thread(killed_at, tmp_path / "flywheel.yaml", point, arrival)
         (report,) = await ingest(config)
         assert report.error is None
         assert await read(config, outcomes) == {("converted", None): 20, ("skipped", SkipReason.ERROR): 5}
         lines = exported(config)
         assert Counter(line["main_query"] for line in lines) == {f"What is {n} + 1?": 1 for n in range(20)}
         assert all(line["answer"] == f"It is {int(line['main_query'].split()[2]) + 1}." for line in lines)
-        store = await Store.open(config.state_dir)
-        assert (await deep_audit(store, config)).problems == []
-        await store.close()
+        assert (await deep_audited(config)).problems == []
 
 
 async def test_a_dry_run_beside_a_daemon_takes_turns_with_it(tmp_path: Path) -> None:
@@ -332,7 +301,7 @@ async def test_a_stop_ends_a_long_backlog_and_the_rest_follows(tmp_path: Path) -
         await store.close()
 
 
-async def test_the_doctor_says_what_was_found(tmp_path: Path) -> None:
+async def test_the_doctor_says_what_was_found_and_the_inbox_is_private(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as server:
         config = config_of(tmp_path, server)
         (finding,) = check_sources(config)
@@ -342,15 +311,8 @@ async def test_the_doctor_says_what_was_found(tmp_path: Path) -> None:
     (finding,) = check_sources(config)
     assert (finding.result, finding.figures["spans"]) == (Result.OK, 3)
     assert finding.subject == str(config.state_dir / "calls" / "spans.sqlite")
-
-
-async def test_the_inbox_is_private(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "a.db") as server:
-        config = config_of(tmp_path, server)
-        server.log.append(turn(1, 0))
-        await ingest(config)
     for each in (config.state_dir / "calls").iterdir():
-        assert each.stat().st_mode & 0o077 == 0
+        assert each.stat().st_mode & 0o077 == 0, "the inbox is private"
 
 
 async def test_the_alias_that_was_called_says_the_target(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.daemon.following import CANNOT, Following, becomes, configuration, exported, source, status, until
+from tests.daemon.following import CANNOT, Following, becomes, configuration, exported, source, status
 from tests.sources.studio.writer import Studio, agent, empty_like
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,27 +8,26 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.records import exclusion
-from flywheel.store import ledger, samples
+from flywheel.store import samples
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.factories.trace import batch, reply
+from tests.factories.config import make_config
+from tests.factories.trace import put_replies, reply
 
 
 def made(tmp_path: Path, *models: dict[str, Any], alias: str = "my-agent") -> Config:
     """Sources `0.sqlite`, `1.sqlite`, … with their rules."""
     sources = [{"path": f"{number}.sqlite", "models": rules} for number, rules in enumerate(models)]
-    return parse({"sources": sources, "model": {"alias": alias, "base": "/models/base"}}, "test", tmp_path)
+    return make_config(tmp_path, sources=sources, model={"alias": alias, "base": "/models/base"})
 
 
 def put(conn: Connection, path: Path, first: int, config: Config, number: int) -> None:
-    names = ("my-agent", "gpt-4o", "qwen-max")
-    told = [reply(first + place, model=name) for place, name in enumerate(names)]
-    told.append(reply(first + 3, model="gpt-4o", prompt_reason=exclusion.NOT_RECORDED))
-    entries = batch(*told, models=config.models_of(config.sources[number]))
-    ledger.record_batch(conn, ledger.source_id(conn, str(path)), entries, train_ratio=0.7, split_seed=42)
+    replies = [reply(first + place, model=name) for place, name in enumerate(("my-agent", "gpt-4o", "qwen-max"))]
+    replies.append(reply(first + 3, model="gpt-4o", prompt_reason=exclusion.NOT_RECORDED))
+    put_replies(conn, *replies, source=str(path), models=config.models_of(config.sources[number]))
 
 
 def excluded(conn: Connection) -> list[str]:

@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import warm
+from tests.factories.config import write_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.trace import write_lines
 from tests.waiting import wait_for
 
 DATA = Path(__file__).parent.parent / "data" / "studio"
@@ -24,22 +27,22 @@ KILLS = 8
 TASKS = 400
 
 
+def has_asked(judge: JudgeServer, calls: int, process: subprocess.Popen[bytes]) -> bool:
+    """Or whether the process has ended before."""
+    return judge.calls >= calls or process.poll() is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     databases = [Path(shutil.copy(DATA / f"{name}.sqlite", tmp_path)) for name in ("old", "new_v1", "new_v2")]
     with JudgeServer(delay_seconds=0.02) as judge:
-        config = tmp_path / "flywheel.yaml"
-        config.write_text(
-            json.dumps(
-                {
-                    "state": {"dir": "state"},
-                    "sources": [{"path": str(path)} for path in databases],
-                    "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": THREADS},
-                    "trigger": {"min_samples": 100_000},
-                }
-            )
+        config = write_config(
+            tmp_path,
+            sources=[{"path": str(path)} for path in databases],
+            judge={"base_url": judge.base_url, "model": "judge", "max_thread": THREADS},
+            trigger={"min_samples": 100_000},
         )
 
         def start() -> subprocess.Popen[bytes]:
@@ -55,8 +58,7 @@ def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
             else:
                 # What the last one had in flight gets its verdict: three deaths make a task a dead letter.
                 wanted = judge.calls + chance.randint(3 * THREADS, 15 * THREADS)
-                while judge.calls < wanted and process.poll() is None:
-                    time.sleep(0.01)
+                wait_for(partial(has_asked, judge, wanted, process), "calls of the judge")
             process.send_signal(signal.SIGKILL)
             killed += process.wait() == -signal.SIGKILL
         assert killed > 0
@@ -88,19 +90,14 @@ def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 def test_kill_9_loses_count_of_no_more_calls_than_are_in_flight(tmp_path: Path) -> None:
     """With a judge that answers at once: finished verdicts are stored as fast as they come."""
-    lines = [json.dumps({"main_query": f"What is {n} plus 1?", "answer": f"It is {n + 1}."}) for n in range(TASKS)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    lines = ({"main_query": f"What is {n} plus 1?", "answer": f"It is {n + 1}."} for n in range(TASKS))
+    write_lines(tmp_path / "tasks.jsonl", *lines)
     with JudgeServer() as judge:
-        config = tmp_path / "flywheel.yaml"
-        config.write_text(
-            json.dumps(
-                {
-                    "state": {"dir": "state"},
-                    "sources": [{"path": "tasks.jsonl", "type": "jsonl"}],
-                    "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 16},
-                    "trigger": {"min_samples": 100_000},
-                }
-            )
+        config = write_config(
+            tmp_path,
+            sources=[{"path": "tasks.jsonl", "type": "jsonl"}],
+            judge={"base_url": judge.base_url, "model": "judge", "max_thread": 16},
+            trigger={"min_samples": 100_000},
         )
         command = [sys.executable, "-m", "flywheel", "filter", "-c", str(config)]
 

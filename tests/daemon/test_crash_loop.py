@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -20,7 +19,10 @@ from flywheel.store.kernel.database import Store
 from tests import warm
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
+from tests.factories.config import write_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import execute
+from tests.factories.trace import write_lines
 from tests.factories.verdict import settle, undecided
 
 COUNT = 10
@@ -39,26 +41,24 @@ class Flywheel:
         self.source = folder / "tasks.jsonl"
         lines = [{"question": f"What is {n} + 1?", "answer": f"\\boxed{{{n + 1}}}"} for n in range(COUNT - 1)]
         lines.insert(COUNT // 2, {"question": POISON, "answer": "\\boxed{0}"})
-        self.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(self.source, *lines)
 
     def verdict(self, question: str, _answer: str) -> bool:
         if question == POISON:
             self.asked_of_poison += 1
             if self.number is not None:
-                assert self.process is not None
                 self.process.send_signal(self.number)
                 time.sleep(1)
         return True
 
     def start(self, judge: JudgeServer, *arguments: str) -> int:
-        settings = {
-            "state": {"dir": "state"},
-            "sources": [{"type": "jsonl", "path": str(self.source)}],
-            "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 4},
-            "trigger": {"min_samples": 100_000},
-            "daemon": {"drain_seconds": 0.1},
-        }
-        self.config.write_text(json.dumps(settings))
+        write_config(
+            self.config.parent,
+            sources=[{"type": "jsonl", "path": str(self.source)}],
+            judge={"base_url": judge.base_url, "model": "judge", "max_thread": 4},
+            trigger={"min_samples": 100_000},
+            daemon={"drain_seconds": 0.1},
+        )
         command = [sys.executable, "-m", "flywheel", *arguments, "-c", str(self.config)]
         with warm.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             self.process = process
@@ -66,11 +66,7 @@ class Flywheel:
         return process.returncode
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        database = sqlite3.connect(self.state)
-        try:
-            return database.execute(query).fetchall()
-        finally:
-            database.close()
+        return execute(self.state, query)
 
     def crashes(self) -> list[tuple[Any, ...]]:
         return self.rows(f"SELECT state, crashes FROM tasks WHERE json_extract(payload, '$.main_query') = '{POISON}'")

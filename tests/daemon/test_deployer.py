@@ -13,38 +13,24 @@ from typing import Any
 
 import httpx2
 import pytest
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
-from flywheel.records.states import AdapterState, DeploymentState
+from flywheel.records.states import DeploymentState
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import make_admin_key
 from flywheel.store import deployments, rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.transitions import utcnow
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import instance_lock
+from tests.factories.config import make_config, with_settings
+from tests.factories.round import put_trained
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
-
-
-def put_adapter(conn: Connection, number: int, path: Path, base: str = BASE) -> None:
-    name = f"r{number:04d}"
-    conn.execute(
-        insert(schema.rounds).values(
-            id=number, name=name, state="rejected", live=None, trigger="test", config_hash="", rubric_hash="",
-            seed=0, dir=str(path), created_at=utcnow(),
-        )
-    )  # fmt: skip
-    conn.execute(
-        insert(schema.adapters).values(
-            name=name, round_id=number, base_model=base, path=str(path), sha256=tree_sha256(path),
-            state=AdapterState.READY.value, probe=PROBE.model_dump(mode="json"), created_at=utcnow(),
-        )
-    )  # fmt: skip
+from tests.waiting import until
 
 
 @dataclass
@@ -75,35 +61,37 @@ class Fleet:
     async def states(self) -> list[str]:
         return [row.state for row in await self.store.read(deployments.history, "agent", 99)]
 
+    def other(self, **sections: dict[str, Any]) -> Deployer:
+        """With other settings."""
+        return Deployer(self.store, with_settings(self.config, **sections))
+
+    async def deploy(self, *names: str) -> None:
+        for name in names:
+            await self.deployer.deploy(name, "test")
+
+    async def point(self, number: int, target: str, before: str) -> None:
+        """Load an adapter on a replica behind the daemon's back, and point the alias at it."""
+        async with Replica(self.config.serving.urls[number]) as each:
+            await each.load(target, str(self.path(target.partition("@")[2])))
+            await each.flip("agent", target, before)
+
     def path(self, name: str) -> Path:
         return self.folder / name
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path: Path, store: Store) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
         urls = [stack.enter_context(replica(app)) for app in apps]
-        config = parse(
-            {
-                "state": {"dir": str(tmp_path / "state")},
-                "sources": [],
-                "model": {"base": BASE, "alias": "agent"},
-                "serving": {"urls": urls, "drain_seconds": 0},
-            },
-            "test",
-            tmp_path,
-        )
-        store = await Store.open(config.state_dir)
         for number in (1, 2, 3):
-            path = tmp_path / f"r{number:04d}"
-            path.mkdir()
-            (path / "weights").write_text(str(number))
-            for app in apps:
-                app.weights[str(path)] = PROBE.second.adapter
-            await store.write(put_adapter, number, path)
-        yield Fleet(store, config, apps, tmp_path)
-        await store.close()
+            await store.write(put_trained, number, tmp_path / f"r{number:04d}", *apps)
+        yield Fleet(store, config_of(tmp_path, *urls), apps, tmp_path)
+
+
+def config_of(folder: Path, *urls: str) -> Config:
+    serving = {"urls": list(urls), "drain_seconds": 0}
+    return make_config(folder, sources=[], model={"base": BASE, "alias": "agent"}, serving=serving)
 
 
 R1, R2 = "agent@r0001", "agent@r0002"
@@ -111,17 +99,17 @@ R1, R2 = "agent@r0001", "agent@r0002"
 
 async def test_an_adapter_whose_probe_has_another_form_is_not_deployed(fleet: Fleet) -> None:
     old = {"prompt_token_ids": [1], "token_ids": [2], "adapter_logprobs": [-1.0], "base_logprobs": [-2.0]}
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     for probe in (old, None):
         await fleet.store.write(lambda conn, kept: conn.execute(update(schema.adapters).values(probe=kept)), probe)
         with pytest.raises(ServeError, match=r"deploy adapter r0002: its round left no probe that could prove it"):
-            await fleet.deployer.deploy("r0002", "test")
+            await fleet.deploy("r0002")
     assert await fleet.targets() == [R1, R1]
 
 
 async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them(fleet: Fleet) -> None:
     """Not at the second look either, when the adapter is loaded already."""
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     forgetful = fleet.apps[0]
     forgetful.loaded.clear()
     forgetful.weights[str(fleet.path("r0001"))] = PROBE.second.base
@@ -129,7 +117,6 @@ async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them
         await restarted.flip("agent", BASE, R1)
     for _ in range(3):
         report = await fleet.deployer.reconcile()
-        assert report is not None
         assert "prove agent@r0001" in report.errors[0]
         assert await fleet.targets() == [BASE, R1]
     forgetful.weights[str(fleet.path("r0001"))] = PROBE.second.adapter
@@ -138,8 +125,7 @@ async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them
 
 
 async def test_a_rollback_that_one_replica_does_not_follow_is_not_taken_back(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0001", "r0002")
     fleet.apps[1].faults["/v1/models"] = (500, "broken")
     with pytest.raises(ServeError, match=r"roll agent back to agent@r0001 on every replica.*broken"):
         await fleet.deployer.rollback()
@@ -154,8 +140,7 @@ async def test_a_rollback_that_one_replica_does_not_follow_is_not_taken_back(fle
 
 async def roll_back_in_vain(fleet: Fleet) -> None:
     """From r0002 to r0001, where no replica follows."""
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0001", "r0002")
     for app in fleet.apps:
         app.faults["/v1/models"] = (500, "broken")
     with pytest.raises(ServeError, match="on every replica"):
@@ -168,11 +153,14 @@ async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) 
     assert (await fleet.states())[0] == "failed"
 
 
-async def test_a_rollback_that_waits_for_a_swap_takes_that_swap_back(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+async def test_a_rollback_that_waits_for_a_swap_takes_that_swap_back(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flywheel")
+    await fleet.deploy("r0001")
     with instance_lock(fleet.config.state_dir, "swap.lock"):
         going_back = asyncio.create_task(fleet.deployer.rollback())
-        await asyncio.sleep(0.3)  # it has begun, and waits
+        await until(lambda: "waiting for a swap" in caplog.text, "the rollback to wait")
         number = await fleet.store.write(deployments.request, "agent", [], "r0002", "the daemon's swap")
         await fleet.store.write(deployments.activate, number, "agent", {})
     target, _ = await going_back
@@ -180,8 +168,7 @@ async def test_a_rollback_that_waits_for_a_swap_takes_that_swap_back(fleet: Flee
 
 
 async def test_deploying_again_what_serves_keeps_the_way_back(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0001", "r0002")
     await fleet.deployer.deploy("r0002", "again")
     await fleet.deployer.reconcile()
     assert set(fleet.apps[0].loaded) == {R1, R2}
@@ -192,7 +179,7 @@ async def test_deploying_again_what_serves_keeps_the_way_back(fleet: Fleet) -> N
 async def test_the_state_that_cannot_be_written_leaves_the_old_version_serving(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
 
     def full(*_: object) -> None:
         raise StoreError("use the state database", "the disk is full")
@@ -200,7 +187,7 @@ async def test_the_state_that_cannot_be_written_leaves_the_old_version_serving(
     with monkeypatch.context() as patch:
         patch.setattr(deployments, "activate", full)
         with pytest.raises(StoreError, match="disk is full"):
-            await fleet.deployer.deploy("r0002", "test")
+            await fleet.deploy("r0002")
     assert await fleet.targets() == [R1, R1]
     assert (await fleet.active())[0] == "r0001"
 
@@ -208,7 +195,7 @@ async def test_the_state_that_cannot_be_written_leaves_the_old_version_serving(
 async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     real, writing, go_on = deployments.activate, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -221,7 +208,8 @@ async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
     deploying = asyncio.create_task(fleet.deployer.deploy("r0002", "test"))
     await asyncio.wait_for(writing.wait(), 60)
     deploying.cancel()
-    await asyncio.sleep(0.1)
+    for _ in range(10):  # until it has heard of it
+        await asyncio.sleep(0)
     go_on.set()
     await asyncio.wait([deploying])
     adapter, _ = await fleet.active()
@@ -234,7 +222,7 @@ async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
     fleet: Fleet, flipped: int, first: bool
 ) -> None:
     if not first:
-        await fleet.deployer.deploy("r0001", "test")
+        await fleet.deploy("r0001")
     before = BASE if first else R1
     await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")
     for number, url in enumerate(fleet.config.serving.urls):
@@ -261,9 +249,7 @@ async def test_servers_are_managed_with_the_admin_key(
 
     async def turn(admin: str, **settings: str) -> None:
         with running(with_middleware(app, FLYWHEEL_API_KEY="agents", FLYWHEEL_ADMIN_KEY=admin)) as url:
-            serving = fleet.config.serving.model_copy(update={"urls": [url], "api_key_env": "AGENTS", **settings})
-            config = fleet.config.model_copy(update={"serving": serving})
-            deployer = Deployer(fleet.store, config)
+            deployer = fleet.other(serving={"urls": [url], "api_key_env": "AGENTS", **settings})
             await deployer.deploy("r0001", "test")
             assert not (await deployer.reconcile()).errors
             await deployer.rollback()
@@ -280,7 +266,7 @@ async def test_an_adapter_with_pickled_weights_is_not_deployed(fleet: Fleet) -> 
     (path / "adapter_model.bin").touch()
     await fleet.store.write(_hashed_anew, path)
     with pytest.raises(ServeError, match=r"adapter_model\.bin.*only safetensors"):
-        await fleet.deployer.deploy("r0001", "test")
+        await fleet.deploy("r0001")
     assert all("POST /v1/load_lora_adapter" not in app.calls for app in fleet.apps)
 
 
@@ -289,7 +275,7 @@ def _hashed_anew(conn: Connection, path: Path) -> None:
 
 
 async def test_a_daemon_that_starts_leaves_a_swap_by_hand_alone(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     with instance_lock(fleet.config.state_dir, "swap.lock"):
         number = await fleet.store.write(deployments.request, "agent", [], "r0002", "by hand")
         await fleet.store.write(deployments.advance, number, DeploymentState.LOADING)
@@ -300,7 +286,7 @@ async def test_a_daemon_that_starts_leaves_a_swap_by_hand_alone(fleet: Fleet) ->
 
 
 async def test_a_deployment_that_was_given_up_cannot_become_active(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     number = await fleet.store.write(deployments.request, "agent", [], "r0002", "test")
     await fleet.store.write(deployments.fail_unfinished, "its process died")
     with pytest.raises(StoreError, match="failed"):
@@ -313,15 +299,15 @@ async def test_files_that_were_put_back_can_be_deployed_again(fleet: Fleet) -> N
     shutil.copytree(path, backup)
     shutil.rmtree(path)
     with pytest.raises(ServeError, match="is not there"):
-        await fleet.deployer.deploy("r0001", "test")
+        await fleet.deploy("r0001")
     path.mkdir()
     (path / "weights").write_text("tampered")
     with pytest.raises(ServeError, match="not those that were evaluated") as refused:
-        await fleet.deployer.deploy("r0001", "test")
+        await fleet.deploy("r0001")
     assert "Restore them" in refused.value.hint
     shutil.rmtree(path)
     shutil.copytree(backup, path)
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     assert await fleet.targets() == [R1, R1]
 
 
@@ -334,23 +320,22 @@ async def test_files_that_may_not_be_read(fleet: Fleet) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deployer, "tree_sha256", denied)
         with pytest.raises(ServeError, match="Permission denied"):
-            await fleet.deployer.deploy("r0001", "test")
+            await fleet.deploy("r0001")
 
 
 async def test_a_rollback_goes_to_nothing_that_was_never_proven(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     with pytest.raises(ServeError, match="r0003 has never served") as refused:
         await fleet.deployer.rollback("r0003")
     assert "flywheel deploy r0003" in refused.value.hint
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0002")
     assert (await fleet.deployer.rollback("r0001"))[0] == "r0001"
     assert (await fleet.deployer.rollback("base"))[0] is None
     assert await fleet.targets() == [BASE, BASE]
 
 
 async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0001", "r0002")
     shutil.rmtree(fleet.path("r0001"))
     with pytest.raises(ServeError, match=r"r0001 .*is not there") as refused:
         await fleet.deployer.rollback()
@@ -360,20 +345,17 @@ async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -
 
 
 async def test_an_adapter_of_another_base_model_is_nothing_to_roll_back_to(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
-    model = fleet.config.model.model_copy(update={"base": "another/model"})
-    changed = Deployer(fleet.store, fleet.config.model_copy(update={"model": model}))
+    await fleet.deploy("r0001", "r0002")
+    changed = fleet.other(model={"base": "another/model"})
     with pytest.raises(ServeError, match=r"was trained on tiny, and model\.base is another/model"):
         await changed.rollback()
     assert await fleet.targets() == [R2, R2]
 
 
 async def test_an_adapter_of_another_base_model_is_not_loaded_again(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     await forget(fleet, 0, R1)
-    model = fleet.config.model.model_copy(update={"base": "another/model"})
-    changed = Deployer(fleet.store, fleet.config.model_copy(update={"model": model}))
+    changed = fleet.other(model={"base": "another/model"})
     report = await changed.reconcile()
     assert "it was trained on tiny, and model.base is another/model" in report.errors[0]
     assert "flywheel deploy base" in report.errors[0]
@@ -387,8 +369,7 @@ async def test_a_key_that_no_request_can_carry_is_not_shown(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setenv("MY_KEY", key)
-    serving = fleet.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
-    deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
+    deployer = fleet.other(serving={"admin_key_env": "MY_KEY"})
     with pytest.raises(ServeError, match="MY_KEY") as refused:
         await deployer.deploy("r0001", "test")
     assert "s3" not in str(refused.value)
@@ -396,27 +377,22 @@ async def test_a_key_that_no_request_can_carry_is_not_shown(
 
 async def test_a_key_that_is_named_and_not_set(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
-    serving = fleet.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
-    deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
+    deployer = fleet.other(serving={"admin_key_env": "MY_KEY"})
     with pytest.raises(ServeError, match="names MY_KEY, which is not set"):
         await deployer.deploy("r0001", "test")
 
 
 async def test_a_rollback_that_is_stopped_while_a_replica_hangs_stays_where_it_came(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0001", "r0002")
     fleet.apps[1].slow_paths.add("/v1/models")
     going_back = asyncio.create_task(fleet.deployer.rollback())
 
-    async def gone_back() -> None:
+    async def has_gone_back() -> bool:
         """The first replica's answer has arrived, too: its alias changes earlier."""
-        while (await fleet.targets())[0] != R1 or restoring() > 1:
-            await asyncio.sleep(0.05)
+        restoring = [getattr(task.get_coro(), "__name__", "") == "_restore" for task in asyncio.all_tasks()]
+        return (await fleet.targets())[0] == R1 and sum(restoring) <= 1
 
-    def restoring() -> int:
-        return sum(getattr(task.get_coro(), "__name__", "") == "_restore" for task in asyncio.all_tasks())
-
-    await asyncio.wait_for(gone_back(), 60)
+    await until(has_gone_back, "the first replica to go back")
     going_back.cancel()
     with pytest.raises(ServeError, match="stopped before it had answered"):
         await going_back
@@ -426,18 +402,12 @@ async def test_a_rollback_that_is_stopped_while_a_replica_hangs_stays_where_it_c
 
 
 async def test_a_rollback_that_is_stopped_before_it_changed_anything(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0001", "r0002")
     for app in fleet.apps:
         app.slow_paths.add("/v1/models")
         app.calls.clear()
     going_back = asyncio.create_task(fleet.deployer.rollback())
-
-    async def begun() -> None:
-        while not all(app.calls for app in fleet.apps):
-            await asyncio.sleep(0.05)
-
-    await asyncio.wait_for(begun(), 60)
+    await until(lambda: all(app.calls for app in fleet.apps), "both replicas to be asked")
     going_back.cancel()
     with pytest.raises(asyncio.CancelledError):
         await going_back
@@ -458,7 +428,7 @@ async def sightings(fleet: Fleet) -> list[tuple[str, str]]:
 
 
 async def test_files_that_were_changed_are_not_loaded_into_a_server_that_forgot_them(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     (fleet.path("r0001") / "weights").write_text("others, that give the same figures")
     await forget(fleet, 0, R1)
     report = await fleet.deployer.reconcile()
@@ -493,14 +463,14 @@ async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(f
                 found.append((await each.alias("agent")).sha256)
         return found
 
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     assert await known() == [hashes["r0001"]] * 2
     fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.second.base
     with pytest.raises(ServeError, match="prove"):
-        await fleet.deployer.deploy("r0002", "test")
+        await fleet.deploy("r0002")
     assert await known() == [hashes["r0001"]] * 2
     fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.second.adapter
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0002")
     assert await known() == [hashes["r0002"]] * 2
     await fleet.deployer.rollback()
     assert await known() == [hashes["r0001"]] * 2
@@ -509,11 +479,11 @@ async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(f
 async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     url = fleet.config.serving.urls[0]
     assert await fleet.store.read(deployments.replica_states, "agent") == {}
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
     first = (await fleet.store.read(deployments.replica_states, "agent"))[url]
     assert first.since == first.looked_at
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0002")
     second = (await fleet.store.read(deployments.replica_states, "agent"))[url]
     assert second.since == second.looked_at > first.looked_at, "since then it answers with that"
     await fleet.deployer.rollback()
@@ -548,11 +518,10 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
 
 
 async def test_a_key_that_is_not_set_is_seen_in_the_status(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     monkeypatch.delenv("MY_KEY", raising=False)
-    serving = fleet.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
     with pytest.raises(ServeError, match="MY_KEY"):
-        await Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving})).reconcile()
+        await fleet.other(serving={"admin_key_env": "MY_KEY"}).reconcile()
     assert await sightings(fleet) == [("misconfigured", ""), ("misconfigured", "")]
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
@@ -562,7 +531,7 @@ async def test_a_key_that_is_not_set_is_seen_in_the_status(fleet: Fleet, monkeyp
 async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
     fleet: Fleet, status: int, condition: str
 ) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     fleet.apps[0].faults["/health"] = (status, "says the proxy")
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [(condition, R1), ("ok", R1)]
@@ -577,9 +546,7 @@ async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(f
     report = await fleet.deployer.reconcile()
     assert not report.changed
     assert await sightings(fleet) == [("ok", BASE), ("ok", BASE)]
-    async with Replica(fleet.config.serving.urls[1]) as each:
-        await each.load(R1, str(fleet.path("r0001")))
-        await each.flip("agent", R1, BASE)
+    await fleet.point(1, R1, BASE)
     report = await fleet.deployer.reconcile()
     assert "by this state nothing was ever deployed" in report.errors[0]
     assert await fleet.targets() == [BASE, R1]
@@ -588,28 +555,14 @@ async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(f
     assert await fleet.targets() == [BASE, BASE]
 
 
-async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_once(tmp_path: Path) -> None:
+async def test_a_server_started_anew_with_its_adapter_is_proven_again_once(tmp_path: Path, store: Store) -> None:
     """By somebody who started it in another precision, say: the alias stands for the adapter from the start."""
     app = FakeVllm({BASE: PROBE.second.base})
     started = Restarts(app, tmp_path / "aliases.json")
     with running(started) as url:
-        config = parse(
-            {
-                "state": {"dir": str(tmp_path / "state")},
-                "sources": [],
-                "model": {"base": BASE, "alias": "agent"},
-                "serving": {"urls": [url], "drain_seconds": 0},
-            },
-            "test",
-            tmp_path,
-        )
-        store = await Store.open(config.state_dir)
         path = tmp_path / "r0001"
-        path.mkdir()
-        (path / "weights").write_text("1")
-        app.weights[str(path)] = PROBE.second.adapter
-        await store.write(put_adapter, 1, path)
-        daemon = Deployer(store, config)
+        await store.write(put_trained, 1, path, app)
+        daemon = Deployer(store, config_of(tmp_path, url))
         await daemon.deploy("r0001", "test")
 
         async def condition() -> str:
@@ -632,7 +585,6 @@ async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_o
         before = proofs()
         assert await condition() == "ok"
         assert proofs() == before
-        await store.close()
 
 
 class Restarts:
@@ -666,12 +618,7 @@ def four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_deploying_by_hand_again_and_again_leaves_three_adapters(four_slots: None, fleet: Fleet) -> None:
     for number in range(1, 21):
         if number > 3:
-            path = fleet.path(f"r{number:04}")
-            path.mkdir()
-            (path / "weights").write_text(str(number))
-            for app in fleet.apps:
-                app.weights[str(path)] = PROBE.second.adapter
-            await fleet.store.write(put_adapter, number, path)
+            await fleet.store.write(put_trained, number, fleet.path(f"r{number:04}"), *fleet.apps)
         await fleet.deployer.deploy(f"r{number:04}", "by hand")
     # The one to roll back to before the last swap, the one to roll back to now, and the one that serves.
     assert [set(app.loaded) for app in fleet.apps] == [{"agent@r0018", "agent@r0019", "agent@r0020"}] * 2
@@ -679,16 +626,14 @@ async def test_deploying_by_hand_again_and_again_leaves_three_adapters(four_slot
 
 async def test_what_served_until_recently_stays_while_there_are_slots(four_slots: None, fleet: Fleet) -> None:
     # Waiting for it would take longer than the test may.
-    serving = fleet.config.serving.model_copy(update={"drain_seconds": 3600.0})
-    deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
+    deployer = fleet.other(serving={"drain_seconds": 3600.0})
     for name in ("r0001", "r0002", "r0003"):
         await deployer.deploy(name, "by hand")
     assert [len(app.loaded) for app in fleet.apps] == [3, 3]
 
 
 async def test_two_slots_are_enough_to_deploy_and_to_roll_back(two_slots: None, fleet: Fleet) -> None:
-    for name in ("r0001", "r0002", "r0003"):
-        await fleet.deployer.deploy(name, "by hand")
+    await fleet.deploy("r0001", "r0002", "r0003")
     assert [set(app.loaded) for app in fleet.apps] == [{R2, "agent@r0003"}] * 2
     await fleet.deployer.rollback("r0001")
     assert await fleet.targets() == [R1, R1]
@@ -706,27 +651,23 @@ async def test_adapters_of_others_are_not_unloaded_for_a_deployment(two_slots: N
 
 
 async def test_a_daemon_that_starts_puts_a_killed_swap_right_at_once(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")
-    async with Replica(fleet.config.serving.urls[0]) as each:
-        await each.load(R2, str(fleet.path("r0002")))
-        await each.flip("agent", R2, R1)
-    daemon = fleet.config.daemon.model_copy(update={"reconcile_seconds": 3600.0})
-    service = Service(fleet.config.model_copy(update={"daemon": daemon}), fleet.store)
+    await fleet.point(0, R2, R1)
+    service = Service(with_settings(fleet.config, daemon={"reconcile_seconds": 3600.0}), fleet.store)
     running_service = asyncio.create_task(service.run())
-
-    async def right() -> None:
-        while await fleet.targets() != [R1, R1]:
-            await asyncio.sleep(0.05)
-
-    await asyncio.wait_for(right(), 60)
+    await until(lambda: is_right(fleet), "both replicas to answer with r0001")
     service.stop()
     await running_service
 
 
+async def is_right(fleet: Fleet) -> bool:
+    return await fleet.targets() == [R1, R1]
+
+
 async def test_a_trouble_whose_figures_vary_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "flywheel")
-    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deploy("r0001")
     service = Service(fleet.config, fleet.store)
     path = str(fleet.path("r0001"))
     await forget(fleet, 0, R1)
@@ -745,19 +686,17 @@ async def test_a_trouble_whose_figures_vary_is_logged_once(fleet: Fleet, caplog:
 
 async def test_each_server_in_trouble_is_logged(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     urls = ["http://127.1.0.1:9", "http://127.1.0.2:9"]
-    serving = fleet.config.serving.model_copy(update={"urls": urls})
-    await Service(fleet.config.model_copy(update={"serving": serving}), fleet.store)._do_reconcile()
+    await Service(with_settings(fleet.config, serving={"urls": urls}), fleet.store)._do_reconcile()
     assert all(any(url in line for line in caplog.messages) for url in urls)
 
 
 async def test_only_a_server_that_had_the_adapter_has_lost_it(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "flywheel")
     url, other = fleet.config.serving.urls
-    one = fleet.config.model_copy(update={"serving": fleet.config.serving.model_copy(update={"urls": [other]})})
-    await Deployer(fleet.store, one).deploy("r0001", "test")
+    await fleet.other(serving={"urls": [other]}).deploy("r0001", "test")
     await fleet.deployer.reconcile()
     assert f"{url} answered with {BASE}: agent is {R1} there now" in caplog.messages, "it is new"
-    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deploy("r0002")
     fleet.apps[1].faults["/v1/models"] = (500, "broken")
     with pytest.raises(ServeError, match="broken"):
         await fleet.deployer.rollback()
@@ -770,9 +709,7 @@ async def test_only_a_server_that_had_the_adapter_has_lost_it(fleet: Fleet, capl
     assert f"{url} had lost the deployed adapter: agent is {R1} there now" in caplog.messages
     assert caplog.text.count("had lost") == 1
     await fleet.deployer.deploy(None, "test")
-    async with Replica(url) as each:
-        await each.load(R1, str(fleet.path("r0001")))
-        await each.flip("agent", R1, BASE)
+    await fleet.point(0, R1, BASE)
     await fleet.deployer.reconcile()
     assert f"{url} answered with {R1}: agent is {BASE} there now" in caplog.messages
     assert caplog.text.count("had lost") == 1
@@ -796,8 +733,7 @@ async def test_a_server_that_waits_is_told_what_is_deployed(fleet: Fleet, tmp_pa
     app.weights = fleet.apps[0].weights
     waits = Waits(app, tmp_path / "aliases.json")
     with running(waits) as url:
-        alone = fleet.config.model_copy(update={"serving": fleet.config.serving.model_copy(update={"urls": [url]})})
-        daemon = Deployer(fleet.store, alone)
+        daemon = fleet.other(serving={"urls": [url]})
 
         def answered() -> tuple[int, str]:
             answer = httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})

@@ -27,6 +27,7 @@ from flywheel.store.kernel.transitions import move
 from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
 from tests.factories.embedding_server import EmbeddingServer
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import copied_state
 from tests.factories.trace import replies_on, reply
 
 EVERY: list[dict[str, Any]] = [
@@ -132,11 +133,8 @@ async def test_the_real_run_decides_and_costs_what_the_dry_run_said(
     await tell(store, *everything[12:], *burst(6)[3:])
     outcomes: set[str] = set()
     for rejudge in (False, True):
-        copied = await Store.copy(tmp_path / "state")
-        try:
+        async with copied_state(tmp_path / "state") as copied:
             foretold, dry, said = await tried(copied, config, foretell=True, rejudge=rejudge)
-        finally:
-            await copied.close()
         calls = judge.calls
         _, real, done = await tried(store, config, foretell=False, rejudge=rejudge)
         assert said == done
@@ -165,13 +163,10 @@ async def test_a_rubric_diff_flips_what_judging_again_changes(
     await run(store, config)
     path.write_text(yaml.safe_dump({**old, "threshold": 0.45, "criteria": [*EVERY[:-4], *EVERY[-2:]]}))
     before = await keyed(store)
-    copied = await Store.copy(tmp_path / "state")
-    try:
+    async with copied_state(tmp_path / "state") as copied:
         new = TaskJudging(copied, config)
         earlier = TaskJudging(copied, config, rubric=load_rubric(tmp_path / "old.yaml"))
         diff = await RubricDiff(copied, earlier.grader, new.grader, new.judge, new.redact).run(None)
-    finally:
-        await copied.close()
     calls = judge.calls
     report = await TaskJudging(store, config).run(rejudge=True)
     after = await keyed(store)
@@ -196,13 +191,10 @@ async def test_no_judge_sees_what_a_chain_takes_out_also_where_it_came_later(
     config = make({"type": "pii"})
     (tmp_path / "rubric.yaml").write_text(yaml.safe_dump({"id": "r", "criteria": EVERY[1:2]}))
     judge.requests.clear()
-    copied = await Store.copy(tmp_path / "state")
-    try:
+    async with copied_state(tmp_path / "state") as copied:
         new = TaskJudging(copied, config)
         grader = TaskJudging(copied, config, rubric=old).grader
         await RubricDiff(copied, grader, new.grader, new.judge, new.redact).run(None)
-    finally:
-        await copied.close()
     await TaskJudging(store, config).run(rejudge=True)
     assert judge.calls == 4
     assert "bob@example.com" not in str(judge.requests)

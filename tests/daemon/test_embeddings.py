@@ -15,6 +15,7 @@ from flywheel.store.views.balance import balance
 from tests.daemon.filter_bench import WORDY, Make, by_model, questions, run, states, tell
 from tests.factories.embedding_server import EmbeddingServer, by_words
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import open_state
 
 
 async def lengths(store: Store) -> dict[int, int]:
@@ -31,20 +32,16 @@ async def test_a_batch_that_fails_half_way_is_gone_on_with_after_a_restart(
     await tell(store, *questions("alpha", "beta", "gamma", "delta", "epsilon", "alpha alpha"))
     embeddings.failures = [200, 200, 503, 503]
     report, _ = await run(store, config)
-    assert report.error is not None
     assert report.error.retryable
     assert await states(store) == ["pending"] * 6
     assert judge.calls == 0
     assert sum((await lengths(store)).values()) == 4
     embeddings.requests.clear()
-    reopened = await Store.open(tmp_path / "state")
-    try:
+    async with open_state(tmp_path / "state") as reopened:
         report, _ = await run(reopened, config)
         assert report.error is None
         assert await states(reopened) == [*["accepted"] * 5, "rejected"]
         assert (await reopened.read(balance)).problems == []
-    finally:
-        await reopened.close()
     assert embeddings.texts == ["epsilon", "alpha alpha"]
 
 

@@ -22,7 +22,7 @@ from flywheel.judge.filters.pii import Pii, Redactor
 from flywheel.judge.usage import BudgetSpentError
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import claims, deduplication, judge_usage, ledger
+from flywheel.store import claims, deduplication, judge_usage
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
@@ -43,7 +43,10 @@ from tests.daemon.filter_bench import (
 )
 from tests.factories.embedding_server import EmbeddingServer
 from tests.factories.judge_server import JudgeServer
-from tests.factories.trace import batch, replies_on, reply
+from tests.factories.round import planned_round
+from tests.factories.state import copied_state, open_state
+from tests.factories.trace import put_replies, replies_on, reply
+from tests.waiting import until
 
 
 async def test_what_repeats_is_rejected_unpaid_and_told_what_it_repeats(
@@ -57,12 +60,10 @@ async def test_what_repeats_is_rejected_unpaid_and_told_what_it_repeats(
     exact, words = (each for each in seen.values() if each.repeats)
     assert {exact.repeats and exact.repeats.method, words.repeats and words.repeats.method} == {"exact", "words"}
     story = await store.read(lineage.why, exact.task.key)
-    assert story is not None
     told = story["replies"][0]["task"]
     assert told["repeats"]["task_id"] == next(
         each.task.key for each in seen.values() if each.task.line["main_query"] == near
     )
-    assert exact.repeats is not None
     assert told["repeats"]["similarity"] == exact.repeats.similarity
     assert told["repeats"]["task_id"] in told["verdicts"][0]["reason"]
     assert (await store.read(balance)).problems == []
@@ -103,13 +104,10 @@ async def test_earlier_rounds_count_after_a_restart_and_before_the_chain_had_the
     await store.write(consume)
     await tell(store, later)
     await run(store, make(DEDUPLICATION))
-    reopened = await Store.open(tmp_path / "state")
-    try:
+    async with open_state(tmp_path / "state") as reopened:
         await tell(reopened, again)
         await run(reopened, make(DEDUPLICATION))
         assert await states(reopened) == ["consumed", "rejected", "rejected"]
-    finally:
-        await reopened.close()
     assert judge.calls == 1
 
 
@@ -177,13 +175,10 @@ async def test_each_question_is_embedded_once_for_ever(
     assert await states(store) == ["accepted", "rejected", "accepted"]
     assert sorted(embeddings.texts) == sorted(each.query for each in told[:3])
     assert len(embeddings.requests) == 1
-    reopened = await Store.open(tmp_path / "state")
-    try:
+    async with open_state(tmp_path / "state") as reopened:
         await tell(reopened, *told[3:])
         await run(reopened, make(by_model(embeddings)))
         assert (await states(reopened))[3:] == ["accepted", "rejected"]
-    finally:
-        await reopened.close()
     assert sorted(embeddings.texts) == sorted(each.query for each in told[:4])
     assert judge.calls == 3
 
@@ -205,7 +200,6 @@ async def test_tasks_wait_while_the_embedding_model_is_away(
     config = make(by_model(embeddings))
     filtering = TaskJudging(store, config)
     report = await filtering.run()
-    assert report.error is not None
     assert report.error.retryable
     assert await states(store) == ["pending", "pending"]
     assert judge.calls == 0
@@ -340,9 +334,7 @@ async def test_a_burst_waits_for_a_person_also_what_had_been_accepted_before(
 async def test_slow_repetition_and_other_origins_are_no_burst(store: Store, make: Make) -> None:
     config = make(INFLUENCE)
     await tell(store, *burst(8, seconds=50))
-    source = await store.write(ledger.source_id, "/b")
-    others = batch(*burst(4, first=500), source="/b")
-    await store.write(ledger.record_batch, source, others, train_ratio=0.7, split_seed=42)
+    await store.write(put_replies, *burst(4, first=500), source="/b")
     await run(store, config)
     assert set(await states(store)) == {"accepted"}
 
@@ -362,10 +354,7 @@ async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Stor
     await tell(store, *rest[2:])
     await run(store, config)
     assert (await store.read(planner.due, config)).start
-    rubric = rubric_of(config)
-    planned = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
-    spec = await store.read(planner.spec_of, planned, config, rubric)
-    assert len(spec.train) == 8
+    assert len((await planned_round(store, config)).train) == 8
     after = await states(store)
     assert after.count("reserved") == 8
     assert after[:6].count("reserved") == 2
@@ -374,12 +363,9 @@ async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Stor
 
 async def test_a_dry_run_of_a_chain_leaves_no_trace(tmp_path: Path, store: Store, make: Make) -> None:
     await tell(store, *questions("a b", "a  b"))
-    copied = await Store.copy(tmp_path / "state")
-    try:
+    async with copied_state(tmp_path / "state") as copied:
         report, _ = await run(copied, make(INFLUENCE, DEDUPLICATION))
         assert (report.accepted, report.rejected) == (1, 1)
-    finally:
-        await copied.close()
     assert await states(store) == ["pending", "pending"]
     assert await store.read(lambda c: c.execute(select(deduplication.duplicates)).all()) == []
 
@@ -503,8 +489,7 @@ async def test_a_stop_waits_for_the_task_that_a_filter_looks_at_and_for_no_other
     stop = threading.Event()
     filtering = TaskJudging(store, make({"type": "python", "params": {"path": "mine.py"}}))
     running = asyncio.create_task(filtering.run(stop=stop))
-    while not (tmp_path / "log").exists():
-        await asyncio.sleep(0.01)
+    await until((tmp_path / "log").exists, "the filter to look at the first task")
     stop.set()
     (tmp_path / "go").touch()
     report = await running

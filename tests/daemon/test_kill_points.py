@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
-import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +15,10 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.daemon.following import killed_at
 from tests.daemon.killed import POINTS
+from tests.factories.config import write_config
+from tests.factories.state import execute
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import empty_like
 
@@ -47,11 +48,6 @@ def flywheel(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def looked(path: Path, query: str) -> list[tuple[Any, ...]]:
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        return database.execute(query).fetchall()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
@@ -59,20 +55,10 @@ def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int
     databases = {name: empty_like(name, tmp_path / f"{name}.sqlite") for name in AGENTS}
     lines = tmp_path / "lines.jsonl"
     lines.touch()
-    config = tmp_path / "flywheel.yaml"
-    config.write_text(
-        json.dumps(
-            {
-                "state": {"dir": "state"},
-                "sources": [
-                    *({"path": str(path)} for path in databases.values()),
-                    {"type": "jsonl", "path": str(lines)},
-                ],
-                # One seed also gives traces up whose agents have not come yet: they are told again when those come.
-                "ingest": {"settle_seconds": 0.05, "abandon_seconds": 3600 if seed == 2 else 1e8},
-            }
-        )
-    )
+    sources = [*({"path": str(path)} for path in databases.values()), {"type": "jsonl", "path": str(lines)}]
+    # One seed also gives traces up whose agents have not come yet: they are told again when those come.
+    ingest = {"settle_seconds": 0.05, "abandon_seconds": 3600 if seed == 2 else 1e8}
+    config = write_config(tmp_path, sources=sources, ingest=ingest)
     state = tmp_path / "state" / "state.db"
     kills = [(point, chance.randint(1, 12)) for point in POINTS for _ in range(KILLS)]
     chance.shuffle(kills)
@@ -81,13 +67,10 @@ def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int
             stack.enter_context(filled(path, name, seed)) for name, path in (*databases.items(), ("jsonl", lines))
         ]
         for point, arrival in kills:
-            command = [sys.executable, "-m", "tests.daemon.killed", str(config), point, str(arrival)]
-            done = warm.run(command, cwd=ROOT, capture_output=True, timeout=300, check=False)
-            assert done.returncode == -signal.SIGKILL, f"{point} {arrival}: {done.stderr.decode()[-3000:]}"
+            killed_at(config, point, arrival)
             assert state.exists()
             assert all(filler.poll() is None for filler in fillers), "a writer failed"
         for filler in fillers:
-            assert filler.stdin is not None
             filler.stdin.close()
         assert [filler.wait(timeout=120) for filler in fillers] == [0, 0, 0]
 
@@ -96,11 +79,11 @@ def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int
     assert books["balanced"], books["problems"]
     assert books["dead"] == 0
 
-    told = Counter(looked(state, "SELECT path, span_id FROM replies, sources WHERE sources.id = source_id"))
+    told = Counter(execute(state, "SELECT path, span_id FROM replies, sources WHERE sources.id = source_id"))
     expected: set[tuple[str, str]] = set()
     for name, path in databases.items():
         replies = by_id(read_all(path, now=MUCH_LATER)[0])
-        agents = {span for (span,) in looked(path, f"SELECT id FROM span_table WHERE {AGENTS[name]}")}
+        agents = {span for (span,) in execute(path, f"SELECT id FROM span_table WHERE {AGENTS[name]}")}
         assert len(agents) > 100
         assert agents <= replies.keys()
         expected |= {(str(path), span) for span in replies}
@@ -113,13 +96,12 @@ def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int
     tasks = [json.loads(line) for line in (tmp_path / "state" / "tasks.jsonl").read_text().splitlines()]
     exported = Counter(task["task_id"] for task in tasks)
     assert set(exported.values()) == {1}
-    stored = {json.loads(payload)["task_id"] for (payload,) in looked(state, "SELECT payload FROM tasks")}
+    stored = {json.loads(payload)["task_id"] for (payload,) in execute(state, "SELECT payload FROM tasks")}
     assert exported.keys() == stored
     asked = Counter(task["main_query"] for task in tasks)
     assert all(asked[question] == 1 for question in questions)
     # The same as a state that was never disturbed.
-    clean = tmp_path / "clean.yaml"
-    clean.write_text(json.dumps(json.loads(config.read_text()) | {"state": {"dir": "clean"}}))
+    clean = write_config(tmp_path, name="clean.yaml", state={"dir": "clean"}, sources=sources, ingest=ingest)
     flywheel("ingest", "-c", str(clean))
     ends = "SELECT span_id, replies.state, skip_reason, tasks.key FROM replies LEFT JOIN tasks ON tasks.id = task_id"
-    assert sorted(map(str, looked(state, ends))) == sorted(map(str, looked(tmp_path / "clean" / "state.db", ends)))
+    assert sorted(map(str, execute(state, ends))) == sorted(map(str, execute(tmp_path / "clean" / "state.db", ends)))

@@ -27,7 +27,6 @@ with instance_lock(Path(sys.argv[1])):
 @pytest.fixture
 def other(tmp_path: Path) -> object:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon import metrics_server
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.service import Service
@@ -22,61 +22,48 @@ from flywheel.errors import ConfigError, ReceiverError, StoreError
 from flywheel.store.kernel.database import Store
 from flywheel.system.lock import instance_lock
 from tests.cli.test_metrics import by, parsed
+from tests.factories.config import make_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import open_state, running_daemon
+from tests.factories.trace import write_lines
+from tests.waiting import until
 
 SECONDS = 60.0
 
 
 def configured(folder: Path, judge: str = "http://127.0.0.1:9/v1", **daemon: Any) -> Config:
-    lines = folder / "lines.jsonl"
-    lines.write_text("".join(f'{{"question": "{n}+1?", "answer": "\\\\boxed{{{n + 1}}}"}}\n' for n in range(3)))
-    raw = {
-        "sources": [{"type": "jsonl", "path": "lines.jsonl"}],
-        "state": {"dir": "state"},
-        "judge": {"base_url": judge, "model": "j", "max_attempts": 1},
-        "serving": {"urls": ["http://127.0.0.1:9"]},
-        "ingest": {"settle_seconds": 0},
-        "daemon": {"metrics": "127.0.0.1:0", "drain_seconds": 1, **daemon},
-    }
-    return parse(raw, "test", folder)
-
-
-async def until(condition: Callable[[], Any], what: str) -> Any:
-    async with asyncio.timeout(SECONDS):
-        while not (found := condition()):
-            await asyncio.sleep(0.02)
-    return found
+    lines = ({"question": f"{n}+1?", "answer": f"\\boxed{{{n + 1}}}"} for n in range(3))
+    return make_config(
+        folder,
+        sources=[{"type": "jsonl", "path": str(write_lines(folder / "lines.jsonl", *lines))}],
+        judge={"base_url": judge, "model": "j", "max_attempts": 1},
+        serving={"urls": ["http://127.0.0.1:9"]},
+        ingest={"settle_seconds": 0},
+        daemon={"metrics": "127.0.0.1:0", "drain_seconds": 1, **daemon},
+    )
 
 
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[tuple[Service, httpx2.AsyncClient]]:
     """A daemon in this process, and a client of its metrics."""
     with instance_lock(config.state_dir):
-        store = await Store.open(config.state_dir)
-        service = Service(config, store)
-        task = asyncio.create_task(service.run())
-        try:
+        async with running_daemon(config) as service:
             host, port = await until(lambda: service.metrics.address, "the metrics server")
             async with httpx2.AsyncClient(base_url=f"http://{host}:{port}", timeout=SECONDS) as client:
                 yield service, client
-        finally:
-            service.stop()
-            await asyncio.wait([task])
-            await store.close()
-        task.result()
 
 
 async def test_a_daemon_serves_its_metrics_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "FRESH_SECONDS", 0.0)
     with JudgeServer() as judge:
         async with running(configured(tmp_path, judge.base_url)) as (service, client):
-            async with asyncio.timeout(SECONDS):
-                while True:
-                    answer = await client.get("/metrics")
-                    found = parsed(answer.text)
-                    if by(found["flywheel_tasks"], "state")["accepted"] == 3:
-                        break
-                    await asyncio.sleep(0.05)
+
+            async def all_accepted() -> httpx2.Response | None:
+                answer = await client.get("/metrics")
+                return answer if by(parsed(answer.text)["flywheel_tasks"], "state")["accepted"] == 3 else None
+
+            answer = await until(all_accepted, "three accepted tasks")
+            found = parsed(answer.text)
             assert answer.headers["content-type"].startswith("text/plain; version=")
             assert found["flywheel_daemon_up"][0].value == 1
             assert by(found["flywheel_swaps"], "outcome") == {"done": 0, "rolled_back": 0, "failed": 0}
@@ -128,17 +115,14 @@ def serve(tmp_path: Path) -> Serve:
         take: Any = None, unhealthy: str = "", unready: str = "", **daemon: Any
     ) -> AsyncIterator[tuple[MetricsServer, str]]:
         config = configured(tmp_path, **daemon)
-        store = await Store.open(config.state_dir)
-        server = MetricsServer(
-            config.daemon, take or (lambda: store.read(snapshot, config)), lambda: unhealthy, lambda: unready
-        )
-        try:
+        async with open_state(config.state_dir) as store:
+            taking = take or (lambda: store.read(snapshot, config))
+            server = MetricsServer(config.daemon, taking, lambda: unhealthy, lambda: unready)
             await server.listen()
-            assert server.address is not None
-            yield server, f"http://127.0.0.1:{server.address[1]}"
-        finally:
-            await server.stop()
-            await store.close()
+            try:
+                yield server, f"http://127.0.0.1:{server.address[1]}"
+            finally:
+                await server.stop()
 
     return serve
 
@@ -156,10 +140,8 @@ async def test_a_daemon_that_is_not_ready_says_so_and_is_alive(serve: Serve, why
         assert (await get(f"{url}/healthz")).status_code == 200
 
 
-async def test_readiness_follows_the_service(tmp_path: Path) -> None:
-    config = configured(tmp_path, metrics=None)
-    store = await Store.open(config.state_dir)
-    service = Service(config, store)
+async def test_readiness_follows_the_service(tmp_path: Path, store: Store) -> None:
+    service = Service(configured(tmp_path, metrics=None), store)
     assert service._unready() == "starting"
     task = asyncio.create_task(service.run())
     await until(lambda: service._unready() == "", "the start")
@@ -167,7 +149,6 @@ async def test_readiness_follows_the_service(tmp_path: Path) -> None:
     service.stop()
     assert service._unready() == "stopping"
     await task
-    await store.close()
 
 
 async def test_a_token_is_needed_for_metrics_alone(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,26 +218,17 @@ async def test_a_taken_port_does_not_stop_the_daemon(tmp_path: Path, caplog: pyt
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     config = configured(tmp_path, metrics=f"127.0.0.1:{port}")
-    store = await Store.open(config.state_dir)
-    service = Service(config, store)
-    task = asyncio.create_task(service.run())
-    try:
+    async with running_daemon(config) as service:
         await until(lambda: service._unready() == "", "the start")
         attempted = f"serve metrics at 127.0.0.1:{port}"
         await until(lambda: [line for line in caplog.messages if attempted in line], "the error")
         with pytest.raises(ReceiverError):
             await service.metrics.listen()
-        assert not task.done()
         service._metrics.wake.set()
-        await asyncio.sleep(0.1)
+        await until(lambda: not service._metrics.wake.is_set(), "the next attempt")
         assert len([line for line in caplog.messages if attempted in line]) == 1, "it is logged once"
         taken.close()
         assert "metrics" in {job.id for job in service._schedule().get_jobs()}, "the clock wakes it"
         service._metrics.wake.set()
         await until(lambda: service.metrics.address, "the metrics server")
         assert (await get(f"http://127.0.0.1:{port}/readyz")).status_code == 200
-    finally:
-        taken.close()
-        service.stop()
-        await task
-        await store.close()

@@ -12,17 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, insert
 
-from flywheel.config import Config, NoticeType, load, parse
+from flywheel.config import Config, NoticeType, load
 from flywheel.daemon import notifier
 from flywheel.daemon.notifier import NoticeTarget
-from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
 from flywheel.store import deployments, ledger, notices
@@ -31,15 +29,19 @@ from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import create, move
 from tests.cli.conftest import Run
+from tests.factories.config import make_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.local_server import JsonHandler, LocalServer
+from tests.factories.state import open_state, running_daemon
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60.0
+SECONDS = 120.0
 EVERY = [kind.value for kind in NoticeType]
 KEY = "a-long-random-key"
 
 
-class Webhook:
+class Webhook(LocalServer):
     """Receives notices. It answers with `statuses` in turn, then with 200, and waits for `go_on` before."""
 
     def __init__(self) -> None:
@@ -49,26 +51,19 @@ class Webhook:
         self.go_on.set()
         webhook = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
+        class Handler(JsonHandler):
+            def do_POST(self) -> None:  # noqa: N802
                 body = self.rfile.read(int(self.headers["content-length"]))
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                webhook.got.append((headers, body))
+                webhook.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
                 webhook.go_on.wait(SECONDS)
                 status = webhook.statuses.pop(0) if webhook.statuses else 200
-                self.send_response(status)
-                self.send_header("location", f"http://127.0.0.1:{webhook.port}/elsewhere")
-                self.send_header("content-length", "0")
-                self.end_headers()
+                self.send(status, b"", {"location": f"{webhook.base_url}/elsewhere"})
 
-            def log_message(self, *_: Any) -> None:
-                pass
+        super().__init__(Handler)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/hook/hidden-path"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+    @property
+    def url(self) -> str:
+        return f"{self.base_url}/hidden-path"
 
     @property
     def told(self) -> list[dict[str, Any]]:
@@ -77,30 +72,25 @@ class Webhook:
     def subjects(self) -> list[str]:
         return [each["subject"] for told in self.told for each in told["data"]["notices"]]
 
-    def close(self) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.go_on.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().__exit__(*error)
 
 
 @pytest.fixture
 def webhook() -> Iterator[Webhook]:
-    found = Webhook()
-    yield found
-    found.close()
+    with Webhook() as webhook:
+        yield webhook
 
 
 def configured(folder: Path, *entries: dict[str, Any], **values: Any) -> Config:
-    raw = {
+    defaults = {
         "sources": [],
-        "state": {"dir": "state"},
         "serving": {"urls": ["http://127.0.0.1:9"]},
         "daemon": {"metrics": None, "drain_seconds": 30},
         "ingest": {"settle_seconds": 0, "poll_seconds": 0.2},
-        "notify": list(entries),
-        **values,
     }
-    return parse(raw, "test", folder)
+    return make_config(folder, **{**defaults, "notify": list(entries), **values})
 
 
 async def begun(store: Store, config: Config) -> NoticeTarget:
@@ -138,7 +128,7 @@ async def test_each_type_is_found_in_the_events(store: Store) -> None:
         for error, spent in (("no key", False), ("no key", False), ("", False), ("spent", True), ("no key", False)):
             notices.note_judge(conn, error, spent=spent)
         letter(conn, "t-1")
-        source = conn.execute(insert(schema.sources).values(path="/a.sqlite")).inserted_primary_key[0]  # type: ignore[index]
+        source = conn.execute(insert(schema.sources).values(path="/a.sqlite")).inserted_primary_key[0]
         for condition in ("ok", "busy", "locked", "locked", "ok", "missing"):
             ledger.note_source(conn, source, condition=condition, error=f"it is {condition}")
         ledger.note_source(conn, source, read_at="now")
@@ -171,7 +161,7 @@ def documented() -> Callable[[bytes, dict[str, str], bytes], bool]:
     )
     names: dict[str, Any] = {"base64": base64, "hmac": hmac, "time": time}
     exec(code, names)
-    return names["is_from_flywheel"]  # type: ignore[no-any-return]
+    return names["is_from_flywheel"]
 
 
 @pytest.mark.parametrize("secret", [KEY, f"whsec_{base64.b64encode(KEY.encode()).decode()}"])
@@ -216,7 +206,7 @@ async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
 ) -> None:
     target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
     now = 1000.0
-    monkeypatch.setattr(notifier.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
+    monkeypatch.setattr(notifier.time, "monotonic", lambda: now)
     webhook.statuses = [500, 302, 410]
     await store.write(letter, "t-1")
     waits = []
@@ -265,7 +255,7 @@ async def test_the_next_process_goes_on_where_the_last_one_ended(
 
     await store.write(letter, "t-3")
     target = await begun(store, config)
-    target._keep = dies  # type: ignore[method-assign]
+    target._keep = dies
     with pytest.raises(asyncio.CancelledError):
         await target.deliver()
     await (await begun(store, config)).deliver()
@@ -376,15 +366,8 @@ async def test_a_command_that_hangs_is_killed_with_its_children(
     with pytest.raises(NotifyError, match="it did not end within 5 s and was killed"):
         await target.deliver()
     child = int((tmp_path / "out.child").read_text())
-    async with asyncio.timeout(SECONDS):
-        while (status := Path(f"/proc/{child}/status")).exists() and "Z (zombie)" not in status.read_text():
-            await asyncio.sleep(0.05)
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
+    status = Path(f"/proc/{child}/status")
+    await until(lambda: not status.exists() or "Z (zombie)" in status.read_text(), "the end of its child")
 
 
 async def test_a_daemon_works_and_stops_while_a_target_hangs(
@@ -394,8 +377,7 @@ async def test_a_daemon_works_and_stops_while_a_target_hangs(
     caplog.set_level(logging.INFO, "flywheel")
     (tmp_path / "lines.jsonl").write_text("no JSON\n")
     webhook.go_on.clear()
-    other = Webhook()
-    with JudgeServer() as judge:
+    with JudgeServer() as judge, Webhook() as other:
         config = configured(
             tmp_path,
             {"url": webhook.url, "on": ["dead_letters"], "timeout_seconds": 600},
@@ -403,33 +385,19 @@ async def test_a_daemon_works_and_stops_while_a_target_hangs(
             sources=[{"type": "jsonl", "path": "lines.jsonl"}, {"path": "missing.sqlite"}],
             judge={"base_url": judge.base_url, "model": "j"},
         )
-        store = await Store.open(config.state_dir)
-        service = Service(config, store)
-        task = asyncio.create_task(service.run())
-        try:
+        async with asyncio.timeout(2 * SECONDS), running_daemon(config):  # and not 600
             await until(lambda: webhook.got, "the request that hangs")
             await until(lambda: len(other.subjects()) == 2, "the notices of the other target")
             assert {told["type"] for told in other.told} == {"dead_letters", "source_error"}
             with (tmp_path / "lines.jsonl").open("a") as file:
                 file.write('{"question": "1+1?", "answer": "\\\\boxed{2}"}\n')
             await until(lambda: judge.calls, "a verdict while the target hangs")
-            service.stop()
-            async with asyncio.timeout(SECONDS):  # and not 600
-                await task
-        finally:
-            service.stop()
-            await asyncio.wait([task])
-            await store.close()
     # What was not confirmed is sent by the next daemon.
     webhook.go_on.set()
-    store = await Store.open(config.state_dir)
-    target = NoticeTarget(store, config, config.notify[0])
-    await target.begin()
-    await target.deliver()
-    await store.close()
+    async with open_state(config.state_dir) as store:
+        await (await begun(store, config)).deliver()
     assert len(webhook.got) == 2
     assert webhook.told[0]["data"] == webhook.told[1]["data"]
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -467,7 +435,7 @@ def test_the_settings_are_checked(tmp_path: Path) -> None:
         ({"command": "b", "secret_env": "X", "on": ["promoted"]}, "secret_env signs"),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
-            configured(tmp_path, entry)  # type: ignore[arg-type]
+            configured(tmp_path, entry)
         assert "s3cret" not in str(caught.value)
     twice = {"url": "http://a/", "on": ["promoted"]}, {"url": "http://a/", "on": ["rejected"]}
     with pytest.raises(ConfigError, match="two entries have the same url"):

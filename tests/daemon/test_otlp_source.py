@@ -16,9 +16,10 @@ from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, ReceiverError
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
-from tests.daemon.following import Following, exported, status, until
+from tests.daemon.following import Following, exported, status
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
 from tests.sources.studio.writer import labels
+from tests.waiting import until
 
 LISTEN = "127.0.0.1:0"
 

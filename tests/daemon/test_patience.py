@@ -15,7 +15,9 @@ from flywheel.records.states import RoundState, Split
 from flywheel.store import rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.daemon.rounds.test_gate_planning import ended, filled, made, planned
+from tests.daemon.rounds.test_gate_planning import ended, filled, made
+from tests.factories.config import base_model, with_settings, write_chain
+from tests.factories.round import planned_round
 
 NEEDED = 4
 
@@ -23,17 +25,8 @@ NEEDED = 4
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Rounds of eight samples at most, of which four start one."""
-    config = made(tmp_path)
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"base": str(model)}),
-            "training": config.training.model_copy(update={"prompts_per_step": 8}),
-            "trigger": config.trigger.model_copy(update={"min_samples": NEEDED}),
-        }
-    )
+    sections = {"training": {"prompts_per_step": 8}, "trigger": {"min_samples": NEEDED}}
+    return with_settings(made(tmp_path), model={"base": base_model(tmp_path)}, **sections)
 
 
 async def states(store: Store) -> list[str]:
@@ -54,34 +47,34 @@ async def test_a_rejected_round_gives_back_what_fewer_than_three_rounds_have_use
 ) -> None:
     await filled(store, 10, train=6)
     for _ in range(2):
-        await ended(store, await planned(store, config))
+        await ended(store, await planned_round(store, config))
         assert await states(store) == ["accepted"] * 6
     await filled(store, 10, train=8)
-    await ended(store, await planned(store, config))
+    await ended(store, await planned_round(store, config))
     assert await states(store) == ["consumed"] * 6 + ["accepted"] * 2, "two were used once"
-    await ended(store, await planned(store, config))
+    await ended(store, await planned_round(store, config))
     assert await states(store) == ["consumed"] * 6 + ["accepted"] * 2, "what was consumed stays consumed"
     assert config.training.max_uses == 3
 
 
-@pytest.mark.parametrize(("state", "values"), [(RoundState.REJECTED, REFUSED), (RoundState.FAILED, REFUSED)])
+@pytest.mark.parametrize("state", [RoundState.REJECTED, RoundState.FAILED])
 async def test_a_refused_or_failed_round_gives_all_back_and_is_no_use(
-    store: Store, config: Config, state: RoundState, values: dict[str, Any]
+    store: Store, config: Config, state: RoundState
 ) -> None:
     await filled(store, 10, train=6)
     for _ in range(4):
-        await ended(store, await planned(store, config), state, **values)
+        await ended(store, await planned_round(store, config), state, **REFUSED)
         assert await states(store) == ["accepted"] * 6
 
 
 async def test_a_promoted_round_has_consumed_its_samples(store: Store, config: Config) -> None:
     await filled(store, 10, train=6)
-    await ended(store, await planned(store, config), RoundState.PROMOTED)
+    await ended(store, await planned_round(store, config), RoundState.PROMOTED)
     assert await states(store) == ["consumed"] * 6
 
 
 async def promoted_with_two_idle(store: Store, config: Config) -> None:
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     idle = [task.task_id for task in spec.train][-2:]
     await ended(store, spec, RoundState.PROMOTED, without_gradient=idle)
 
@@ -97,7 +90,7 @@ async def test_new_samples_come_before_those_that_gave_no_gradient(store: Store,
     await filled(store, 10, train=6)
     await promoted_with_two_idle(store, config)
     await filled(store, 10, train=13)
-    await planned(store, config)
+    await planned_round(store, config)
     first, second = await taken(store, 1), await taken(store, 2)
     assert len(second) == 8
     assert set(second) & set(first) == {first[-2]}
@@ -108,13 +101,13 @@ async def test_new_samples_come_before_those_that_brought_nothing(
     store: Store, config: Config, tmp_path: Path, chain: bool
 ) -> None:
     if chain:
-        path = tmp_path / "chain.yaml"
-        path.write_text("id: c\nfilters: [{type: influence, params: {conversation: 1, user: 1, template: 1}}]\n")
-        config = config.model_copy(update={"filter": config.filter.model_copy(update={"chain": path})})
+        params = {"conversation": 1, "user": 1, "template": 1}
+        chain = write_chain(tmp_path, {"type": "influence", "params": params})
+        config = with_settings(config, filter={"chain": chain})
     await filled(store, 10, train=8)
-    await ended(store, await planned(store, config))
+    await ended(store, await planned_round(store, config))
     await filled(store, 10, train=13)
-    await planned(store, config)
+    await planned_round(store, config)
     first, second = await taken(store, 1), await taken(store, 2)
     assert len(second) == 8
     assert set(second) - set(first) == {number for number in second if number > max(first)}
@@ -136,7 +129,7 @@ async def test_after_rounds_without_promotion_the_trigger_waits_for_new_samples_
     there = 8
     for number in (1, 2, 3):
         assert await wait(store, config) == ""
-        await ended(store, await planned(store, config), **values)
+        await ended(store, await planned_round(store, config), **values)
         needed = NEEDED * number
         told = f"{needed} new samples are free, after {number} round{'s' if number > 1 else ''} without promotion"
         assert await wait(store, config) == f"0 of {told}"
@@ -149,13 +142,13 @@ async def test_after_rounds_without_promotion_the_trigger_waits_for_new_samples_
         await filled(store, 10, train=there)
     assert await wait(store, config) == ""
     assert (await store.read(snapshot, config)).targets[""].new_samples.wait == ""
-    await ended(store, await planned(store, config), RoundState.PROMOTED)
+    await ended(store, await planned_round(store, config), RoundState.PROMOTED)
     await filled(store, 10, train=there + NEEDED)
     assert await wait(store, config) == "", "a promotion begins the count anew"
 
 
 async def test_a_round_that_failed_waits_by_the_clock_and_not_for_samples(store: Store, config: Config) -> None:
     await filled(store, 10, train=8)
-    await ended(store, await planned(store, config), RoundState.FAILED)
+    await ended(store, await planned_round(store, config), RoundState.FAILED)
     assert "r0001 failed; the next attempt is at" in await wait(store, config)
     assert (await store.read(snapshot, config)).targets[""].new_samples.needed == 0

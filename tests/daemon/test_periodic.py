@@ -1,40 +1,29 @@
-"""What the daemon does periodically happens in its event loop: what appears later is read without a restart."""
+"""What the daemon does periodically: polls, retries, the cron window, reconciling, and memory returned when idle."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from flywheel.config import Config
 from flywheel.daemon import service
-from flywheel.daemon.service import Service
+from flywheel.daemon.service import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelease, Service
 from flywheel.errors import ServeError
 from flywheel.serving.client.adapter_swap import ReplicaReport, SwapReport
-from flywheel.store.kernel.database import Store
-from tests.daemon.following import configuration, exported, until
+from flywheel.store.kernel.database import Store, version_of
+from flywheel.store.kernel.schema import SCHEMA_VERSION
+from tests.daemon.following import configuration, exported
+from tests.factories.config import with_settings
+from tests.factories.state import running_daemon
+from tests.factories.trace import write_lines
+from tests.waiting import until
 
 
-@asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Service]:
-    store = await Store.open(config.state_dir)
-    daemon = Service(config, store)
-    task = asyncio.create_task(daemon.run())
-    try:
-        yield daemon
-    finally:
-        daemon.stop()
-        await task
-        await store.close()
-
-
-def write(path: Path, *questions: str) -> None:
-    path.write_text("".join(json.dumps({"question": text, "answer": f"to {text}"}) + "\n" for text in questions))
+def question(text: str) -> dict[str, str]:
+    return {"question": text, "answer": f"to {text}"}
 
 
 @pytest.mark.parametrize("is_there_before", [False, True])
@@ -45,28 +34,35 @@ async def test_files_that_only_the_periodic_look_finds_are_read(
     lines, away = tmp_path / "lines", tmp_path / "away"
     if is_there_before:
         lines.mkdir()
-        write(lines / "a.jsonl", "before")
+        write_lines(lines / "a.jsonl", *map(question, ["before"]))
     config = configuration(tmp_path, [lines])
-    async with running(config) as daemon:
+    async with running_daemon(config) as daemon:
         await until(lambda: daemon._sources._stages, "the daemon to have begun")
         if is_there_before:
             await until(lambda: len(exported(config)) == 1, "the first task")
             lines.rename(tmp_path / "moved")
         away.mkdir()
-        write(away / "b.jsonl", "one", "two")
+        write_lines(away / "b.jsonl", *map(question, ["one", "two"]))
         away.rename(lines)
         found = 2 + is_there_before
         await until(lambda: len(exported(config)) == found, "the tasks of a directory that came later")
-        write(lines / "c.jsonl", "three")
+        write_lines(lines / "c.jsonl", *map(question, ["three"]))
         await until(lambda: len(exported(config)) == found + 1, "the task of one more file")
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_never(tmp_path: Path) -> None:
-    config = configuration(tmp_path, [])
-    config = config.model_copy(update={"trigger": config.trigger.model_copy(update={"cron": "0 3 * * *"})})
-    store = await Store.open(config.state_dir)
+async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_never(
+    tmp_path: Path, store: Store
+) -> None:
+    config = with_settings(configuration(tmp_path, []), trigger={"cron": "0 3 * * *"})
     daemon = Service(config, store)
+    windows: list[bool] = []
+
+    async def start_due(*, window: bool = False) -> bool:
+        windows.append(window)
+        return False
+
+    daemon._rounds.start_due = start_due
     scheduler = daemon._schedule()
     scheduler.start(paused=True)
     jobs = {job.id: job for job in scheduler.get_jobs()}
@@ -88,18 +84,24 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
     for name, stage in stages.items():
         await jobs[name].func()
         assert stage.wake.is_set(), name
+    night = jobs["cron"].trigger.get_next_fire_time(None, datetime(2026, 1, 1, 12, tzinfo=UTC))
+    assert night == datetime(2026, 1, 2, 3, tzinfo=UTC)
+    daemon._round.wake.clear()
+    await jobs["cron"].func()
+    assert daemon._round.wake.is_set()
+    await daemon._do_round()
+    await daemon._do_round()
+    assert windows == [True, False], "the window wakes the rounds once"
     scheduler.shutdown()
-    await store.close()
+    await daemon._ingestion.close()
 
 
 async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    config = configuration(tmp_path, [])
-    config = config.model_copy(
-        update={"daemon": config.daemon.model_copy(update={"reconcile_seconds": 0.1, "drain_seconds": 0.1})}
-    )
+    times = {"reconcile_seconds": 0.1, "drain_seconds": 0.1}
+    config = with_settings(configuration(tmp_path, []), daemon=times)
     tries = 0
     ended = False
 
@@ -116,8 +118,8 @@ async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_e
             raise
         raise AssertionError
 
-    async with running(config) as daemon:
-        daemon._deployer.reconcile = reconcile  # type: ignore[method-assign]
+    async with running_daemon(config) as daemon:
+        daemon._deployer.reconcile = reconcile
         await until(lambda: tries == 3, "the third try")
     assert ended
     assert [record.getMessage() for record in caplog.records if "server is away" in record.getMessage()] == [
@@ -130,8 +132,7 @@ async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    config = configuration(tmp_path, [])
-    config = config.model_copy(update={"daemon": config.daemon.model_copy(update={"reconcile_seconds": 0.1})})
+    config = with_settings(configuration(tmp_path, []), daemon={"reconcile_seconds": 0.1})
     looks = [("a is away",), ("a is away",), ("a is away", "b is away"), (), (), ("a is away",)]
     done = 0
 
@@ -141,8 +142,8 @@ async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
         done += 1
         return SwapReport("agent", "agent@r0001", tuple(ReplicaReport("http://x", error=each) for each in errors))
 
-    async with running(config) as daemon:
-        daemon._deployer.reconcile = reconcile  # type: ignore[method-assign]
+    async with running_daemon(config) as daemon:
+        daemon._deployer.reconcile = reconcile
         await until(lambda: done > len(looks), "all looks")
     told = [record.getMessage() for record in caplog.records if record.name == "flywheel.daemon.service"]
     assert [text for text in told if "away" in text or "recovered" in text] == [
@@ -151,3 +152,22 @@ async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
         "all inference servers have recovered",
         "a is away",
     ]
+
+
+async def test_memory_is_released_once_after_work_and_again_after_a_long_idle_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(service, "trim_malloc", lambda: released.append(1))
+    release = MemoryRelease(store)
+    for _ in range(3 * IDLE_CHECKS):
+        release.note_work()
+        await release.check()
+    assert not released
+    for _ in range(CHECKS_PER_RELEASE - 1):
+        await release.check()
+    assert len(released) == 1
+    for _ in range(IDLE_CHECKS):
+        await release.check()
+    assert len(released) == 2
+    assert await store.read(version_of) == await store.write(version_of) == SCHEMA_VERSION

@@ -17,9 +17,10 @@ from flywheel.daemon.rounds.worker_process import WorkerProcess
 from flywheel.records.round import ERROR_FILE, LOG_FILE, SPEC_FILE
 from flywheel.serving.server.alias_table import AliasTable, Target
 from flywheel.system.lock import instance_lock
-from tests.daemon.following import Following, exported, until
+from tests.daemon.following import Following, exported
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
 from tests.training.data.test_round_directory import spec
+from tests.waiting import until
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])

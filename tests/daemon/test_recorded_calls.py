@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -14,30 +12,29 @@ from typing import Any
 
 import httpx2
 import pytest
-import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.cli.audit.deep_audit import deep_audit
-from flywheel.config import Config, parse
+from flywheel.config import Config, load
 from flywheel.records import exclusion
 from flywheel.records.request_id import new_request_id, request_id_in
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import Page
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
 from flywheel.sources.call_puller import CallLogCopy
-from flywheel.sources.ingestion import Ingestion
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, sources, tasks
 from flywheel.store.views.balance import balance
 from flywheel.system.server_limits import Receive, Scope, Send
-from tests import warm
-from tests.daemon.following import Following, status, until
+from tests.daemon.following import Following, killed_at, status
+from tests.factories import state
+from tests.factories.config import write_chain, write_config
+from tests.factories.state import deep_audited, open_state
 from tests.serving.fake_vllm import running, with_middleware
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
 from tests.sources.spans.test_recorded_calls import marked
 from tests.sources.studio.writer import Studio, agent, message, part
 from tests.sources.studio.writer import chat as model_call
+from tests.waiting import until
 
 REMINDER = "<system-reminder>\nIt is Monday.\n</system-reminder>"
 
@@ -71,16 +68,10 @@ def trace(number: int, mark: str, *, ago: float = 0.0) -> list[dict[str, Any]]:
 
 
 def config_of(folder: Path, *servers: LogServer, **more: Any) -> Config:
-    raw = {
-        "state": {"dir": "state"},
-        "model": {"alias": "my-agent"},
-        "sources": [{"path": str(folder / "studio.sqlite")}],
-        "serving": {"urls": [server.url for server in servers], "call_log": {"keep_days": 10_000}},
-        "ingest": {"settle_seconds": 0, **more.pop("ingest", {})},
-        **more,
-    }
-    (folder / "flywheel.yaml").write_text(yaml.safe_dump(raw))
-    return parse(raw, "test", folder)
+    defaults = {"model": {"alias": "my-agent"}, "sources": [{"path": str(folder / "studio.sqlite")}]}
+    serving = {"urls": [server.url for server in servers], "call_log": {"keep_days": 10_000}}
+    ingest = {"settle_seconds": 0, **more.pop("ingest", {})}
+    return load(write_config(folder, **{**defaults, "serving": serving, "ingest": ingest, **more}))
 
 
 def exported(config: Config) -> dict[str, Any]:
@@ -110,22 +101,12 @@ def payloads(conn: Connection) -> dict[str, Any]:
 
 
 async def stored(config: Config) -> dict[str, Any]:
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config.state_dir) as store:
         return await store.read(payloads)
-    finally:
-        await store.close()
 
 
 async def ingest(config: Config) -> None:
-    store = await Store.open(config.state_dir)
-    ingestion = Ingestion(store, config)
-    try:
-        for report in await ingestion.run(final=True):
-            assert report.error is None
-    finally:
-        await ingestion.close()
-        await store.close()
+    assert [report.error for report in await state.ingest(config) if report.error] == []
 
 
 async def test_every_prompt_is_exact_and_every_adapter_certain_across_a_swap(tmp_path: Path) -> None:
@@ -149,9 +130,7 @@ async def test_every_prompt_is_exact_and_every_adapter_certain_across_a_swap(tmp
         assert is_exact(lines[f"a{number}"], number)
         assert lines[f"a{number}"]["metadata"]["adapter"] == version
     assert {excluded for _, excluded in (await stored(config)).values()} == {""}
-    store = await Store.open(config.state_dir)
-    assert (await deep_audit(store, config)).problems == []
-    await store.close()
+    assert (await deep_audited(config)).problems == []
 
 
 class Model:
@@ -191,6 +170,11 @@ async def test_what_the_middleware_records_is_what_the_tasks_hold(tmp_path: Path
     assert found["calls"] == {"condition": "ok", "error": "", "calls": 5, "missed": 0, "dropped": 0}
 
 
+async def is_included(following: Following) -> bool:
+    """Whether rounds may use the task."""
+    return not (await following._store.read(payloads))["a1"][1]
+
+
 async def test_a_call_that_comes_too_late_changes_the_state_and_not_the_line(tmp_path: Path) -> None:
     studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
     with LogServer(tmp_path / "a.db") as server:
@@ -203,8 +187,7 @@ async def test_a_call_that_comes_too_late_changes_the_state_and_not_the_line(tmp
             assert not is_exact(exported(config)["a1"], 1)
             assert (await following._store.read(payloads))["a1"][1] == "hidden"
             server.log.append([call(1, mark)])
-            while (await following._store.read(payloads))["a1"][1]:
-                await asyncio.sleep(0.05)
+            await until(lambda: is_included(following), "the call to be found")
             assert is_exact((await following._store.read(payloads))["a1"][0], 1)
         assert not is_exact(exported(config)["a1"], 1)
         assert len(exported(config)) == 1
@@ -222,8 +205,7 @@ async def test_a_late_call_that_came_while_no_process_ran_is_found_at_the_next_s
         with CallLogCopy(call_log_copy_path(config.state_dir)) as call_log_copy:
             call_log_copy.store_page(server.url, Page(server.log.state(), server.log.page(0, 9, 9_999)))
         async with Following(config) as following:
-            while (await following._store.read(payloads))["a1"][1]:
-                await asyncio.sleep(0.05)
+            await until(lambda: is_included(following), "the call to be found")
         assert is_exact((await stored(config))["a1"][0], 1)
 
 
@@ -311,17 +293,14 @@ async def test_what_was_pruned_since_keeps_its_exact_prompt(tmp_path: Path) -> N
         studio.write(model_call("c9", [message("user", part("?"))], "!", parent="a1", **about))
         await ingest(config)
         assert is_exact((await stored(config))["a1"][0], 1)
-        store = await Store.open(config.state_dir)
-        audit = await deep_audit(store, config)
-        await store.close()
+        audit = await deep_audited(config)
         assert audit.problems == []
         assert [(each.in_ledger, each.extracted_differently) for each in audit.sources] == [(1, 0)]
 
 
 async def test_personal_data_in_calls_is_redacted_before_it_is_stored(tmp_path: Path) -> None:
     studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
-    chain = {"id": "c", "filters": [{"type": "pii"}]}
-    (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
+    write_chain(tmp_path, {"type": "pii"})
     with LogServer(tmp_path / "a.db") as server:
         secret = "jane.doe@example.org"
         sent = [*asked(1)[:2], user(f"<system-reminder>{secret}</system-reminder>")]
@@ -367,11 +346,10 @@ async def test_traces_and_calls_together_make_every_task_once(tmp_path: Path) ->
         lines = exported(config)
         assert sorted(line["main_query"] for line in lines.values()) == sorted(f"What is {n} + 1?" for n in range(12))
         assert {line["metadata"]["prompt_source"] for line in lines.values()} == {"calls"}
-        store = await Store.open(config.state_dir)
-        found = await store.read(outcomes)
-        assert (await deep_audit(store, config)).problems == []
-        assert (await store.read(balance)).balanced
-        await store.close()
+        assert (await deep_audited(config)).problems == []
+        async with open_state(config.state_dir) as store:
+            found = await store.read(outcomes)
+            assert (await store.read(balance)).balanced
         assert found["studio", "recorded"] == 1
         assert found["studio", None] + found["calls", None] == 12
         assert found["calls", "recorded"] == found["studio", None]
@@ -390,11 +368,7 @@ async def test_a_kill_between_mirror_and_ledger_loses_and_doubles_nothing(
             server.log.append([call(number, mark)])
             studio.write(*trace(number, mark, ago=60))
         config = config_of(tmp_path, server)
-        command = [sys.executable, "-m", "tests.daemon.killed", str(tmp_path / "flywheel.yaml"), point, str(arrival)]
-        done = await asyncio.to_thread(
-            warm.run, command, cwd=Path(__file__).parents[2], capture_output=True, timeout=300, check=False
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
+        await asyncio.to_thread(killed_at, tmp_path / "flywheel.yaml", point, arrival)
         await ingest(config)
         lines = exported(config)
         assert len(lines) == 40

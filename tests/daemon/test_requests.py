@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +18,7 @@ from flywheel.daemon import requests
 from flywheel.store.requests import Request, RequestKind
 from tests.daemon.test_service import Daemon, wait_for
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import execute
 from tests.sources.studio.writer import Studio, agent
 
 BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}
@@ -31,17 +31,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     studio.write(agent("good", trace="good-trace"), BAD)
     (tmp_path / "lines.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": broken}\n')
     with JudgeServer() as judge:
-        made = Daemon(tmp_path, judge, [studio.path])
-        settings = json.loads(made.config.read_text())
-        settings["sources"].append({"type": "jsonl", "path": str(tmp_path / "lines.jsonl")})
-        made.config.write_text(json.dumps(settings))
+        made = Daemon(tmp_path, judge, [studio.path, tmp_path / "lines.jsonl"])
         yield made
         made.stop()
 
 
 def correct(folder: Path) -> None:
-    with closing(sqlite3.connect(folder / "studio.sqlite")) as conn, conn:
-        conn.execute("UPDATE span_table SET attributes = ? WHERE spanId = 'bad'", (agent("bad")["attributes"],))
+    corrected = agent("bad")["attributes"]
+    execute(folder / "studio.sqlite", "UPDATE span_table SET attributes = ? WHERE spanId = 'bad'", corrected)
     # In place: the length stays.
     path = folder / "lines.jsonl"
     path.write_text(path.read_text().replace('{"question": broken}', '{"question":"b?", "answer":"b"}'))
@@ -52,13 +49,11 @@ def ask(daemon: Daemon, kind: RequestKind, arguments: dict[str, Any]) -> Request
 
 
 def counts(daemon: Daemon) -> dict[str, int]:
-    with closing(sqlite3.connect(f"file:{daemon.state / 'state.db'}?mode=ro", uri=True)) as conn:
-        return dict(conn.execute("SELECT state, count(*) FROM dead_letters GROUP BY state").fetchall())
+    return dict(daemon.rows("SELECT state, count(*) FROM dead_letters GROUP BY state"))
 
 
 def attempts(daemon: Daemon) -> list[int]:
-    with closing(sqlite3.connect(f"file:{daemon.state / 'state.db'}?mode=ro", uri=True)) as conn:
-        return [count for (count,) in conn.execute("SELECT attempts FROM dead_letters WHERE state = 'open'")]
+    return [count for (count,) in daemon.rows("SELECT attempts FROM dead_letters WHERE state = 'open'")]
 
 
 def hang(daemon: Daemon) -> subprocess.Popen[str]:
@@ -66,12 +61,12 @@ def hang(daemon: Daemon) -> subprocess.Popen[str]:
     assert daemon.process is not None
 
     def is_stopped() -> bool:
-        daemon.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        daemon.process.send_signal(signal.SIGSTOP)
         with closing(sqlite3.connect(daemon.state / "state.db", timeout=0.2, isolation_level=None)) as conn:
             try:
                 conn.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError:
-                daemon.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+                daemon.process.send_signal(signal.SIGCONT)
                 return False
         return True
 
@@ -79,14 +74,10 @@ def hang(daemon: Daemon) -> subprocess.Popen[str]:
     return daemon.process
 
 
-def is_there(daemon: Daemon) -> bool:
-    return (daemon.state / "state.db").exists()
-
-
 @pytest.mark.slow
 def test_a_running_daemon_retries_rows_and_lines(daemon: Daemon) -> None:
     daemon.start()
-    wait_for(lambda: is_there(daemon) and counts(daemon).get("open") == 2, "two dead letters")
+    wait_for(lambda: counts(daemon).get("open") == 2, "two dead letters")
     done = ask(daemon, RequestKind.RETRY, {"ids": None})
     assert sorted(each["next"] for each in done.result["retried"]) == ["read", "reread"]
     wait_for(lambda: attempts(daemon) == [2, 2], "both being read again, in vain")
@@ -103,7 +94,7 @@ def test_a_kill_before_it_is_carried_out_neither_loses_nor_repeats_it(
 ) -> None:
     monkeypatch.setattr(requests, "WAIT_SECONDS", 1.0)
     daemon.start()
-    wait_for(lambda: is_there(daemon) and counts(daemon).get("open") == 2, "two dead letters")
+    wait_for(lambda: counts(daemon).get("open") == 2, "two dead letters")
     process = hang(daemon)
     correct(daemon.folder)
     waiting = ask(daemon, RequestKind.RETRY, {"ids": [1]})
@@ -114,10 +105,8 @@ def test_a_kill_before_it_is_carried_out_neither_loses_nor_repeats_it(
     daemon.start()
     wait_for(lambda: counts(daemon) == {"open": 1, "retried": 1}, "the retry")
     wait_for(lambda: daemon.judged() == 3, "the verdicts")
-    with closing(sqlite3.connect(f"file:{daemon.state / 'state.db'}?mode=ro", uri=True)) as conn:
-        assert conn.execute("SELECT state, requested_by FROM requests").fetchall() == [("done", "alice")]
-        retries = "SELECT count(*) FROM events WHERE kind = 'dead_letters' AND new = 'retried'"
-        assert conn.execute(retries).fetchone() == (1,)
+    assert daemon.rows("SELECT state, requested_by FROM requests") == [("done", "alice")]
+    assert len(daemon.rows("SELECT id FROM events WHERE kind = 'dead_letters' AND new = 'retried'")) == 1
     assert daemon.ask("audit")["balanced"]
 
 
@@ -125,7 +114,7 @@ def test_a_kill_before_it_is_carried_out_neither_loses_nor_repeats_it(
 @pytest.mark.parametrize("kind", [RequestKind.RELEASE, RequestKind.REJECT, RequestKind.LABEL, RequestKind.DROP])
 def test_the_others_do_not_wait_for_a_daemon_that_hangs(daemon: Daemon, kind: RequestKind) -> None:
     daemon.start()
-    wait_for(lambda: is_there(daemon) and daemon.judged() == 2, "two verdicts")
+    wait_for(lambda: daemon.judged() == 2, "two verdicts")
     wait_for(lambda: counts(daemon).get("open") == 2, "two dead letters")
     hang(daemon)
     key = daemon.lines()[0]["task_id"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -17,7 +16,9 @@ from typing import Any
 import pytest
 
 from tests import waiting, warm
+from tests.factories.config import write_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.state import execute
 from tests.sources.studio.writer import empty_like, insert, labels, rows
 
 SOON = 180.0
@@ -30,19 +31,16 @@ class Daemon:
     def __init__(self, folder: Path, judge: JudgeServer, sources: list[Path]) -> None:
         self.folder = folder
         self.state = folder / "state"
-        self.config = folder / "flywheel.yaml"
-        self.config.write_text(
-            json.dumps(
-                {
-                    "state": {"dir": str(self.state)},
-                    "sources": [{"path": str(path)} for path in sources],
-                    "ingest": {"settle_seconds": 0.2, "poll_seconds": 0.5},
-                    "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 4},
-                    "serving": {"urls": ["http://127.0.0.1:9"]},
-                    "trigger": {"min_samples": 100_000},
-                    "daemon": {"drain_seconds": 20},
-                }
-            )
+        self.config = write_config(
+            folder,
+            sources=[
+                {"path": str(path), "type": "jsonl" if path.suffix == ".jsonl" else "studio"} for path in sources
+            ],
+            ingest={"settle_seconds": 0.2, "poll_seconds": 0.5},
+            judge={"base_url": judge.base_url, "model": "judge", "max_thread": 4},
+            serving={"urls": ["http://127.0.0.1:9"]},
+            trigger={"min_samples": 100_000},
+            daemon={"drain_seconds": 20},
         )
         self.process: subprocess.Popen[str] | None = None
 
@@ -72,10 +70,11 @@ class Daemon:
         return [json.loads(line) for line in whole.splitlines()]
 
     def judged(self) -> int:
-        conn = sqlite3.connect(f"file:{self.state / 'state.db'}?mode=ro", uri=True)
-        [(count,)] = conn.execute("SELECT count(*) FROM verdicts WHERE outcome != 'undecided'").fetchall()
-        conn.close()
-        return int(count)
+        return len(self.rows("SELECT id FROM verdicts WHERE outcome != 'undecided'"))
+
+    def rows(self, query: str) -> list[Any]:
+        """Of the state; none before there is one."""
+        return execute(self.state / "state.db", query) if (self.state / "state.db").exists() else []
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from flywheel.config import parse
-from flywheel.sources.ingestion import Ingestion
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import dead_letters, replies
 from flywheel.store.views import balance
+from tests.factories.config import make_config
+from tests.factories.state import ingest, open_state
 from tests.sources.studio.writer import Studio, agent, chat, message, part, span, tool
 
 HALF = "\ud83d"
@@ -47,20 +46,15 @@ def inner(**more: Any) -> list[dict[str, Any]]:
 async def test_it_becomes_a_question_mark_and_costs_nothing_else(spans: list[dict[str, Any]], tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*spans, agent("after", trace="2", conversation="2"))
-    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(studio.path)}]}, "test", tmp_path)
-    store = await Store.open(config.state_dir)
-    ingestion = Ingestion(store, config)
-    try:
-        (report,) = await ingestion.run(final=True)
-        assert report.error is None
-        assert report.counts.replies == 2
+    config = make_config(tmp_path, sources=[{"path": str(studio.path)}])
+    (report,) = await ingest(config)
+    assert report.error is None
+    assert report.counts.replies == 2
+    async with open_state(config.state_dir) as store:
         assert (await store.read(balance.balance)).balanced
         told = await store.read(lambda conn: [tuple(row) for row in conn.execute(select(replies))])
         letters = await store.read(lambda conn: [tuple(row) for row in conn.execute(select(dead_letters))])
-        lines = config.task_file.read_text().splitlines()
-        assert len(lines) == report.counts.tasks
-        assert "?" in f"{told} {letters} {lines}"
-        assert all(json.loads(line)["task_id"] for line in lines)
-    finally:
-        await ingestion.close()
-        await store.close()
+    lines = config.task_file.read_text().splitlines()
+    assert len(lines) == report.counts.tasks
+    assert "?" in f"{told} {letters} {lines}"
+    assert all(json.loads(line)["task_id"] for line in lines)

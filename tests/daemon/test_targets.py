@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from sqlalchemy import Connection, insert, select, update
+from msgspec.structs import replace
+from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
@@ -21,48 +22,37 @@ from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.exclusion import Exclusion, Scope
 from flywheel.records.round import Comparison, Score
-from flywheel.records.states import AdapterState, DeploymentState, RoundState, Split
-from flywheel.store import claims, deduplication, gate_tests, ledger, rounds, samples
+from flywheel.records.states import RoundState, Split
+from flywheel.store import deduplication, gate_tests, ledger, rounds, samples
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.system import files
+from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_rubric
 from tests.factories.judge_server import JudgeServer
-from tests.factories.trace import batch, replies_on, reply
-from tests.factories.verdict import accepted, settle
+from tests.factories.round import put_deployed
+from tests.factories.trace import batch, put_replies, replies_on, reply
+from tests.factories.verdict import put_judged
 
-RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
 TARGETS: dict[str, Any] = {"planner": {}, "worker": {"alias": "work", "agents": ["Doer"], "min_samples": 2}}
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:
-    folder = tmp_path / "model"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    base = {
-        "state": {"dir": str(tmp_path / "state")},
-        "model": {"base": str(folder)},
-        "filter": {"rubric": str(RUBRIC)},
+    defaults = {
+        "model": {"base": base_model(tmp_path)},
+        "filter": {"rubric": str(BOXED_RUBRIC)},
         "trigger": {"min_samples": 4},
         "gate": {"min_tasks": 2, "min_power": 0},
         "targets": TARGETS,
     }
-    return parse({**base, **sections}, "test", tmp_path)
+    return make_config(tmp_path, **{**defaults, **sections})
 
 
 def put(conn: Connection, config: Config, split: Split, count: int, agent: str, prefix: str, **values: Any) -> None:
     """Accepted tasks of an agent; both agents answer in the same conversations."""
-    told = replies_on(split, count, agent=agent, **values)
-    told = [type(each)(**{**_fields(each), "span_id": f"{prefix}-{each.span_id}"}) for each in told]
-    source = ledger.source_id(conn, "/a")
-    entries = batch(*told, models=config.models_of(None))
-    ledger.record_batch(conn, source, entries, train_ratio=0.7, split_seed=42)
-    for task in claims.claim(conn, 1000, "r", "j"):
-        settle(conn, task.id, accepted(), "r", "j", 0.0)
-
-
-def _fields(each: Any) -> dict[str, Any]:
-    return {name: getattr(each, name) for name in each.__struct_fields__}
+    replies = [
+        replace(one, span_id=f"{prefix}-{one.span_id}") for one in replies_on(split, count, agent=agent, **values)
+    ]
+    put_judged(conn, *replies, models=config.models_of(None))
 
 
 def both(conn: Connection, config: Config, planner_samples: int = 4, worker_samples: int = 2) -> None:
@@ -95,7 +85,7 @@ def test_each_target_has_settings_of_its_own(tmp_path: Path) -> None:
     assert [(each.target, each.model.alias, each.trigger.min_samples) for each in own.values()] == [
         ("planner", "planner", 4), ("worker", "work", 2),
     ]  # fmt: skip
-    assert (own["planner"].filter.rubric, own["worker"].filter.rubric) == (tmp_path / "p.yaml", RUBRIC)
+    assert (own["planner"].filter.rubric, own["worker"].filter.rubric) == (tmp_path / "p.yaml", BOXED_RUBRIC)
     assert own["planner"].by_target() == own
     assert own["worker"].takes.gate.target == "worker" and config.takes.gate.target is None
     assert config.aliases == own["worker"].aliases == ("planner", "work")
@@ -141,8 +131,7 @@ def test_the_alias_that_was_called_says_the_target_else_the_agent_s_name(
 
 
 def test_criteria_with_a_margin_are_those_of_the_rubrics_that_are_used(tmp_path: Path) -> None:
-    one = {"id": "r", "threshold": 0.5, "criteria": [{"id": "short", "value": "It is short."}]}
-    (tmp_path / "one.yaml").write_text(yaml.safe_dump(one))
+    write_rubric(tmp_path, name="one.yaml", criteria=[{"id": "short", "value": "It is short."}])
     gate = {"non_inferiority_margins": {"short": 0.1}}
     own = {"rubric": "one.yaml"}
     config = made(tmp_path, targets={"a": own, "b": own}, gate=gate)
@@ -165,9 +154,7 @@ async def test_targets_are_found_when_replies_are_read_and_again_when_settings_c
         reply(3, agent="other"),
         reply(4, agent="x", model="work"),
     ]
-    source = await store.write(ledger.source_id, "/a")
-    entries = batch(*told, models=config.models_of(None))
-    await store.write(ledger.record_batch, source, entries, train_ratio=0.7, split_seed=42)
+    await store.write(put_replies, *told, models=config.models_of(None))
     found = [("planner", ""), ("worker", ""), ("", "target"), ("worker", "")]
     assert await store.read(targets) == found
     await apply_model_rules(store, made(tmp_path, targets={}, model={"alias": "work"}))
@@ -221,44 +208,17 @@ async def test_a_target_without_samples_keeps_no_other_one_waiting(store: Store,
     assert (await store.read(samples.newest_available, 10, "planner"))[0].waits_for == "0 of 4 samples are free"
 
 
-def serve(conn: Connection, alias: str, number: int, base: str) -> None:
-    """An adapter that serves under an alias."""
-    name, at = f"r{number:04d}", "2026-01-01T00:00:00+00:00"
-    conn.execute(
-        insert(schema.rounds).values(
-            id=number, name=name, state=RoundState.PROMOTED.value, trigger="test", config_hash="c", rubric_hash="r",
-            seed=1, dir=f"/rounds/{name}", created_at=at,
-        )
-    )  # fmt: skip
-    conn.execute(
-        insert(schema.adapters).values(
-            name=name, round_id=number, base_model=base, path=f"/rounds/{name}/adapter", sha256="0",
-            state=AdapterState.READY.value, created_at=at,
-        )
-    )  # fmt: skip
-    conn.execute(
-        insert(schema.deployments).values(
-            alias=alias, active_alias=alias, endpoints=[], adapter=name, state=DeploymentState.ACTIVE.value,
-            reason="test", created_at=at, activated_at=at,
-        )
-    )  # fmt: skip
-
-
 async def test_the_worker_is_told_which_target_it_trains_and_how_the_others_answer(
     store: Store, tmp_path: Path
 ) -> None:
     config = made(tmp_path)
-    await store.write(serve, "work", 1, config.model.base)
-    await store.write(serve, "planner", 2, config.model.base)
+    await store.write(put_deployed, config.model.base, 1, "work")
+    await store.write(put_deployed, config.model.base, 2, "planner")
     await store.write(both, config)
     own, rubric = config.by_target()["worker"], rubric_of(config)
     row = await store.write(planner.plan, own, rubric, config.state_dir / "rounds", "test")
     spec = await store.read(planner.spec_of, row, own, rubric)
-    assert (spec.target, spec.settings["model"]["alias"], spec.parent and spec.parent.name) == (
-        "worker",
-        "work",
-        "r0001",
-    )
+    assert (spec.target, spec.settings["model"]["alias"], spec.parent.name) == ("worker", "work", "r0001")
     (frozen,) = spec.frozen
     assert (frozen.target, frozen.alias, frozen.adapter and frozen.adapter.name) == ("planner", "planner", "r0002")
     assert len(spec.train) == 2 and len(spec.held_out) == 2

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-import yaml
 from starlette.testclient import TestClient
 
 from flywheel.cli import status
@@ -31,8 +31,11 @@ from flywheel.web.server import application
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
 from tests.daemon.rounds.test_rounds import comparison
-from tests.daemon.test_targets import RUBRIC, TARGETS, both
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, with_middleware
+from tests.daemon.test_targets import TARGETS, both
+from tests.factories.config import BOXED_RUBRIC, make_config, write_config
+from tests.factories.round import put_trained
+from tests.factories.state import open_state
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
 
 @pytest.fixture
@@ -44,26 +47,22 @@ def server() -> Iterator[tuple[FakeVllm, str]]:
 
 @pytest.fixture
 def file(tmp_path: Path, server: tuple[FakeVllm, str]) -> Path:
-    path = tmp_path / "flywheel.yaml"
-    settings = {
-        "state": {"dir": str(tmp_path / "state")},
-        "sources": [],
-        "model": {"base": BASE},
-        "filter": {"rubric": str(RUBRIC)},
-        "serving": {"urls": [server[1]], "drain_seconds": 0},
-        "trigger": {"min_samples": 4},
-        "gate": {"min_tasks": 2, "min_power": 0},
-        "targets": TARGETS,
-    }
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    return write_config(
+        tmp_path,
+        sources=[],
+        model={"base": BASE},
+        filter={"rubric": str(BOXED_RUBRIC)},
+        serving={"urls": [server[1]], "drain_seconds": 0},
+        trigger={"min_samples": 4},
+        gate={"min_tasks": 2, "min_power": 0},
+        targets=TARGETS,
+    )
 
 
 async def _round(store: Store, config: Config, wheel: Rounds, app: FakeVllm) -> tuple[str, dict[str, Any]]:
     """A round from its plan to its promotion; its target, and what its worker was told."""
     name = await wheel.plan("test")
     row = await store.read(rounds.live)
-    assert row is not None
     own = config.by_target()[row.target]
     row = await store.write(planner.begin, row, own, rubric_of(own))
     spec = await store.read(planner.spec_of, row, own, rubric_of(own))
@@ -82,8 +81,7 @@ async def _round(store: Store, config: Config, wheel: Rounds, app: FakeVllm) -> 
 
 
 async def _train_both(config: Config, app: FakeVllm) -> tuple[list[tuple[str, dict[str, Any]]], Status]:
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config.state_dir) as store:
         await store.write(both, config)
         deployer = Deployer(store, config)
         wheel = Rounds(store, config, rubric_of(config), deployer)
@@ -94,8 +92,6 @@ async def _train_both(config: Config, app: FakeVllm) -> tuple[list[tuple[str, di
         active = {row.alias: row.adapter for row in await store.read(deployments.all_active)}
         assert active == {"planner": "r0001", "work": "r0002"}
         return found, await store.read(snapshot, config)
-    finally:
-        await store.close()
 
 
 def test_both_aliases_flip_and_reports_name_the_targets(
@@ -157,3 +153,40 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     checks = flywheel("doctor", "--json", "-c", file).json["checks"]
     found = {(each["name"], each["subject"]): each for each in checks}
     assert "planner → planner@r0001, work → work@r0002; adapters: " in found["server", url]["found"]
+
+
+async def test_both_aliases_flip_and_each_goes_back_by_itself(tmp_path: Path, store: Store) -> None:
+    app = FakeVllm({BASE: PROBE.second.base})
+
+    async def answered_by(alias: str) -> str:
+        request = {"model": alias, "messages": []}
+        answer = await asyncio.to_thread(httpx2.post, f"{url}/v1/chat/completions", json=request)
+        return str(answer.json()["model"])
+
+    async def both() -> list[str]:
+        return [await answered_by("plan"), await answered_by("doer")]
+
+    with running(with_middleware(app, FLYWHEEL_ALIAS="plan\ndoer")) as url:
+        config = make_config(
+            tmp_path,
+            sources=[],
+            model={"base": BASE},
+            targets={"planner": {"alias": "plan"}, "doer": {}},
+            serving={"urls": [url], "drain_seconds": 0},
+        )
+        for number in (1, 2, 3):
+            await store.write(put_trained, number, tmp_path / f"r{number:04d}", app)
+        planner, doer = (Deployer(store, own) for own in config.by_target().values())
+        await planner.deploy("r0001", "test")
+        assert await both() == ["plan@r0001", BASE]
+        await doer.deploy("r0002", "test")
+        assert await both() == ["plan@r0001", "doer@r0002"]
+        await planner.deploy("r0003", "test")
+        for deployer in (planner, doer):
+            assert (await deployer.reconcile()).errors == ()
+        assert {"plan@r0003", "doer@r0002"} <= app.loaded.keys(), "each looks after its own versions"
+        assert await both() == ["plan@r0003", "doer@r0002"]
+        await planner.rollback()
+        assert await both() == ["plan@r0001", "doer@r0002"]
+        await doer.rollback("base")
+        assert await both() == ["plan@r0001", BASE]

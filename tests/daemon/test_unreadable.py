@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -14,9 +15,10 @@ from flywheel.daemon.service import Service
 from flywheel.errors import EXIT_UNAVAILABLE, JudgeError
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric
+from flywheel.judge.usage import Purpose
 from flywheel.records.states import DeadLetterState
 from flywheel.records.verdict import Exchange
-from flywheel.store import dead_letters, verdicts
+from flywheel.store import dead_letters
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
@@ -24,6 +26,7 @@ from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
 from tests.daemon.judging.test_judging import RUBRIC, config, states, tell
 from tests.factories.judge_server import JudgeServer
+from tests.waiting import until
 
 PROSE = "ignoring, nonsense"
 TASKS, THREADS, MOST = 100, 16, 16
@@ -98,7 +101,7 @@ def test_a_comparison_of_rubrics_ends_as_well(flywheel: Run, tmp_path: Path) -> 
 async def test_a_task_that_is_never_decided_is_a_dead_letter_with_the_answers(store: Store, tmp_path: Path) -> None:
     await tell(store, 1)
     with JudgeServer(behaviour=PROSE) as judge:
-        settings = config(tmp_path, judge, retry_undecided_seconds=0.001, max_thread=1)
+        settings = config(tmp_path, judge, retry_undecided_seconds=0, max_thread=1)
 
         async def run() -> dict[str, int]:
             judging = TaskJudging(store, settings)
@@ -110,7 +113,6 @@ async def test_a_task_that_is_never_decided_is_a_dead_letter_with_the_answers(st
         for _ in range(5):
             for name, number in (await run()).items():
                 total[name] += number
-            await asyncio.sleep(0.01)
         assert total == {"dead": 1, "calls": judge.calls} and judge.calls == 3 * 2 + FORMATS
         assert await states(store) == {"dead": 1}
         [letter] = await store.read(dead_letters.in_states, [DeadLetterState.OPEN])
@@ -133,13 +135,12 @@ async def test_a_task_that_is_never_decided_is_a_dead_letter_with_the_answers(st
 async def test_an_unreachable_judge_makes_no_dead_letters(store: Store, tmp_path: Path) -> None:
     await tell(store, 2)
     with JudgeServer(behaviour="500") as judge:
-        settings = config(tmp_path, judge, max_attempts=1, retry_undecided_seconds=0.001, max_task_attempts=1)
+        settings = config(tmp_path, judge, max_attempts=1, retry_undecided_seconds=0, max_task_attempts=1)
         for _ in range(4):
             judging = TaskJudging(store, settings)
             error = (await judging.run()).error
             judging.grader.close()
             assert isinstance(error, JudgeError) and error.exit_code == EXIT_UNAVAILABLE
-            await asyncio.sleep(0.01)
     assert set(await states(store)) <= {"pending", "undecided"}
 
 
@@ -151,21 +152,33 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
     with JudgeServer(behaviour=PROSE) as judge:
         settings = config(tmp_path, judge, retry_undecided_seconds=3600, max_unreadable=4, daemon={"metrics": None})
         service = Service(settings.model_copy(update={"sources": []}), store)
+        looks: list[int] = []
+        run = service._filtering.run
+
+        async def counted(**values: Any) -> Any:
+            looks.append(judge.calls)
+            return await run(**values)
+
+        service._filtering.run = counted
         running = asyncio.create_task(service.run())
+
+        async def is_paused() -> bool:
+            return "no answer could be read" in await store.read(database.noted, database.JUDGE_NOTE)
+
+        async def has_recovered() -> bool:
+            return not (await store.read(database.noted, database.JUDGE_NOTE) or (await states(store))["pending"])
+
         try:
-            noted = ""
-            while "no answer could be read" not in noted:
-                noted = await store.read(database.noted, database.JUDGE_NOTE)
-                await asyncio.sleep(0.02)
+            await until(is_paused, "the pause")
             asked = judge.calls
             # The stage is woken every 50 ms.
-            await asyncio.sleep(1)
+            looks.clear()
+            await until(lambda: len(looks) > 10, "the stage to be woken again and again")
             assert judge.calls == asked and not running.done()
-            assert "no answer could be read" in await store.read(database.noted, database.JUDGE_NOTE)
+            assert await is_paused()
             judge.behave("good")
             service._filtering._paused_until = 0.0
-            while await store.read(database.noted, database.JUDGE_NOTE) or (await states(store))["pending"]:
-                await asyncio.sleep(0.02)
+            await until(has_recovered, "all verdicts")
         finally:
             service.stop()
             await running
@@ -178,9 +191,7 @@ def test_a_round_fails_instead_of_paying_for_every_rollout(tmp_path: Path) -> No
     with JudgeServer(behaviour=PROSE) as judge:
         settings = JudgeSettings(model="m", base_url=judge.base_url, max_unreadable=3)
         grader = Grader(parse_rubric(RUBRIC, "r"), settings)
-        grading = Grading(
-            grader, settings.budget, tmp_path, verdicts.Purpose.ROUNDS, PauseLimits(1.0, lambda _: None)
-        )
+        grading = Grading(grader, settings.budget, tmp_path, Purpose.ROUNDS, PauseLimits(1.0, lambda _: None))
         for _ in range(3):
             assert grading(Exchange("1+1?", "2")).error
         asked = judge.calls

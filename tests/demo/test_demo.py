@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ import yaml
 from demo import panel
 from demo.__main__ import SCENE
 from flywheel.config import load
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -90,15 +90,13 @@ def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_no_process(tmp_path: Path, program: str, started: str) -> None:
     process = start(tmp_path, program=program)
     try:
-        deadline = time.monotonic() + 300
 
         def is_started() -> bool:
             # vLLM's own children are the ones that could stay behind.
             return len(belongings(tmp_path)) >= 4 if started == "vllm" else bool(daemons(tmp_path))
 
-        while time.monotonic() < deadline and not is_started():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.2)
+        wait_for(lambda: is_started() or process.poll() is not None, "the demo to start", seconds=300)
+        assert process.poll() is None, process.communicate()[0]
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 130
@@ -112,13 +110,9 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, program: str, started: str) ->
 def test_a_part_that_dies_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
     process = start(tmp_path)
     try:
-        deadline = time.monotonic() + 300
-        daemon: list[psutil.Process] = []
-        while time.monotonic() < deadline and not daemon:
-            assert process.poll() is None, process.communicate()[0]
-            daemon = daemons(tmp_path)
-            time.sleep(0.2)
-        daemon[0].kill()
+        wait_for(lambda: daemons(tmp_path) or process.poll() is not None, "the daemon", seconds=300)
+        assert process.poll() is None, process.communicate()[0]
+        daemons(tmp_path)[0].kill()
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 1
         assert "flywheel run was ended by signal 9" in " ".join(said.split())

@@ -24,6 +24,7 @@ from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import ProgramPool
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
+from tests.waiting import until
 
 POLICY = Path(__file__).parent.parent.parent / "demo" / "tool_policy"
 TOKENIZER = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
@@ -37,8 +38,7 @@ async def requests_of(dialogues: int) -> list[Json]:
     with running(recorder) as url:
         users = AgentUsers(url, "demo-agent", rate=500, seed=1)
         asking = asyncio.create_task(users.run())
-        while len(recorder.requests) < 2 * dialogues and not asking.done():
-            await asyncio.sleep(0.02)
+        await until(lambda: len(recorder.requests) >= 2 * dialogues or asking.done(), "all dialogues")
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

@@ -20,6 +20,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, solve
 from flywheel.records.trace import Reply
 from tests.serving.fake_vllm import FakeVllm, replica, running
 from tests.sources.studio.reading import read_all
+from tests.waiting import until
 
 FIXTURE = Path(__file__).parent.parent / "data" / "studio" / "new_v2.sqlite"
 
@@ -130,8 +131,7 @@ def test_a_span_that_is_sent_again_replaces_its_row(tmp_path: Path) -> None:
 
 async def ask_until(traffic: Traffic, count: int) -> None:
     asking = asyncio.create_task(traffic.run())
-    while sum(traffic.answered_by.values()) < count and not asking.done():
-        await asyncio.sleep(0.02)
+    await until(lambda: sum(traffic.answered_by.values()) >= count or asking.done(), "answers")
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

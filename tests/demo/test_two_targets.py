@@ -25,6 +25,7 @@ from flywheel.config import Config
 from flywheel.system.files import tree_sha256
 from tests.demo.test_demo import belongings
 from tests.demo.two_agents import OPERATIONS, SYSTEM, ask
+from tests.waiting import until
 
 Json = dict[str, Any]
 
@@ -109,13 +110,14 @@ class Silent(Screen):
 async def model_behind(url: str, name: str) -> str:
     """The adapter that answers an alias; waits for the first one."""
     where = endpoint(url, name)
-    async with AsyncOpenAI(base_url=where["base_url"], api_key=where["api_key"]) as client, asyncio.timeout(120):
-        while True:
-            messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED[name][0]}]
-            found = (await client.chat.completions.create(model=where["model"], messages=messages)).model
-            if "@" in found:
-                return found
-            await asyncio.sleep(0.5)
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED[name][0]}]
+    async with AsyncOpenAI(base_url=where["base_url"], api_key=where["api_key"]) as client:
+
+        async def adapter() -> str:
+            model = (await client.chat.completions.create(model=where["model"], messages=messages)).model
+            return model if "@" in model else ""
+
+        return str(await until(adapter, f"an adapter behind {name}"))
 
 
 def promoted(status: Mapping[str, Any]) -> list[Json]:

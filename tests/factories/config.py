@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from flywheel.config import Config, parse
-from flywheel.store.kernel.database import Store
 from flywheel.system import files
-
-T = TypeVar("T")
 
 BOXED_RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
 RUBRIC: dict[str, Any] = {
@@ -27,6 +22,12 @@ def make_config(folder: Path, **sections: Any) -> Config:
     return parse({"state": {"dir": "state"}, **sections}, "test", folder)
 
 
+def with_settings(config: Config, **sections: dict[str, Any]) -> Config:
+    """The configuration with other values in some of its sections."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
+
+
 def write_config(folder: Path, *, name: str = "flywheel.yaml", **sections: Any) -> Path:
     """The file of a configuration whose state is `folder/state`."""
     return write_yaml(folder / name, {"state": {"dir": "state"}, **sections})
@@ -34,6 +35,10 @@ def write_config(folder: Path, *, name: str = "flywheel.yaml", **sections: Any) 
 
 def write_rubric(folder: Path, *, name: str = "rubric.yaml", **values: Any) -> Path:
     return write_yaml(folder / name, {**RUBRIC, **values})
+
+
+def write_chain(folder: Path, *filters: dict[str, Any], name: str = "chain.yaml", **values: Any) -> Path:
+    return write_yaml(folder / name, {"id": "c", "filters": list(filters), **values})
 
 
 def write_yaml(path: Path, content: Any) -> Path:
@@ -47,16 +52,3 @@ def base_model(folder: Path, name: str = "base") -> str:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text("{}")
     return str(directory)
-
-
-def write_state(state_dir: Path, work: Callable[..., T], *arguments: Any, **values: Any) -> T:
-    """What `work` returns, called with a connection to the state as one transaction. For tests without a loop."""
-
-    async def opened() -> T:
-        store = await Store.open(state_dir)
-        try:
-            return await store.write(work, *arguments, **values)
-        finally:
-            await store.close()
-
-    return asyncio.run(opened())

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, insert, update
+from sqlalchemy import Connection, insert, select, update
 
 from flywheel.config import Config, GateSettings
+from flywheel.daemon.judging.judge_setup import rubric_of
+from flywheel.daemon.rounds import planner
 from flywheel.records.round import (
     AdapterRef,
     Comparison,
@@ -21,10 +23,12 @@ from flywheel.records.round import (
 )
 from flywheel.records.states import AdapterState, DeploymentState, RoundState
 from flywheel.store import gate_tests
+from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import adapters, deployments, rounds
 from flywheel.system.files import tree_sha256
 from flywheel.training.gate.gate import decide
 from tests.factories.task import round_task
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
 
 POLICY = Path(__file__).parents[2] / "demo" / "policy"
 BOXED = {"version": 1, "id": "boxed", "criteria": [{"id": "boxed", "type": "contains", "value": "\\boxed{"}]}
@@ -92,6 +96,24 @@ def put_adapter(conn: Connection, number: int = 1, path: Path | None = None, **v
     }  # fmt: skip
     conn.execute(insert(adapters).values(name=name, round_id=number, **{**defaults, **values}))
     return name
+
+
+def put_trained(conn: Connection, number: int, path: Path, *servers: FakeVllm, base_model: str = BASE) -> None:
+    """A round and its adapter in `path`, which is made if it is missing; `servers` have its weights."""
+    if not path.exists():
+        path.mkdir()
+        (path / "weights").write_text(str(number))
+    for server in servers:
+        server.weights[str(path)] = PROBE.second.adapter
+    put_round(conn, number, RoundState.REJECTED, path)
+    put_adapter(conn, number, path, base_model=base_model, probe=PROBE.model_dump(mode="json"))
+
+
+def put_deployed(conn: Connection, base_model: str, number: int = 1, alias: str = "agent") -> None:
+    """A round whose adapter serves as `alias`."""
+    put_round(conn, number)
+    put_adapter(conn, number, base_model=base_model)
+    put_deployment(conn, f"r{number:04d}", alias=alias, active_alias=alias)
 
 
 def put_tested_round(
@@ -162,3 +184,20 @@ def put_answers(directory: Path, keys: Sequence[str], text: str = "{side} says {
         for seed in (0, 1)
     ]  # fmt: skip
     (directory / "evaluation.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+async def planned_round(store: Store, config: Config) -> RoundSpec:
+    """What the worker of a round gets that is planned now."""
+    rubric = rubric_of(config)
+    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+    return await store.read(planner.spec_of, row, config, rubric)
+
+
+async def spec_again(store: Store, config: Config) -> RoundSpec:
+    """What the worker of the only round gets with this configuration."""
+    row = await store.read(lambda conn: conn.execute(select(rounds)).one())
+    return await store.read(planner.spec_of, row, config, rubric_of(config))
+
+
+async def debug_round(store: Store, config: Config) -> RoundSpec:
+    return await store.read(planner.debug_spec, config, rubric_of(config))

@@ -21,6 +21,7 @@ from flywheel.config import Config
 from flywheel.system.web_server import bound_socket, web_server
 from flywheel.web.guard import LIMITS
 from flywheel.web.server import application
+from tests.factories.state import write_state
 from tests.waiting import StartError
 from tests.web.recorded_state import unpack
 
@@ -160,19 +161,21 @@ def address(shared_state: Config) -> Iterator[str]:
         yield found
 
 
+@pytest.fixture
+def own_address(own_state: Config) -> Iterator[str]:
+    """The pages of a state that a test may change. Tests take it before their visitor: pages are closed first."""
+    with serving(own_state) as address:
+        yield address
+
+
 @pytest.fixture(scope="module")
 def empty_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The pages of a state without anything."""
-    from tests.web.recorded_state import config_of, in_thread
+    from tests.web.recorded_state import config_of
 
     config = config_of(tmp_path_factory.mktemp("empty"))
 
-    async def make() -> None:
-        from flywheel.store.kernel.database import Store
-
-        await (await Store.open(config.state_dir)).close()
-
-    in_thread(make())
+    write_state(config.state_dir, lambda _: None)
     with serving(config) as found:
         yield found
 

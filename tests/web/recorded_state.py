@@ -6,13 +6,10 @@ their files, and a planned one. `put_what_lacks` adds hostile, undecided and hel
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sqlite3
 import tarfile
-import threading
-from collections.abc import Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,8 +22,8 @@ from flywheel.records.states import TaskState
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import dead_letters, judge_usage, ledger
 from flywheel.store.kernel import schema
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
+from tests.factories.state import in_thread, open_state
 from tests.factories.trace import batch, reply
 from tests.factories.verdict import settle, undecided
 
@@ -42,25 +39,6 @@ HOSTILE = (
 """Markup, remote images, scripts, bidirectional and control characters, and template syntax."""
 ASKED_AT = datetime(2026, 11, 22, 21, 30, tzinfo=UTC)
 """Towards the end of the run."""
-
-
-def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine on a loop of its own: Playwright's loop runs in the thread of the tests."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(coroutine))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
 
 
 def config_of(folder: Path, **settings: Any) -> Config:
@@ -79,15 +57,12 @@ def unpack(folder: Path, *, complete: bool = True) -> Config:
 
 async def _adapt(config: Config, *, complete: bool) -> None:
     recorded = (config.state_dir / "state.db").rename(config.state_dir / "recorded.db")
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config.state_dir) as store:
         await store.write(_copy_rows, recorded)
         recorded.unlink()
         await store.write(_move_rounds, config.state_dir / "rounds")
         if complete:
             await store.write(put_what_lacks)
-    finally:
-        await store.close()
 
 
 def _copy_rows(conn: Connection, recorded: Path) -> None:

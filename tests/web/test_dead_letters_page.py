@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from playwright.sync_api import expect
 from sqlalchemy import Connection
@@ -12,17 +10,9 @@ from flywheel.cli.app import this_person
 from flywheel.config import Config
 from flywheel.daemon import requests
 from flywheel.store import dead_letters
-from flywheel.store.kernel.database import Store
 from flywheel.system.lock import instance_lock
-from tests.web.conftest import Check, Visitor, serving
-from tests.web.recorded_state import in_thread
-
-
-@pytest.fixture
-def own(own_state: Config) -> Iterator[str]:
-    """The pages of a state that a test may change."""
-    with serving(own_state) as found:
-        yield found
+from tests.factories.state import write_state
+from tests.web.conftest import Check, Visitor
 
 
 def test_the_page_of_dead_letters(check: Check, address: str) -> None:
@@ -32,13 +22,8 @@ def test_the_page_of_dead_letters(check: Check, address: str) -> None:
     check(f"{address}/dead-letters?state=all")
 
 
-def test_without_any_it_says_so(check: Check, empty_address: str) -> None:
-    assert "No dead letter is open" in check(f"{empty_address}/dead-letters").inner_text("main")
-    assert "There has never been one" in check(f"{empty_address}/dead-letters?state=all").inner_text("main")
-
-
-def test_one_is_dropped_and_one_is_retried(own: str, visitor: Visitor, check: Check) -> None:
-    page = visitor.open(f"{own}/dead-letters")
+def test_one_is_dropped_and_one_is_retried(own_address: str, visitor: Visitor, check: Check) -> None:
+    page = visitor.open(f"{own_address}/dead-letters")
     before = page.locator("#errors tbody tr").count()
     page.get_by_role("button", name="Drop dead letter").first.click()
     assert "1 dropped" in page.get_by_role("status").inner_text()
@@ -46,38 +31,32 @@ def test_one_is_dropped_and_one_is_retried(own: str, visitor: Visitor, check: Ch
     assert "1 retried" in page.get_by_role("status").inner_text()
     assert page.locator("#errors tbody tr").count() == before - 2
     assert this_person() in page.inner_text("#requests")
-    check(f"{own}/dead-letters?state=all")
+    check(f"{own_address}/dead-letters?state=all")
 
 
 def test_a_retry_that_waits_is_carried_out_and_the_page_learns_of_it(
-    own: str, visitor: Visitor, own_state: Config, monkeypatch: pytest.MonkeyPatch
+    own_address: str, visitor: Visitor, own_state: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "WAIT_SECONDS", 0.3)
-    page = visitor.open(f"{own}/dead-letters")
+    page = visitor.open(f"{own_address}/dead-letters")
     with instance_lock(own_state.state_dir):
         page.get_by_role("button", name="Retry dead letter").first.click()
         assert "It waits" in page.get_by_role("status").inner_text()
-    other = visitor.open(f"{own}/dead-letters")
+    other = visitor.open(f"{own_address}/dead-letters")
     other.get_by_role("button", name="Retry dead letter").first.click()
     expect(page.locator("#requests tbody tr").last).to_contain_text("done")
 
 
 def test_errors_that_differ_only_in_numbers_are_retried_together(
-    own: str, own_state: Config, visitor: Visitor, check: Check
+    own_address: str, own_state: Config, visitor: Visitor, check: Check
 ) -> None:
-    async def put() -> None:
-        store = await Store.open(own_state.state_dir)
+    def fill(conn: Connection) -> None:
+        for number in range(130):
+            error = "the file ends early" if number % 13 == 0 else f"line {number} is no object"
+            dead_letters.dead_letter(conn, dead_letters.ROW, f"many-{number}", error)
 
-        def fill(conn: Connection) -> None:
-            for number in range(130):
-                error = "the file ends early" if number % 13 == 0 else f"line {number} is no object"
-                dead_letters.dead_letter(conn, dead_letters.ROW, f"many-{number}", error)
-
-        await store.write(fill)
-        await store.close()
-
-    in_thread(put())
-    page = visitor.open(f"{own}/dead-letters")
+    write_state(own_state.state_dir, fill)
+    page = visitor.open(f"{own_address}/dead-letters")
     card = page.locator("#errors section").first
     assert "120 dead letters" in card.inner_text()
     assert card.locator("tbody tr").count() == 5
@@ -88,4 +67,4 @@ def test_errors_that_differ_only_in_numbers_are_retried_together(
     page.get_by_role("button", name="Retry all 120").click()
     assert "120 retried" in page.get_by_role("status").inner_text()
     assert "10 dead letters" in page.locator("#errors section").first.inner_text()
-    check(f"{own}/dead-letters?state=all")
+    check(f"{own_address}/dead-letters?state=all")

@@ -7,22 +7,22 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
 from flywheel.daemon.rounds.gate_planning import NextTest
 from flywheel.records.round import Comparison, GateTest
 from flywheel.records.states import RoundState, Split
-from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import gate_outcomes
 from flywheel.training.gate.gate import decide
 from flywheel.web.gate import known, of_live, of_next
 from flywheel.web.server import application
 from tests.factories.round import GATE, GUARDED, comparison, criterion, put_answers, put_deployment, put_tested_round
-from tests.factories.trace import batch, replies_on
+from tests.factories.state import open_state
+from tests.factories.task import task_keys
+from tests.factories.trace import put_replies, replies_on
 from tests.web.recorded_state import HOSTILE, config_of
 
 
@@ -33,8 +33,8 @@ def client(config: Config) -> TestClient:
 def put_held_out(conn: Connection) -> list[str]:
     """Held-out tasks; the keys."""
     replies = replies_on(Split.HELD_OUT, 8, query=f"What is it? {HOSTILE}")
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.7, split_seed=42)
-    return list(conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars())
+    put_replies(conn, *replies)
+    return task_keys(conn)
 
 
 @pytest.fixture
@@ -141,7 +141,6 @@ async def test_a_decision_of_an_early_version_is_known_if_todays_settings_lead_t
     assert rejected is not None and promoted is not None
     assert known(rejected, GATE).decision is None, "other settings lead to another reason"
     found = known(rejected, GUARDED.model_copy(update={"non_inferiority_margins": {"safe": 0.05, "other": 0.1}}))
-    assert found.decision is not None
     assert (found.decision.criterion, found.decision.margins) == ("safe", {"safe": 0.05}), "others are not known"
     assert known(promoted, GATE).decision is None, "the reason of a promotion names no limits"
 
@@ -155,12 +154,9 @@ async def test_the_next_test(tmp_path: Path) -> None:
     assert of_next(replace(coming, shortfall="3 of 15 held-out conversations: so")) == (
         "No round starts now, because its test would detect too little: 3 of 15 held-out conversations: so."
     )
-    store = await Store.open(tmp_path / "state")
-    try:
+    async with open_state(tmp_path / "state") as store:
         await store.write(partial(put_tested_round, number=1, state=RoundState.TRAINING, directory=tmp_path))
         live = await store.read(gate_outcomes.by_name, "r0001")
-    finally:
-        await store.close()
     assert live is not None
     assert of_live(live) == "r0001 takes test 1 of epoch 1, whose one-sided level is 0.0024."
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from sqlalchemy import Connection, delete, insert, select
 
 from flywheel.records.states import RoundState, Split
 from flywheel.store.deployments import BY_HAND
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import gate_tests, round_samples, rounds, tasks
 from tests.factories.round import GUARDED, comparison, criterion, put_answers, put_deployment, put_tested_round
+from tests.factories.state import write_state
 from tests.web.conftest import WAIT_MILLISECONDS, Check, Visitor, serving
-from tests.web.recorded_state import HOSTILE, config_of, in_thread
+from tests.web.recorded_state import HOSTILE, config_of
 from tests.web.test_gate import put_held_out
 
 
@@ -41,15 +40,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     """The address of pages of a hostile state, and its tasks."""
     config = config_of(tmp_path_factory.mktemp("hostile"))
     directory = config.state_dir / "rounds"
-
-    async def make() -> list[str]:
-        store = await Store.open(config.state_dir)
-        try:
-            return await store.write(partial(put_hostile, directory=directory))
-        finally:
-            await store.close()
-
-    keys = in_thread(make())
+    keys = write_state(config.state_dir, put_hostile, directory)
     put_answers(directory / "r0001", keys, text="{side} says {key} " + HOSTILE.replace("{", "{{").replace("}", "}}"))
     with serving(config) as address:
         yield address, keys
@@ -84,11 +75,6 @@ def test_the_lineage_of_a_real_run_leads_both_ways(check: Check, address: str) -
     assert "✓ verified by the log-probabilities of 16 tokens" in page.inner_text("main")
 
 
-def test_an_empty_state(check: Check, empty_address: str) -> None:
-    assert "flywheel round" in check(f"{empty_address}/gate").inner_text("main")
-    assert "flywheel deploy" in check(f"{empty_address}/lineage").inner_text("main")
-
-
 def test_hostile_texts_are_inert(check: Check, visitor: Visitor, hostile: tuple[str, list[str]]) -> None:
     address, keys = hostile
     for path in ("/gate/r0001", f"/gate/r0001/{keys[0]}", "/lineage?id=r0002", "/deployments/1"):
@@ -109,15 +95,7 @@ def test_the_pages_are_whole_without_scripts(visitor: Visitor, address: str) -> 
 
 def test_a_decision_appears_while_its_page_is_open(visitor: Visitor, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-
-    async def write(function: Callable[[Connection], object]) -> None:
-        store = await Store.open(config.state_dir)
-        try:
-            await store.write(function)
-        finally:
-            await store.close()
-
-    in_thread(write(partial(put_tested_round, number=1, state=RoundState.TRAINING, directory=tmp_path)))
+    write_state(config.state_dir, put_tested_round, 1, RoundState.TRAINING, tmp_path)
 
     def promote(conn: Connection) -> None:
         conn.execute(delete(gate_tests))
@@ -127,7 +105,7 @@ def test_a_decision_appears_while_its_page_is_open(visitor: Visitor, tmp_path: P
     with serving(config) as address:
         page = visitor.open(f"{address}/gate/r0001")
         expect(page.locator(".verdict")).to_have_text("r0001 is in training and has not been compared yet.")
-        in_thread(write(promote))
+        write_state(config.state_dir, promote)
         expect(page.locator(".verdict")).to_contain_text("r0001 was promoted", timeout=WAIT_MILLISECONDS)
         expect(page.locator(".evidence tbody tr")).to_have_count(3, timeout=WAIT_MILLISECONDS)
         visitor.check(page)

@@ -40,7 +40,6 @@ def with_action(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def csrf_of(page: str) -> str:
     found = re.search(r'name="csrf" value="([^"]+)"', page)
-    assert found is not None
     return found[1]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Page, expect
 
 from flywheel.config import Config
@@ -17,13 +15,6 @@ from flywheel.judge.labels import read_labels
 from tests.web.conftest import Check, Visitor, serving
 
 LABELLED = 50
-
-
-@pytest.fixture
-def own(own_state: Config) -> Iterator[str]:
-    """The pages of a state that a test may change."""
-    with serving(own_state) as found:
-        yield found
 
 
 def stored(config: Config) -> list[tuple[str, str, str, bool]]:
@@ -39,18 +30,14 @@ def test_the_page_of_labels(check: Check, address: str) -> None:
     assert "Nobody has labelled" in page.inner_text("main")
 
 
-def test_without_tasks_it_says_what_to_do(check: Check, empty_address: str) -> None:
-    assert "flywheel ingest" in check(f"{empty_address}/labels").inner_text("main")
-
-
 def press(page: Page, key: str) -> None:
     with page.expect_navigation():
         page.keyboard.press(key)
     page.wait_for_load_state()
 
 
-def test_fifty_replies_are_labelled_by_keyboard_alone(own: str, visitor: Visitor, own_state: Config) -> None:
-    page = visitor.open(f"{own}/labels")
+def test_fifty_replies_are_labelled_by_keyboard_alone(own_address: str, visitor: Visitor, own_state: Config) -> None:
+    page = visitor.open(f"{own_address}/labels")
     for _ in range(60):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.textContent") == "Start":
@@ -80,21 +67,21 @@ def test_fifty_replies_are_labelled_by_keyboard_alone(own: str, visitor: Visitor
 
 
 def test_the_agreement_follows_labels_while_the_page_is_open(
-    own: str, visitor: Visitor, check: Check, own_state: Config, tmp_path: Path
+    own_address: str, visitor: Visitor, check: Check, own_state: Config, tmp_path: Path
 ) -> None:
-    watched = visitor.open(f"{own}/labels")
-    page = visitor.open(f"{own}/tasks?state=accepted")
+    watched = visitor.open(f"{own_address}/labels")
+    page = visitor.open(f"{own_address}/tasks?state=accepted")
     tasks = [each.get_attribute("href") for each in page.locator("td.about a").all()[:4]]
-    page = visitor.open(f"{own}/tasks?state=rejected")
+    page = visitor.open(f"{own_address}/tasks?state=rejected")
     tasks += [each.get_attribute("href") for each in page.locator("td.about a").all()[:4]]
     for number, task in enumerate(tasks):
-        page.goto(f"{own}{task}")
+        page.goto(f"{own_address}{task}")
         page.get_by_label("Comment").fill("why")
         page.get_by_role("button", name="Accept" if number in (0, 1, 2, 4) else "Reject").click()
         expect(page.locator("#labels")).to_contain_text("Your label")
     expect(watched.locator("#agreement")).to_contain_text("75 %")
     expect(watched.locator("#agreement")).to_contain_text("0.50")
-    page = check(f"{own}/labels?only=differing")
+    page = check(f"{own_address}/labels?only=differing")
     assert page.locator("section[aria-labelledby=given] tbody tr").count() == 2
     with page.expect_download() as download:
         page.get_by_role("link", name="Download").click()
@@ -103,8 +90,10 @@ def test_the_agreement_follows_labels_while_the_page_is_open(
     assert json.loads((tmp_path / "labels.jsonl").read_text().splitlines()[0])["reason"] == "why"
 
 
-def test_a_label_is_given_without_scripts_and_on_one_criterion(own: str, visitor: Visitor, own_state: Config) -> None:
-    page = visitor.open(f"{own}/tasks?state=rejected", scripts=False)
+def test_a_label_is_given_without_scripts_and_on_one_criterion(
+    own_address: str, visitor: Visitor, own_state: Config
+) -> None:
+    page = visitor.open(f"{own_address}/tasks?state=rejected", scripts=False)
     page.locator("td.about a").first.click()
     about = page.get_by_label("About")
     about.select_option(index=1)
@@ -114,8 +103,8 @@ def test_a_label_is_given_without_scripts_and_on_one_criterion(own: str, visitor
     assert page.get_by_text("Keyboard shortcuts").is_hidden()
 
 
-def test_keys_can_be_turned_off(own: str, visitor: Visitor, own_state: Config) -> None:
-    page = visitor.open(f"{own}/tasks?state=rejected")
+def test_keys_can_be_turned_off(own_address: str, visitor: Visitor, own_state: Config) -> None:
+    page = visitor.open(f"{own_address}/tasks?state=rejected")
     with page.expect_navigation():
         page.locator("td.about a").first.click()
     page.get_by_label("Keyboard shortcuts").uncheck()
@@ -130,18 +119,18 @@ def test_keys_can_be_turned_off(own: str, visitor: Visitor, own_state: Config) -
     assert len(stored(own_state)) == 1
 
 
-def test_hostile_comments_are_inert(own: str, visitor: Visitor, check: Check) -> None:
-    page = visitor.open(f"{own}/tasks?text=desrever")
+def test_hostile_comments_are_inert(own_address: str, visitor: Visitor, check: Check) -> None:
+    page = visitor.open(f"{own_address}/tasks?text=desrever")
     page.locator("td.about a").first.click()
     page.get_by_label("Comment").fill("<script>document.title='broken'</script>\u202e")
     page.get_by_role("button", name="Reject").click()
     expect(page.locator("#labels")).to_contain_text("<script>")
     check(page.url.split("#")[0])
-    check(f"{own}/labels")
+    check(f"{own_address}/labels")
 
 
-def test_a_held_task_is_released(own: str, visitor: Visitor, check: Check) -> None:
-    page = visitor.open(f"{own}/tasks?state=held")
+def test_a_held_task_is_released(own_address: str, visitor: Visitor, check: Check) -> None:
+    page = visitor.open(f"{own_address}/tasks?state=held")
     page.locator("td.about a").first.click()
     task = page.url
     check(task)

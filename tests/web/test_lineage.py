@@ -14,13 +14,12 @@ from flywheel.config import Config
 from flywheel.records.states import DeploymentState, RoundState, Split
 from flywheel.serving.client.adapter_swap import ReplicaReport
 from flywheel.serving.client.weight_verification import ProbeFigures
-from flywheel.store import ledger
 from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import round_samples, tasks
 from flywheel.web import lineage
 from tests.factories.round import AT, comparison, put_deployment, put_tested_round
-from tests.factories.trace import batch, replies_on
+from tests.factories.trace import put_replies, replies_on
 from tests.web.recorded_state import HOSTILE, config_of
 from tests.web.test_gate import client
 
@@ -28,7 +27,7 @@ from tests.web.test_gate import client
 def put_samples(conn: Connection, directory: Path) -> None:
     """Sixty conversations in the training of two adapters of a line."""
     replies = replies_on(Split.TRAIN, 60)
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.7, split_seed=42)
+    put_replies(conn, *replies)
     put_tested_round(conn, 1, RoundState.PROMOTED, directory, comparison())
     put_tested_round(conn, 2, RoundState.PROMOTED, directory, comparison(), parent="r0001")
     put_tested_round(conn, 3, RoundState.TRAINING, directory, parent="r0002")
@@ -126,9 +125,3 @@ def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:
 def test_a_report_is_shown_with_all_its_fields() -> None:
     assert {field.name for field in fields(ReplicaReport)} == set(lineage.REPORTED)
     assert {field.name for field in fields(ProbeFigures)} == set(lineage.FIGURES)
-
-
-def test_an_empty_state_says_what_to_do(tmp_path: Path) -> None:
-    page = client(config_of(tmp_path)).get("/lineage").text
-    assert "the base model answers" in page
-    assert "flywheel deploy ADAPTER" in page

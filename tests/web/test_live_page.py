@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pytest
 from playwright.sync_api import expect
 from sqlalchemy import Connection
 
@@ -16,10 +12,9 @@ from flywheel.config import Config
 from flywheel.records.round import GateTest
 from flywheel.records.states import RoundState, TaskState
 from flywheel.store import dead_letters, rounds
-from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
+from tests.factories.state import write_state
 from tests.web.conftest import Visitor, serving
-from tests.web.recorded_state import in_thread
 
 TOKEN = "a-token-of-some-length"
 NOTE_FETCHED = """
@@ -27,19 +22,6 @@ document.addEventListener("live:updated", ({ detail }) => {
   document.documentElement.dataset.fetched = detail.querySelectorAll("#errors tbody tr").length;
 });
 """
-
-
-def change(config: Config, function: Any, **values: Any) -> None:
-    """Change the state as the daemon does, in another connection."""
-
-    async def run() -> None:
-        store = await Store.open(config.state_dir)
-        try:
-            await store.write(partial(function, **values))
-        finally:
-            await store.close()
-
-    in_thread(run())
 
 
 def add_letter(conn: Connection, subject: str) -> None:
@@ -50,17 +32,10 @@ def add_round(conn: Connection) -> None:
     rounds.finish(conn, 3, RoundState.PLANNED, RoundState.FAILED, "stopped")
     free = list(conn.execute(tasks.select().where(tasks.c.state == TaskState.ACCEPTED.value).limit(2)).scalars())
     last = rounds.by_name(conn, "r0003")
-    assert last is not None
     rounds.plan(
         conn, Path(last.dir).parent, free, [], GateTest(epoch=1, number=3, alpha=0.001), trigger="by hand", seed=1,
         config_hash="c", rubric_hash="r",
     )  # fmt: skip
-
-
-@pytest.fixture
-def own_address(own_state: Config) -> Iterator[str]:
-    with serving(own_state) as found:
-        yield found
 
 
 def test_focus_stays_where_it_is_when_something_new_comes_before(
@@ -69,7 +44,7 @@ def test_focus_stays_where_it_is_when_something_new_comes_before(
     page = visitor.open(f"{own_address}/rounds")
     link = page.locator("#row-r0001").get_by_role("link", name="r0001")
     link.focus()
-    change(own_state, add_round)
+    write_state(own_state.state_dir, add_round)
     expect(page.locator("#rounds tbody tr")).to_have_count(4)
     assert page.locator("#rounds tbody tr").evaluate_all("rows => rows.map(row => row.id)") == [
         "row-r0004", "row-r0003", "row-r0002", "row-r0001",
@@ -85,7 +60,7 @@ def test_a_form_that_is_used_stays_until_it_is_left(own_state: Config, own_addre
     rows = page.locator("#errors tbody tr")
     before = rows.count()
     page.locator("#errors tbody button").first.hover()
-    change(own_state, add_letter, subject="span-new")
+    write_state(own_state.state_dir, add_letter, subject="span-new")
     expect(page.locator("html")).to_have_attribute("data-fetched", str(before + 1))
     assert rows.count() == before
     page.mouse.move(0, 0)
@@ -100,9 +75,9 @@ def test_a_page_whose_sign_in_has_ended_asks_for_it(own_state: Config, visitor: 
         page.wait_for_url(re.compile(r"/(tasks)?$"))
         page.goto(f"{address}/rounds")
         page.evaluate(NOTE_FETCHED)
-        change(own_state, add_letter, subject="span-first")
+        write_state(own_state.state_dir, add_letter, subject="span-first")
         expect(page.locator("html")).to_have_attribute("data-fetched", "0")
         page.context.clear_cookies()
-        change(own_state, add_letter, subject="span-new")
+        write_state(own_state.state_dir, add_letter, subject="span-new")
         page.wait_for_url("**/sign-in")
         visitor.close()

@@ -21,8 +21,8 @@ from flywheel.web import overview
 from flywheel.web.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
 from flywheel.web.server import application
 from flywheel.web.site import Site
+from tests.factories.state import in_thread
 from tests.web.conftest import Check
-from tests.web.recorded_state import in_thread
 
 
 def test_the_overview_of_a_state(check: Check, address: str) -> None:
@@ -36,8 +36,23 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
     assert "<script>document.title" in page.get_by_role("region", name="Errors of the judge").inner_text()
 
 
-def test_an_empty_overview_says_what_to_do(check: Check, empty_address: str) -> None:
-    assert "flywheel ingest" in check(f"{empty_address}/").inner_text("main")
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/", "flywheel ingest"),
+        ("/tasks", "flywheel ingest"),
+        ("/labels", "flywheel ingest"),
+        ("/rounds", "flywheel round"),
+        ("/rollouts", "flywheel round"),
+        ("/gate", "flywheel round"),
+        ("/lineage", "flywheel deploy"),
+        ("/lineage", "the base model answers"),
+        ("/dead-letters", "No dead letter is open"),
+        ("/dead-letters?state=all", "There has never been one"),
+    ],
+)
+def test_an_empty_page_says_what_to_do(check: Check, empty_address: str, path: str, text: str) -> None:
+    assert text in check(f"{empty_address}{path}").inner_text("main")
 
 
 def test_every_bar_leads_to_the_tasks_that_it_counts(shared_state: Config) -> None:
@@ -80,7 +95,6 @@ def test_the_plot_has_all_periods_within_its_frame() -> None:
         for name in ("", "agent@r0001")
     ]
     plot = time_plot(periods, [(begin - hour, "before"), (begin + 5 * hour, "r0001"), (begin + 99 * hour, "after")])
-    assert plot is not None
     assert [each.name for each in plot.series] == ["", "agent@r0001"]
     for series in plot.series:
         assert [point.x for point in series.points] == sorted(point.x for point in series.points)

@@ -47,10 +47,6 @@ def test_a_bar_leads_to_its_rollouts_and_a_step_of_a_round_to_its_groups(visitor
     assert f"with {label.split()[0]} selected rollout" in page.inner_text(".summary")
 
 
-def test_empty_pages_say_what_to_do(check: Check, visitor: Visitor, empty_address: str) -> None:
-    assert "flywheel round" in check(f"{empty_address}/rollouts").inner_text("main")
-
-
 # Fixtures that serve a state stand before `check` and `visitor`, so that pages are closed before their server.
 
 

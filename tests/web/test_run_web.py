@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from flywheel.errors import EXIT_CONFIG
+from tests.waiting import wait_for
 
 WAIT_SECONDS = 120
 CONFIG = """sources: []
@@ -43,18 +43,14 @@ def daemon(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def address_in(log: Path) -> str:
-    until = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < until:
-        if found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()):
-            return found[0]
-        time.sleep(0.1)
-    raise AssertionError(log.read_text())
+    """The first address that a log names; empty before."""
+    return next(iter(re.findall(r"http://127\.0\.0\.1:\d+/", log.read_text())), "")
 
 
 @pytest.mark.slow
 def test_the_pages_end_with_the_daemon(tmp_path: Path) -> None:
     with daemon(tmp_path) as process:
-        address = address_in(tmp_path / "log")
+        address = wait_for(lambda: address_in(tmp_path / "log"), "the pages")
         assert "Overview" in httpx2.get(address, timeout=WAIT_SECONDS).text
         children = psutil.Process(process.pid).children()
         assert len(children) == 1
@@ -68,12 +64,10 @@ def test_the_pages_end_with_the_daemon(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_daemon_outlives_its_pages(tmp_path: Path) -> None:
     with daemon(tmp_path) as process:
-        address_in(tmp_path / "log")
+        wait_for(lambda: address_in(tmp_path / "log"), "the pages")
         [child] = psutil.Process(process.pid).children()
         child.kill()
-        until = time.monotonic() + WAIT_SECONDS
-        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
-            time.sleep(0.1)
+        wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the end of the pages")
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 0

@@ -16,8 +16,8 @@ from flywheel.store.kernel.database import Reader
 from flywheel.store.views import task_list
 from flywheel.web import tasks
 from flywheel.web.server import application
+from tests.factories.state import in_thread
 from tests.web.conftest import Check, Visitor, serving
-from tests.web.recorded_state import in_thread
 
 
 def client_of(config: Config) -> TestClient:
@@ -28,10 +28,6 @@ def test_the_list_of_tasks(check: Check, address: str) -> None:
     page = check(f"{address}/tasks")
     assert page.get_by_role("heading", level=1).inner_text() == "Tasks"
     assert page.locator("tbody tr").count() == 50
-
-
-def test_an_empty_list_says_what_to_do(check: Check, empty_address: str) -> None:
-    assert "flywheel ingest" in check(f"{empty_address}/tasks").inner_text("main")
 
 
 def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, address: str) -> None:

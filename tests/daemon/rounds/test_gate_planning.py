@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
@@ -24,52 +24,34 @@ from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, Comparison, RoundResult, RoundSpec, Score
 from flywheel.records.states import RoundState, Split
-from flywheel.records.trace import Reply
-from flywheel.store import claims, gate_tests, ledger, rounds
+from flywheel.store import gate_tests, rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.system import files
 from flywheel.system.files import tree_sha256, write_json
 from flywheel.training.gate.alpha_spending import alpha_of
 from tests import warm
-from tests.factories.trace import batch, replies_on, reply
-from tests.factories.verdict import accepted, settle
-
-EVERY_ROUND: dict[str, Any] = {"min_tasks": 1, "min_power": 0}
+from tests.factories.config import BOXED_RUBRIC, make_config
+from tests.factories.round import debug_round, planned_round
+from tests.factories.state import open_state
+from tests.factories.trace import on_both_sides, replies_on, reply
+from tests.factories.verdict import put_judged
 
 
 def made(tmp_path: Path, **gate: Any) -> Config:
-    return parse(
-        {
-            "state": {"dir": str(tmp_path / "state")},
-            "filter": {"rubric": str(files.shipped_folder() / "rubrics" / "math-boxed.yaml")},
-            "training": {"steps": 1, "prompts_per_step": 1},
-            "trigger": {"min_samples": 1, "min_held_out": 1},
-            "gate": {**EVERY_ROUND, **gate},
-            "daemon": {"round_attempts": 1},
-        },
-        "test",
+    return make_config(
         tmp_path,
+        filter={"rubric": str(BOXED_RUBRIC)},
+        training={"steps": 1, "prompts_per_step": 1},
+        trigger={"min_samples": 1, "min_held_out": 1},
+        gate={"min_tasks": 1, "min_power": 0, **gate},
+        daemon={"round_attempts": 1},
     )
-
-
-def judged(conn: Connection, *replies: Reply) -> None:
-    source = ledger.source_id(conn, "/a")
-    ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-    for task in claims.claim(conn, 10_000, "r", "j"):
-        settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 async def filled(store: Store, held_out: int, train: int = 20) -> None:
     """So many held-out conversations of one task each, beside those that are there already."""
-    await store.write(judged, *replies_on(Split.TRAIN, train), *replies_on(Split.HELD_OUT, held_out))
-
-
-async def planned(store: Store, config: Config) -> RoundSpec:
-    rubric = rubric_of(config)
-    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
-    return await store.read(planner.spec_of, row, config, rubric)
+    await store.write(put_judged, *on_both_sides(train, held_out))
 
 
 def result_of(spec: RoundSpec, **values: Any) -> RoundResult:
@@ -88,7 +70,6 @@ async def ended(store: Store, spec: RoundSpec, state: RoundState = RoundState.RE
 
     def end(conn: Connection) -> None:
         row = rounds.by_name(conn, spec.round_id)
-        assert row is not None
         move(conn, row.id, RoundState.PLANNED, RoundState.TRAINING)
         rounds.store_result(conn, row.id, result_of(spec, **values))
         move(conn, row.id, RoundState.TRAINING, RoundState.EVALUATING)
@@ -102,7 +83,6 @@ def keys(spec: RoundSpec) -> set[str]:
 
 
 def number_of(spec: RoundSpec) -> tuple[int, int, float]:
-    assert spec.test is not None
     return spec.test.epoch, spec.test.number, spec.test.alpha
 
 
@@ -116,7 +96,7 @@ def used(conn: Connection) -> dict[int, int]:
 async def test_a_round_on_the_same_conversations_is_the_next_test_of_the_epoch(tmp_path: Path, store: Store) -> None:
     await filled(store, 10)
     config = made(tmp_path, non_inferiority_margins={"correct": 0.1, "boxed": 0.1})
-    first = await planned(store, config)
+    first = await planned_round(store, config)
     assert number_of(first) == (1, 1, alpha_of(0.004, 1))
     assert len({task.conversation for task in first.held_out}) == 10
     assert await store.read(used) == {}, "it is planned, and not spent"
@@ -124,17 +104,17 @@ async def test_a_round_on_the_same_conversations_is_the_next_test_of_the_epoch(t
     assert await store.read(used) == {1: 10}
     recorded = await store.read(lambda conn: conn.execute(select(schema.gate_conversations.c.conversation)).scalars())
     assert set(recorded) == {task.conversation for task in first.held_out}
-    second = await planned(store, config)
+    second = await planned_round(store, config)
     assert number_of(second) == (1, 2, alpha_of(0.004, 2)), "two criteria with margins have spent nothing"
     assert keys(second) == keys(first)
 
 
 async def test_what_came_since_is_asked_too_while_the_epoch_goes_on(tmp_path: Path, store: Store) -> None:
     await filled(store, 10)
-    first = await planned(store, made(tmp_path))
+    first = await planned_round(store, made(tmp_path))
     await ended(store, first)
     await filled(store, 19)
-    second = await planned(store, made(tmp_path))
+    second = await planned_round(store, made(tmp_path))
     assert number_of(second)[:2] == (1, 2)
     assert len(keys(second)) == 19 and keys(first) < keys(second)
 
@@ -143,14 +123,14 @@ async def test_an_epoch_begins_with_as_many_conversations_as_the_last_test_used_
     tmp_path: Path, store: Store
 ) -> None:
     await filled(store, 10)
-    first = await planned(store, made(tmp_path))
+    first = await planned_round(store, made(tmp_path))
     await ended(store, first)
     await filled(store, 20)
-    second = await planned(store, made(tmp_path))
+    second = await planned_round(store, made(tmp_path))
     assert number_of(second) == (2, 1, alpha_of(0.004, 1))
     assert len(keys(second)) == 10 and keys(first).isdisjoint(keys(second))
     await ended(store, second)
-    third = await planned(store, made(tmp_path))
+    third = await planned_round(store, made(tmp_path))
     assert number_of(third)[:2] == (2, 2)
     assert keys(third) == keys(second), "those of an earlier epoch are never asked again"
 
@@ -158,43 +138,42 @@ async def test_an_epoch_begins_with_as_many_conversations_as_the_last_test_used_
 async def test_a_full_gate_leaves_new_conversations_for_the_next_epoch(tmp_path: Path, store: Store) -> None:
     config = made(tmp_path, max_tasks=8)
     await filled(store, 8)
-    first = await planned(store, config)
+    first = await planned_round(store, config)
     await ended(store, first)
     await filled(store, 15)
-    second = await planned(store, config)
+    second = await planned_round(store, config)
     assert number_of(second)[:2] == (1, 2)
     assert keys(second) == keys(first)
     await ended(store, second)
     await filled(store, 16)
-    third = await planned(store, config)
+    third = await planned_round(store, config)
     assert number_of(third)[:2] == (2, 1)
     assert keys(third).isdisjoint(keys(first))
 
 
-@pytest.mark.parametrize("values", [{"outcome": "refused", "reason": "no spread"}, {"outcome": "trained"}])
 @pytest.mark.parametrize("state", [RoundState.REJECTED, RoundState.FAILED])
-async def test_what_is_decided_before_rewards_are_seen_spends_nothing(
-    tmp_path: Path, store: Store, values: dict[str, Any], state: RoundState
+@pytest.mark.parametrize(
+    ("values", "test"),
+    [
+        ({"outcome": "refused", "reason": "no spread", "comparison": None}, 1),
+        ({"outcome": "trained", "comparison": None}, 1),
+        ({}, 2),
+    ],
+)
+async def test_only_a_round_whose_rewards_were_seen_has_spent_its_test(
+    tmp_path: Path, store: Store, state: RoundState, values: dict[str, Any], test: int
 ) -> None:
     await filled(store, 10)
-    await ended(store, await planned(store, made(tmp_path)), state, comparison=None, **values)
-    assert number_of(await planned(store, made(tmp_path)))[:2] == (1, 1)
-
-
-async def test_a_round_that_failed_after_its_rewards_were_seen_has_spent_its_test(
-    tmp_path: Path, store: Store
-) -> None:
-    await filled(store, 10)
-    await ended(store, await planned(store, made(tmp_path)), RoundState.FAILED)
-    assert number_of(await planned(store, made(tmp_path)))[:2] == (1, 2)
+    await ended(store, await planned_round(store, made(tmp_path)), state, **values)
+    assert number_of(await planned_round(store, made(tmp_path)))[:2] == (1, test)
 
 
 async def test_a_debug_round_is_no_test(tmp_path: Path, store: Store) -> None:
     await filled(store, 10)
     config = made(tmp_path)
-    spec = await store.read(planner.debug_spec, config, rubric_of(config))
+    spec = await debug_round(store, config)
     assert (spec.test, spec.held_out) == (None, [])
-    assert number_of(await planned(store, config))[:2] == (1, 1)
+    assert number_of(await planned_round(store, config))[:2] == (1, 1)
 
 
 async def test_one_task_of_every_conversation_is_asked_before_a_second_one(tmp_path: Path, store: Store) -> None:
@@ -203,20 +182,20 @@ async def test_one_task_of_every_conversation_is_asked_before_a_second_one(tmp_p
         for each in replies_on(Split.HELD_OUT, 1)
         for turn in range(30)
     ]
-    await store.write(judged, *replies_on(Split.TRAIN, 2), *replies_on(Split.HELD_OUT, 10), *long)
-    spec = await planned(store, made(tmp_path, max_tasks=12))
+    await store.write(put_judged, *replies_on(Split.TRAIN, 2), *replies_on(Split.HELD_OUT, 10), *long)
+    spec = await planned_round(store, made(tmp_path, max_tasks=12))
     assert len(spec.held_out) == 12
     assert len({task.conversation for task in spec.held_out}) == 10
 
 
 async def test_replies_without_a_conversation_are_told_apart_by_their_traces(tmp_path: Path, store: Store) -> None:
     alone = [each for number in range(60) if (each := reply(number, conversation_id="unknown"))]
-    await store.write(judged, *alone, *replies_on(Split.TRAIN, 2))
-    first = await planned(store, made(tmp_path))
+    await store.write(put_judged, *alone, *replies_on(Split.TRAIN, 2))
+    first = await planned_round(store, made(tmp_path))
     assert len({task.conversation for task in first.held_out}) == len(first.held_out) > 5
     await ended(store, first)
     assert await store.read(used) == {1: len(first.held_out)}
-    assert number_of(await planned(store, made(tmp_path)))[:2] == (1, 2)
+    assert number_of(await planned_round(store, made(tmp_path)))[:2] == (1, 2)
 
 
 async def coming(store: Store, config: Config) -> NextTest:
@@ -239,20 +218,20 @@ async def test_no_round_starts_that_could_hardly_show_ten_points_and_status_tell
     with pytest.raises(
         TrainError, match=rf"20 of {20 + missing} held-out conversations.*30% \(gate\.min_power\) is required"
     ):
-        await planned(store, config)
+        await planned_round(store, config)
     await filled(store, 20 + missing - 1)
     assert (await coming(store, config)).missing == 1
     await filled(store, 20 + missing)
     assert (await coming(store, config)).missing == 0
     assert (await store.read(planner.due, config)).start
-    await planned(store, config)
+    await planned_round(store, config)
 
 
 async def test_what_is_missing_is_the_shorter_way_to_this_test_or_a_new_epoch(tmp_path: Path, store: Store) -> None:
     config = made(tmp_path, min_power=0.3)
     await filled(store, 45)
     for number in range(1, 4):
-        spec = await planned(store, config.model_copy(update={"gate": made(tmp_path).gate}))
+        spec = await planned_round(store, config.model_copy(update={"gate": made(tmp_path).gate}))
         assert number_of(spec)[:2] == (1, number)
         await ended(store, spec)
     found = await coming(store, config)
@@ -275,7 +254,7 @@ async def test_a_gate_that_can_never_ask_enough_says_so(tmp_path: Path, store: S
 async def test_past_comparisons_tell_how_many_conversations_are_needed(tmp_path: Path, store: Store) -> None:
     config = made(tmp_path, min_power=0.3)
     await filled(store, 45)
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     await ended(store, spec)
     varied = (await coming(store, config)).power
 
@@ -295,36 +274,27 @@ def put_result(config: Config, spec: RoundSpec) -> None:
 
 
 async def finish(config: Config) -> RoundState | None:
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config.state_dir) as store:
         return await Rounds(store, config, rubric_of(config), Deployer(store, config)).finish_live()
-    finally:
-        await store.close()
 
 
 @pytest.mark.parametrize("point", ["_trained", "decide", "finish"])
 async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_path: Path, point: str) -> None:
     config = made(tmp_path)
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config.state_dir) as store:
         await filled(store, 10)
-        spec = await planned(store, config)
+        spec = await planned_round(store, config)
         await store.write(move, 1, RoundState.PLANNED, RoundState.TRAINING)
         put_result(config, spec)
-    finally:
-        await store.close()
     command = [sys.executable, "-m", "tests.daemon.rounds.test_gate_planning", str(tmp_path), point]
     killed = await asyncio.to_thread(warm.run, command, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert await finish(config) is RoundState.REJECTED
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config.state_dir) as store:
         assert await store.read(used) == {1: 10}
         assert [test.number for test in await store.read(gate_tests.spent, 10)] == [1]
-        await store.write(judged, *replies_on(Split.TRAIN, 30))
-        assert number_of(await planned(store, config))[:2] == (1, 2)
-    finally:
-        await store.close()
+        await store.write(put_judged, *replies_on(Split.TRAIN, 30))
+        assert number_of(await planned_round(store, config))[:2] == (1, 2)
 
 
 def main(arguments: Sequence[str]) -> None:

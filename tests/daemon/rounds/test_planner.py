@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from sqlalchemy import Connection, insert, select, update
+from msgspec.structs import replace
+from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.config.training import RolloutSettings
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -21,119 +21,65 @@ from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion, TrainedModels
-from flywheel.records.round import RoundSpec
-from flywheel.records.states import AdapterState, DeploymentState, RoundState, Split, TaskState
+from flywheel.records.states import RoundState, Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import bursts, claims, ledger, rounds, samples, verdicts
+from flywheel.store import bursts, claims, rounds, samples, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move_all
 from flywheel.store.views import balance, lineage
-from flywheel.system import files
 from tests.cases import for_each
-from tests.factories.trace import batch, replies_on
-from tests.factories.verdict import accepted, rejected, settle
+from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_chain
+from tests.factories.round import debug_round, planned_round, put_deployed, put_round
+from tests.factories.task import task_keys
+from tests.factories.trace import on_both_sides, put_replies, replies_on
+from tests.factories.verdict import accepted, only_training_accepted, put_judged, rejected
 from tests.training.recorded.recordings import ADD, call, steps
-
-RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
-
-
-def model(tmp_path: Path, name: str = "a") -> str:
-    """A base model's directory."""
-    folder = tmp_path / "models" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    return str(folder)
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:
-    base = {
-        "state": {"dir": str(tmp_path / "state")},
-        "model": {"base": model(tmp_path), "alias": "agent"},
+    defaults = {
+        "model": {"base": base_model(tmp_path), "alias": "agent"},
         "gate": {"min_tasks": 1, "min_power": 0},
+        "filter": {"rubric": str(BOXED_RUBRIC)},
     }
-    return parse({**base, "filter": {"rubric": str(RUBRIC)}, **sections}, "test", tmp_path)
+    return make_config(tmp_path, **{**defaults, **sections})
 
 
-def judged(conn: Connection, train: int, held_out: int, *, right: bool = True) -> None:
-    """Tasks with verdicts; all of them were `right`, or none."""
-    replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
-    source = ledger.source_id(conn, "/a")
-    ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-    for task in claims.claim(conn, 1000, "r", "j"):
-        kept = right or task.line["metadata"]["split"] == "train"
-        settle(conn, task.id, accepted() if kept else rejected(), "r", "j", 0.0)
+def with_chain(tmp_path: Path, *filters: dict[str, Any]) -> dict[str, Any]:
+    return {"filter": {"rubric": str(BOXED_RUBRIC), "chain": str(write_chain(tmp_path, *filters))}}
 
 
-async def planned(store: Store, config: Config) -> RoundSpec:
-    rubric = rubric_of(config)
-    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
-    return await store.read(planner.spec_of, row, config, rubric)
+def judged(conn: Connection, train: int, held_out: int) -> None:
+    put_judged(conn, *on_both_sides(train, held_out))
 
 
-def deployed(conn: Connection, base_model: str, number: int = 1) -> None:
-    """An adapter answers under the alias, and was trained on that base model."""
-    name = f"r{number:04d}"
-    conn.execute(
-        insert(schema.rounds).values(
-            id=number, name=name, state=RoundState.PROMOTED.value, trigger="test", config_hash="c", rubric_hash="r",
-            seed=1, dir=f"/rounds/{name}", created_at="2026-01-01T00:00:00+00:00",
-        )
-    )  # fmt: skip
-    conn.execute(
-        insert(schema.adapters).values(
-            name=name, round_id=number, base_model=base_model, path=f"/rounds/{name}/adapter", sha256="0",
-            state=AdapterState.READY.value, created_at="2026-01-01T00:00:00+00:00",
-        )
-    )  # fmt: skip
-    conn.execute(
-        insert(schema.deployments).values(
-            alias="agent", endpoints=[], adapter=name, state=DeploymentState.ACTIVE.value, reason="test",
-            active_alias="agent", created_at="2026-01-01T00:00:00+00:00",
-        )
-    )  # fmt: skip
-
-
-async def test_an_answer_that_was_rejected_is_no_reference_for_the_gate(tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("right", [True, False])
+async def test_an_accepted_answer_is_the_reference_of_a_held_out_task_and_a_rejected_one_is_not(
+    tmp_path: Path, store: Store, right: bool
+) -> None:
     """The judge is told that a reference was accepted, and `math-equal` takes it for the right result."""
-    await store.write(judged, 2, 3, right=False)
-    spec = await planned(store, made(tmp_path))
-    assert [task.answer for task in spec.held_out] == [""] * 3
+    judge = (lambda _: accepted()) if right else only_training_accepted
+    await store.write(put_judged, *on_both_sides(2, 3), judge=judge)
+    spec = await planned_round(store, made(tmp_path))
+    assert len(spec.held_out) == 3
+    assert all(task.answer.startswith("\\boxed{") if right else task.answer == "" for task in spec.held_out)
     assert all(task.answer.startswith("\\boxed{") for task in spec.train)
 
 
-async def test_an_accepted_answer_of_a_held_out_task_is_its_reference(tmp_path: Path, store: Store) -> None:
-    await store.write(judged, 2, 3)
-    spec = await planned(store, made(tmp_path))
-    assert all(task.answer.startswith("\\boxed{") for task in (*spec.train, *spec.held_out))
-
-
 async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path: Path, store: Store) -> None:
-    def recorded(conn: Connection) -> None:
-        replies = [
-            msgspec.structs.replace(reply, output_tokens=700 + n)
-            for n, reply in enumerate(replies_on(Split.TRAIN, 3))
-        ]
-        source = ledger.source_id(conn, "/a")
-        every = [*replies, *replies_on(Split.HELD_OUT, 2)]
-        ledger.record_batch(conn, source, batch(*every), train_ratio=0.7, split_seed=42)
-        for task in claims.claim(conn, 1000, "r", "j"):
-            settle(conn, task.id, accepted(), "r", "j", 0.0)
-
-    await store.write(recorded)
+    train = [replace(one, output_tokens=700 + n) for n, one in enumerate(replies_on(Split.TRAIN, 3))]
+    await store.write(put_judged, *train, *replies_on(Split.HELD_OUT, 2))
     config = made(tmp_path)
-    for spec in (await store.read(planner.debug_spec, config, rubric_of(config)), await planned(store, config)):
+    for spec in (await debug_round(store, config), await planned_round(store, config)):
         assert [task.output_tokens for task in spec.train] == [700, 701, 702]
 
 
 async def test_rollouts_are_judged_as_the_chain_says_tasks_are(tmp_path: Path, store: Store) -> None:
-    chain = tmp_path / "chain.yaml"
-    chain.write_text(
-        "id: c\nfilters: [{type: llm_evaluate, params: {temperature: 0.3, max_tokens: 77, max_thread: 3}}]\n"
-    )
+    params = {"temperature": 0.3, "max_tokens": 77, "max_thread": 3}
     await store.write(judged, 2, 1)
-    config = made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)})
-    for spec in (await store.read(planner.debug_spec, config, rubric_of(config)), await planned(store, config)):
+    config = made(tmp_path, **with_chain(tmp_path, {"type": "llm_evaluate", "params": params}))
+    for spec in (await debug_round(store, config), await planned_round(store, config)):
         judge = Config.model_validate(spec.settings).judge
         assert (judge.temperature, judge.max_tokens, judge.max_thread) == (0.3, 77, 3)
 
@@ -142,7 +88,7 @@ async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Pa
     """What is consumed without a rollout is lost, and `why` would name it as what made the adapter."""
     await store.write(judged, 9, 1)
     config = made(tmp_path, training={"steps": 3, "prompts_per_step": 2, "group_size": 4})
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     assert len(spec.train) == 6
     books = await store.read(balance.balance)
     assert (books.task_states["reserved"], books.task_states["accepted"]) == (6, 3 + 1)
@@ -152,8 +98,8 @@ async def test_a_round_whose_steps_ask_more_prompts_takes_more_samples(tmp_path:
     await store.write(judged, 9, 1)
     training = {"steps": 2, "prompts_per_step": 2, "group_size": 4}
     config = made(tmp_path, training=training, rollout={"oversample": 1.5})
-    assert len((await planned(store, config)).train) == 2 * 3
-    assert len((await store.read(planner.debug_spec, config, rubric_of(config))).train) == 3
+    assert len((await planned_round(store, config)).train) == 2 * 3
+    assert len((await debug_round(store, config)).train) == 3
 
 
 @for_each(
@@ -166,9 +112,8 @@ def test_a_step_asks_its_prompts_times_oversample_rounded_up(oversample: float, 
 
 async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 2, 1)
-    await store.write(deployed, model(tmp_path))
-    spec = await planned(store, made(tmp_path))
-    assert spec.parent is not None
+    await store.write(put_deployed, base_model(tmp_path))
+    spec = await planned_round(store, made(tmp_path))
     assert spec.parent.name == "r0001"
 
 
@@ -178,25 +123,24 @@ async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, s
     rubric = rubric_of(config)
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     assert row.parent is None
-    await store.write(deployed, model(tmp_path), 7)
+    await store.write(put_deployed, base_model(tmp_path), 7)
     row = await store.write(planner.begin, row, config, rubric)
     spec = await store.read(planner.spec_of, row, config, rubric)
     assert spec.parent is not None
     live = await store.read(rounds.live)
-    assert live is not None
     assert (spec.parent.name, live.parent) == ("r0007", "r0007")
 
 
 async def test_an_adapter_of_another_base_model_is_not_gone_on_from(tmp_path: Path, store: Store) -> None:
     """Of the same shape it would load, and mean nothing."""
     await store.write(judged, 2, 8)
-    await store.write(deployed, "/models/b")
+    await store.write(put_deployed, "/models/b")
     config = made(tmp_path, trigger={"min_samples": 2})
     wanted = await store.read(planner.due, config)
     assert not wanted.start
-    assert f"r0001, which serves, was trained on /models/b, and model.base is {model(tmp_path)}" in wanted.reason
+    assert f"r0001, which serves, was trained on /models/b, and model.base is {base_model(tmp_path)}" in wanted.reason
     with pytest.raises(TrainError, match=r"/models/b.*rollback --to base"):
-        await planned(store, config)
+        await planned_round(store, config)
     assert await store.read(rounds.live) is None
 
 
@@ -233,7 +177,7 @@ async def test_a_base_model_that_cannot_be_found_starts_no_worker(
     with pytest.raises(TrainError, match=re.escape(why)):
         await store.read(planner.debug_spec, there, rubric)
     with pytest.raises(TrainError, match=re.escape(why)):
-        await planned(store, there)
+        await planned_round(store, there)
     assert await store.read(rounds.live) is None
     row = await store.write(planner.plan, here, rubric, here.state_dir / "rounds", "test")
     with pytest.raises(TrainError, match=f"start r0001: {re.escape(why)}"):
@@ -248,7 +192,7 @@ async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_ei
     config = made(tmp_path, trigger={"min_samples": 2}, gate={"min_tasks": 4, "min_power": 0})
     assert (await store.read(planner.due, config)).reason == "3 of 4 held-out tasks are judged"
     with pytest.raises(TrainError, match=r"3 held-out tasks are judged, and gate\.min_tasks is 4"):
-        await planned(store, config)
+        await planned_round(store, config)
     assert await store.read(rounds.live) is None
     books = await store.read(balance.balance)
     assert "reserved" not in books.task_states
@@ -266,6 +210,7 @@ WITH_TOOLS: dict[Exclusion, dict[str, Any]] = {
     Exclusion.UNCALLED: {"tools": (ADD,)},
     Exclusion.UNRECORDED: LEFT_OUT[Exclusion.UNRECORDED],
 }
+INFLUENCE = {"type": "influence", "params": {"conversation": 1, "user": 1, "template": 1}}
 COMMAND = {"agent": {"command": ["agent"]}}
 ALIAS = TrainedModels("agent", "/models/a")
 
@@ -275,14 +220,15 @@ def judged_with_some_left_out(
 ) -> None:
     """Tasks of which two on each side have `values`: the first ones of all. Only these may be not `right`."""
     plain = replies_on(Split.TRAIN, train + 2)[2:] + replies_on(Split.HELD_OUT, held_out + 2)[2:]
-    special = replies_on(Split.TRAIN, 2, **values) + replies_on(Split.HELD_OUT, 2, **values)
-    source = ledger.source_id(conn, "/a")
-    told = batch(*special, *plain, models=ALIAS)
-    ledger.record_batch(conn, source, told, train_ratio=0.7, split_seed=42)
-    special_spans = {each.span_id for each in special}
-    for task in claims.claim(conn, 1000, "r", "j"):
-        is_right = right or task.line["metadata"]["span_id"] not in special_spans
-        settle(conn, task.id, accepted() if is_right else rejected(), "r", "j", 0.0)
+    special = on_both_sides(2, 2, **values)
+    spans = {each.span_id for each in special}
+    put_judged(
+        conn,
+        *special,
+        *plain,
+        models=ALIAS,
+        judge=lambda line: accepted() if right or line["metadata"]["span_id"] not in spans else rejected(),
+    )
 
 
 @pytest.mark.parametrize("reason", LEFT_OUT)
@@ -297,9 +243,9 @@ async def test_what_is_excluded_is_left_out_of_training_and_gate(
     (left_out,) = status.left_out
     assert (left_out.reason, left_out.tasks) == (reason, 4)
     assert left_out.why and left_out.do
-    debug = await store.read(planner.debug_spec, config, rubric_of(config))
+    debug = await debug_round(store, config)
     assert len(debug.train) == 3
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     assert (len(spec.train), len(spec.held_out)) == (3, 2)
     excluded = schema.tasks.c.excluded
     of_these = select(schema.tasks.c.key).where(excluded == reason.value)
@@ -307,17 +253,14 @@ async def test_what_is_excluded_is_left_out_of_training_and_gate(
     assert len(keys) == 4
     for key in keys:
         story = await store.read(lineage.why, key)
-        assert story is not None
         (told,) = story["replies"][0]["task"]["left_out"]
         assert told["reason"] == reason
         assert told["why"]
 
 
 async def test_the_choice_by_influence_leaves_excluded_tasks_out_too(tmp_path: Path, store: Store) -> None:
-    chain = tmp_path / "chain.yaml"
-    chain.write_text("id: c\nfilters: [{type: influence, params: {conversation: 1, user: 1, template: 1}}]\n")
     await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[Exclusion.IMAGE])
-    spec = await planned(store, made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)}))
+    spec = await planned_round(store, made(tmp_path, **with_chain(tmp_path, INFLUENCE)))
     assert (len(spec.train), len(spec.held_out)) == (3, 2)
 
 
@@ -337,7 +280,7 @@ async def test_settings_take_what_is_left_out_otherwise(
         await store.write(judged_with_some_left_out, 3, 2, values)
         status = await store.read(snapshot, config)
         own = status.targets[""]
-        spec = await planned(store, config)
+        spec = await planned_round(store, config)
         await store.close()
         wanted = (5, 4) if reason in taken else (3, 2)
         assert (own.free_samples, own.held_out) == wanted == (len(spec.train), len(spec.held_out))
@@ -372,7 +315,7 @@ async def test_tasks_with_tools_are_taken_where_recordings_can_answer(
     status = await store.read(snapshot, config)
     expected = (5 if train and right else 3, 4 if gate else 2)
     assert (status.targets[""].free_samples, status.targets[""].held_out) == expected
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     assert (len(spec.train), len(spec.held_out)) == expected
     left_out = {each.reason: each.tasks for each in status.left_out}
     # A rejected task of the training split is no sample that an exclusion could keep from rounds.
@@ -408,9 +351,7 @@ async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_
     """A repeated question is no evidence of its own, and what a filter keeps from the judge is kept from it here."""
 
     def put_aside(conn: Connection) -> None:
-        source = ledger.source_id(conn, "/a")
-        replies = replies_on(Split.TRAIN, 2) + replies_on(Split.HELD_OUT, 5)
-        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+        put_replies(conn, *on_both_sides(2, 5))
         stopped = Verdict(Outcome.REJECTED, 0.0, reason="pii: an email address")
         for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
             # Two are stopped before the judge; one of them is judged after all, as what repeats a rejected one is.
@@ -423,30 +364,21 @@ async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_
             claims.apply(conn, task.id, verdict, 0.0)
 
     await store.write(put_aside)
-    spec = await planned(store, made(tmp_path, gate={"min_tasks": 4, "min_power": 0}))
+    spec = await planned_round(store, made(tmp_path, gate={"min_tasks": 4, "min_power": 0}))
     keys = {task.task_id for task in spec.held_out}
-    states = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key).order_by(schema.tasks.c.id)).all())
-    assert keys == {key for place, (key,) in enumerate(states) if place in (2, 3, 4, 6)}
+    every = await store.read(task_keys)
+    assert keys == {every[place] for place in (2, 3, 4, 6)}
     assert await store.read(samples.count_held_out) == 4
 
 
 async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_path: Path, store: Store) -> None:
     """They would be learned by the policy, and shown to the judge with every rollout."""
 
-    def with_address(conn: Connection) -> None:
-        source = ledger.source_id(conn, "/a")
-        replies = replies_on(Split.TRAIN, 1, query="Write to jo@example.com.", answer="jo@example.com it is")
-        replies += replies_on(Split.HELD_OUT, 1, query="Who reads the letters that jo@example.com is sent?")
-        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-        for task in claims.claim(conn, 1000, "r", "j"):
-            settle(conn, task.id, accepted(), "r", "j", 0.0)
-
-    await store.write(with_address)
-    chain = tmp_path / "chain.yaml"
-    chain.write_text("id: c\nfilters: [{type: pii}]\n")
-    config = made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)})
-    debug = await store.read(planner.debug_spec, config, rubric_of(config))
-    for spec in (debug, await planned(store, config)):
+    train = replies_on(Split.TRAIN, 1, query="Write to jo@example.com.", answer="jo@example.com it is")
+    held_out = replies_on(Split.HELD_OUT, 1, query="Who reads the letters that jo@example.com is sent?")
+    await store.write(put_judged, *train, *held_out)
+    config = made(tmp_path, **with_chain(tmp_path, {"type": "pii"}))
+    for spec in (await debug_round(store, config), await planned_round(store, config)):
         assert "[EMAIL_1]" in spec.train[0].query
         assert "jo@example.com" not in spec.model_dump_json()
 
@@ -457,7 +389,7 @@ async def test_a_round_is_recorded_with_the_rubric_that_it_is_graded_by(tmp_path
     config = made(tmp_path)
     earlier = rubric_of(config)
     row = await store.write(planner.plan, config, earlier, config.state_dir / "rounds", "test")
-    other = made(tmp_path, filter={"rubric": str(RUBRIC.with_name("qa-quality.yaml"))})
+    other = made(tmp_path, filter={"rubric": str(BOXED_RUBRIC.with_name("qa-quality.yaml"))})
     rubric = rubric_of(other)
     assert rubric.hash != earlier.hash
     row = await store.write(planner.begin, row, other, rubric)
@@ -469,13 +401,7 @@ async def test_rounds_that_fail_again_and_again_wait_longer_each_time(tmp_path: 
     """What makes each of them fail after an hour of training would have the GPU for itself."""
 
     def ended(conn: Connection, number: int, state: RoundState, ago: timedelta) -> None:
-        conn.execute(
-            insert(schema.rounds).values(
-                id=number, name=f"r{number:04d}", state=state.value, trigger="test", config_hash="c", rubric_hash="r",
-                seed=1, dir="/rounds", created_at="2026-01-01T00:00:00+00:00",
-                finished_at=(datetime.now(UTC) - ago).isoformat(),
-            )
-        )  # fmt: skip
+        put_round(conn, number, state, finished_at=(datetime.now(UTC) - ago).isoformat())
 
     await store.write(judged, 2, 1)
     config = made(tmp_path, trigger={"min_samples": 2}, daemon={"failed_round_wait_seconds": 600})
@@ -495,14 +421,8 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trigger looks every few seconds; a large backlog must not be loaded, nor the chain read, each time."""
-    chain = tmp_path / "chain.yaml"
-    chain.write_text("id: c\nfilters: [{type: influence, params: {conversation: 1, user: 1, template: 1}}]\n")
-    config = made(
-        tmp_path,
-        filter={"rubric": str(RUBRIC), "chain": str(chain)},
-        trigger={"min_samples": 2},
-        training={"steps": 5, "prompts_per_step": 2},
-    )
+    training = {"steps": 5, "prompts_per_step": 2}
+    config = made(tmp_path, **with_chain(tmp_path, INFLUENCE), trigger={"min_samples": 2}, training=training)
     await store.write(judged, 3, 1)
     rounds_ = Rounds(store, config, rubric_of(config), Deployer(store, config))
     loaded: list[int] = []
@@ -513,7 +433,7 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
         return candidates(conn, *how)
 
     monkeypatch.setattr(bursts, "candidates", counted)
-    chain.unlink()
+    (tmp_path / "chain.yaml").unlink()
     due = [await store.read(planner.due, config, rounds_._targets[""].available_samples) for _ in range(3)]
     assert [each.start for each in due] == [True] * 3
     assert len(loaded) == 1

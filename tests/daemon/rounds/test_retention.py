@@ -5,29 +5,30 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, select
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import retention as removal
 from flywheel.daemon.rounds.retention import STAYS, Removal, Retention
 from flywheel.errors import LockedError, ServeError, StoreError
-from flywheel.records.states import AdapterState, RoundState
+from flywheel.records.states import RoundState
 from flywheel.store import deployments, rounds
 from flywheel.store import rounds as records
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import balance, lineage
-from flywheel.system.files import tree_sha256, write_json
+from flywheel.system.files import write_json
 from flywheel.system.lock import instance_lock
+from tests.factories.config import make_config, with_settings
+from tests.factories.round import put_adapter, put_round
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 
 LONG_AGO = (datetime.now(UTC) - timedelta(days=400)).isoformat(timespec="milliseconds")
@@ -41,13 +42,17 @@ class Old:
     config: Config
     server: FakeVllm
 
+    async def put(self, number: int, *, adapter: bool = True, finished_at: str = LONG_AGO) -> None:
+        directory = self.directory(f"r{number:04d}")
+        lay_out(directory, self.server, adapter=adapter)
+        await self.store.write(put, directory, number, adapter=adapter, finished_at=finished_at)
+
     @property
     def deployer(self) -> Deployer:
         return Deployer(self.store, self.config)
 
     def with_retention(self, **values: Any) -> Retention:
-        settings = self.config.retention.model_copy(update=values)
-        return Retention(self.store, self.config.model_copy(update={"retention": settings}))
+        return Retention(self.store, with_settings(self.config, retention=values))
 
     def directory(self, name: str) -> Path:
         return self.config.state_dir / "rounds" / name
@@ -66,22 +71,10 @@ class Old:
 
 
 def put(conn: Connection, directory: Path, number: int, *, adapter: bool, finished_at: str) -> None:
-    name = f"r{number:04d}"
-    state = RoundState.REJECTED if adapter else RoundState.FAILED
-    conn.execute(
-        insert(schema.rounds).values(
-            id=number, name=name, state=state.value, trigger="test", config_hash="", rubric_hash="", seed=0,
-            dir=str(directory), created_at=finished_at, finished_at=finished_at,
-        )
-    )  # fmt: skip
+    times = {"created_at": finished_at, "finished_at": finished_at}
+    put_round(conn, number, RoundState.REJECTED if adapter else RoundState.FAILED, directory, **times)
     if adapter:
-        conn.execute(
-            insert(schema.adapters).values(
-                name=name, round_id=number, base_model=BASE, path=str(directory / "adapter"),
-                sha256=tree_sha256(directory / "adapter"), state=AdapterState.READY.value,
-                probe=PROBE.model_dump(mode="json"), created_at=utcnow(),
-            )
-        )  # fmt: skip
+        put_adapter(conn, number, directory / "adapter", base_model=BASE, probe=PROBE.model_dump(mode="json"))
 
 
 def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
@@ -96,25 +89,13 @@ def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
 
 
 @pytest.fixture
-async def state(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[Old]:
+async def state(tmp_path: Path, store: Store, server: tuple[FakeVllm, str]) -> Old:
     app, url = server
-    config = parse(
-        {
-            "state": {"dir": str(tmp_path / "state")},
-            "model": {"base": BASE, "alias": "agent"},
-            "serving": {"urls": [url], "drain_seconds": 0},
-        },
-        "test",
-        tmp_path,
-    )
-    store = await Store.open(config.state_dir)
-    made = Old(store, config, app)
+    serving = {"urls": [url], "drain_seconds": 0}
+    old = Old(store, make_config(tmp_path, model={"base": BASE, "alias": "agent"}, serving=serving), app)
     for number in range(1, 6):
-        directory = made.directory(f"r{number:04d}")
-        lay_out(directory, app, adapter=number < 5)
-        await store.write(put, directory, number, adapter=number < 5, finished_at=LONG_AGO)
-    yield made
-    await store.close()
+        await old.put(number, adapter=number < 5)
+    return old
 
 
 async def history(store: Store, number: int) -> list[str]:
@@ -126,7 +107,6 @@ async def history(store: Store, number: int) -> list[str]:
 
 async def adapter_state(store: Store, name: str) -> str:
     row = await store.read(rounds.adapter, name)
-    assert row is not None
     return str(row.state)
 
 
@@ -141,7 +121,6 @@ async def test_what_a_round_was_told_and_measured_stays_and_the_rest_goes(state:
     assert spec == {"round_id": "r0001", "train": [], "held_out": []}, "the state has the tasks"
     assert await adapter_state(state.store, "r0001") == "removed"
     story = await state.store.read(lineage.why, "r0001")
-    assert story is not None
     assert story["adapter"]["state"] == "removed"
     assert (await state.store.read(balance.balance)).balanced
     assert (await state.remove()).removed == ()
@@ -170,31 +149,21 @@ async def test_what_served_last_stays_besides(state: Old) -> None:
 
 async def test_what_served_under_another_alias_stays(state: Old) -> None:
     await state.served("r0001")
-    renamed = state.config.model_copy(update={"model": state.config.model.model_copy(update={"alias": "other"})})
-    await Retention(state.store, renamed).remove(90, "test")
+    await Retention(state.store, with_settings(state.config, model={"alias": "other"})).remove(90, "test")
     assert state.whole() == ["r0001"]
 
 
 async def test_a_round_under_way_and_what_it_goes_on_from_stay(state: Old) -> None:
-    def begin(conn: Connection) -> None:
-        conn.execute(
-            insert(schema.rounds).values(
-                id=6, name="r0006", state=RoundState.TRAINING.value, live=1, trigger="test", parent="r0002",
-                config_hash="", rubric_hash="", seed=0, dir=str(state.directory("r0006")), created_at=LONG_AGO,
-            )
-        )  # fmt: skip
-
-    lay_out(state.directory("r0006"), state.server, adapter=True)
-    await state.store.write(begin)
+    directory = state.directory("r0006")
+    lay_out(directory, state.server, adapter=True)
+    await state.store.write(put_round, 6, RoundState.TRAINING, directory, parent="r0002")
     done = await state.remove()
     assert state.whole() == ["r0002", "r0006"]
     assert [each.needed for each in done.kept] == ["r0006 goes on from it"]
 
 
 async def test_what_is_not_old_enough_stays(state: Old) -> None:
-    directory = state.directory("r0006")
-    lay_out(directory, state.server, adapter=True)
-    await state.store.write(put, directory, 6, adapter=True, finished_at=utcnow())
+    await state.put(6, finished_at=utcnow())
     await state.remove()
     assert state.whole() == ["r0006"]
 
@@ -218,8 +187,7 @@ async def test_servers_are_asked_with_the_admin_key(state: Old, monkeypatch: pyt
         found = {}
         for name in (None, "ADMIN"):
             keys = {"urls": [url], "api_key_env": "AGENTS", "admin_key_env": name}
-            config = state.config.model_copy(update={"serving": state.config.serving.model_copy(update=keys)})
-            keyed = replace(state, config=config).with_retention(keep_served=0)
+            keyed = replace(state, config=with_settings(state.config, serving=keys)).with_retention(keep_served=0)
             found[name] = (await keyed.look(90)).kept[0].needed
     assert "refuses the key" in found[None]
     assert found["ADMIN"] == f"{url} still lists it"

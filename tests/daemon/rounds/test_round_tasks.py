@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import Connection, event, func, insert, select, update
 
-from flywheel.config import Config
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
 from flywheel.errors import TrainError
@@ -19,16 +18,17 @@ from flywheel.records.task import task_id
 from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import claims, ledger, verdicts
+from flywheel.store import claims, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded import recordings
 from flywheel.training.recorded.call_key import call_key, tools_by_name
-from tests.daemon.rounds.test_planner import RUBRIC, made
-from tests.factories.trace import batch, replies_on
-from tests.factories.verdict import accepted, rejected, settle
+from tests.daemon.rounds.test_planner import made, with_chain
+from tests.factories.round import planned_round, spec_again
+from tests.factories.trace import put_replies, replies_on
+from tests.factories.verdict import accepted, put_judged, rejected
 from tests.training.recorded.recordings import ADD, call, said, steps, tool
 
 SUM = {"a": 1, "b": 2}
@@ -45,36 +45,12 @@ def asked(split: Split, *results: str | None, tools: tuple[Any, ...] = (ADD,), *
     for number, one in enumerate(replies_on(split, len(results), tools=tools, **values)):
         result = results[number]
         made_steps = steps((call(arguments=SUM), result)) if result is not None else ()
-        found.append(changed(one, trajectory=made_steps))
+        found.append(replace(one, trajectory=made_steps))
     return found
 
 
-def changed(one: Reply, **values: Any) -> Reply:
-    return Reply(**{**{name: getattr(one, name) for name in one.__struct_fields__}, **values})
-
-
-def right(_line: dict[str, Any]) -> Verdict:
-    return accepted()
-
-
-async def judged(store: Store, *replies: Reply, verdict: Callable[[dict[str, Any]], Verdict] = right) -> None:
-    def judge(conn: Connection) -> None:
-        source = ledger.source_id(conn, "/a")
-        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-        for task in claims.claim(conn, 100_000, "r", "j"):
-            settle(conn, task.id, verdict(task.line), "r", "j", 0.0)
-
-    await store.write(judge)
-
-
-async def planned(store: Store, config: Config) -> RoundSpec:
-    rubric = rubric_of(config)
-    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
-    return await store.read(planner.spec_of, row, config, rubric)
-
-
-def tools_section(**tools: Any) -> dict[str, Any]:
-    return {"rollout": {"tools": tools}}
+async def judged(store: Store, *replies: Reply, **values: Any) -> None:
+    await store.write(put_judged, *replies, **values)
 
 
 async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, store: Store) -> None:
@@ -84,12 +60,12 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
     with_tools, thinking, plain = replies_on(Split.TRAIN, 3)
     await judged(
         store,
-        changed(with_tools, tools=(ADD,), trajectory=steps((call(arguments=SUM), "3"))),
-        changed(thinking, tools=(ADD,), trajectory=(thought, answer), errors=failed),
+        replace(with_tools, tools=(ADD,), trajectory=steps((call(arguments=SUM), "3"))),
+        replace(thinking, tools=(ADD,), trajectory=(thought, answer), errors=failed),
         plain,
         *replies_on(Split.HELD_OUT, 1),
     )
-    spec = await planned(store, made(tmp_path))
+    spec = await planned_round(store, made(tmp_path))
     first, second, third = spec.train
     assert [task.agent for task in spec.train] == ["recorded", "recorded", "reply"]
     assert [step["role"] for step in first.steps] == ["assistant", "tool"]
@@ -98,9 +74,7 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
     assert (third.steps, third.errors, third.sends_reasoning) == ([], [], False)
     again = RoundSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
-    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
-    config = made(tmp_path, rollout={"agent": "recorded"})
-    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
+    spec = await spec_again(store, made(tmp_path, rollout={"agent": "recorded"}))
     assert [task.agent for task in spec.train] == ["recorded"] * 3
 
 
@@ -109,21 +83,17 @@ async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data
 ) -> None:
     own = {"database": "shop.db", "metadata": {"owner": "jane.doe@example.org", "start_page": "/shoes"}}
     await judged(
-        store, *(changed(one, extra=own) for one in replies_on(Split.TRAIN, 1)), *replies_on(Split.HELD_OUT, 1)
+        store, *(replace(one, extra=own) for one in replies_on(Split.TRAIN, 1)), *replies_on(Split.HELD_OUT, 1)
     )
     program = {"rollout": {"agent": {"command": ["true"]}}}
-    spec = await planned(store, made(tmp_path, **program))
+    spec = await planned_round(store, made(tmp_path, **program))
     assert spec.train[0].line["database"] == "shop.db"
     assert spec.train[0].line["metadata"]["owner"] == "jane.doe@example.org"
     assert spec.train[0].line["metadata"]["conversation_id"] == spec.train[0].conversation
-    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
-    (tmp_path / "chain.yaml").write_text("version: 1\nid: private\nfilters: [{type: pii}]\n")
-    config = made(tmp_path, **program, filter={"chain": "chain.yaml", "rubric": str(RUBRIC)})
-    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
+    spec = await spec_again(store, made(tmp_path, **program, **with_chain(tmp_path, {"type": "pii"})))
     assert spec.train[0].line["metadata"]["owner"] == "[EMAIL_1]"
     assert spec.train[0].line["metadata"]["start_page"] == "/shoes"
-    spec = await store.read(planner.spec_of, row, made(tmp_path), rubric_of(config))
-    assert spec.train[0].line == {}
+    assert (await spec_again(store, made(tmp_path))).train[0].line == {}
 
 
 async def test_results_of_other_traces_are_those_on_which_two_conversations_agree(
@@ -134,14 +104,14 @@ async def test_results_of_other_traces_are_those_on_which_two_conversations_agre
     train = asked(Split.TRAIN, "3", "3", "3")
     looked_up = {"tools": (ADD, other)}
     held_out = asked(Split.HELD_OUT, "3", "3", **looked_up)
-    both = [changed(each, trajectory=(*each.trajectory, *steps((call("look_up", {}), "x")))) for each in held_out]
+    both = [replace(each, trajectory=(*each.trajectory, *steps((call("look_up", {}), "x")))) for each in held_out]
     spans = {train[1].span_id, both[1].span_id}
 
     def verdict(line: dict[str, Any]) -> Verdict:
         return rejected() if line["metadata"]["span_id"] in spans else accepted()
 
-    await judged(store, *train, *both, verdict=verdict)
-    spec = await planned(store, made(tmp_path))
+    await judged(store, *train, *both, judge=verdict)
+    spec = await planned_round(store, made(tmp_path))
     assert len(spec.train) == 2 and len(spec.held_out) == 2
     assert spec.shared.results == {key(SUM): ToolResult("3")}
     assert spec.shared_gate.results == {key(SUM): ToolResult("3"), key({}, other): ToolResult("x")}
@@ -156,25 +126,22 @@ async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path:
         conn.execute(update(schema.tasks).values(payload=changed_line))
 
     await store.write(lines_say_train)
-    spec = await planned(store, made(tmp_path))
+    spec = await planned_round(store, made(tmp_path))
     assert spec.shared.results == {}
     assert spec.shared_gate.results == {key(SUM): ToolResult("3")}
 
 
 async def test_a_held_out_trace_that_differs_is_seen_by_the_gate_alone(tmp_path: Path, store: Store) -> None:
     await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "4"))
-    spec = await planned(store, made(tmp_path))
+    spec = await planned_round(store, made(tmp_path))
     assert spec.shared.results == {key(SUM): ToolResult("3")}
     assert spec.shared_gate.results == {}
 
 
-@pytest.mark.parametrize(
-    ("tools", "shares"),
-    [({}, True), ({"share": "off"}, False)],
-)
+@pytest.mark.parametrize(("tools", "shares"), [({}, True), ({"share": "off"}, False)])
 async def test_sharing_can_be_off(tmp_path: Path, store: Store, tools: dict[str, Any], *, shares: bool) -> None:
     await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "3"))
-    spec = await planned(store, made(tmp_path, **tools_section(**tools)))
+    spec = await planned_round(store, made(tmp_path, rollout={"tools": tools}))
     assert bool(spec.shared.results) == bool(spec.shared_gate.results) == shares
     assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
 
@@ -203,15 +170,13 @@ async def test_without_recorded_tasks_no_recording_is_read(
 
 async def test_recordings_are_redacted_as_the_tasks_of_the_round_are(tmp_path: Path, store: Store) -> None:
     """A policy that sees redacted questions makes calls with redacted arguments."""
-    chain = tmp_path / "chain.yaml"
-    chain.write_text("id: c\nfilters: [{type: pii}]\n")
     to_jo = {"a": "jo@example.com"}
     told = [
-        changed(each, trajectory=steps((call(arguments=to_jo), "sent to jo@example.com")))
+        replace(each, trajectory=steps((call(arguments=to_jo), "sent to jo@example.com")))
         for each in asked(Split.TRAIN, "", "") + asked(Split.HELD_OUT, "", "")
     ]
     await judged(store, *told)
-    spec = await planned(store, made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)}))
+    spec = await planned_round(store, made(tmp_path, **with_chain(tmp_path, {"type": "pii"})))
     assert "jo@example.com" not in spec.model_dump_json()
     expected = {key({"a": "[EMAIL_1]"}): ToolResult("sent to [EMAIL_1]")}
     assert spec.shared.results == spec.shared_gate.results == expected
@@ -224,16 +189,14 @@ async def test_what_a_filter_or_a_person_set_aside_is_no_recording_but_repetitio
     first, by_filter, repeated, pending = asked(Split.TRAIN, "3", "3", "3", "3")
 
     def set_aside(conn: Connection) -> None:
-        source = ledger.source_id(conn, "/a")
-        replies = (first, by_filter, repeated, *asked(Split.HELD_OUT, "3"))
-        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+        put_replies(conn, first, by_filter, repeated, *asked(Split.HELD_OUT, "3"))
         tasks = claims.claim(conn, 1000, "r", "j")
         stopped = Verdict(Outcome.REJECTED, 0.0, reason="pii: an email address")
         for place, task in enumerate(tasks):
             verdict = stopped if place in (1, 2) else accepted()
             verdicts.store(conn, task.id, verdict, "chain:c" if place in (1, 2) else "r", "j")
             claims.apply(conn, task.id, verdict, 0.0)
-        ledger.record_batch(conn, source, batch(pending, rowid=9), train_ratio=0.7, split_seed=42)
+        put_replies(conn, pending, rowid=9)
 
     def repeats(conn: Connection) -> None:
         ids = list(conn.execute(select(schema.tasks.c.id).order_by(schema.tasks.c.id)).scalars())
@@ -242,12 +205,10 @@ async def test_what_a_filter_or_a_person_set_aside_is_no_recording_but_repetitio
 
     await store.write(set_aside)
     config = made(tmp_path)
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     assert spec.shared.results == {}
     await store.write(repeats)
-    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
-    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
-    assert spec.shared.results == {key(SUM): ToolResult("3")}
+    assert (await spec_again(store, config)).shared.results == {key(SUM): ToolResult("3")}
 
 
 async def test_a_task_whose_calls_are_all_of_finish_tools_is_left_out_with_the_reason(
@@ -256,40 +217,39 @@ async def test_a_task_whose_calls_are_all_of_finish_tools_is_left_out_with_the_r
     """Which functions finish is known when the round starts, not when the trace was read."""
     submit = tool("submit", text={"type": "string"})
     submitted = [
-        changed(each, trajectory=steps((call("submit", {"text": "3"}), "thanks")))
+        replace(each, trajectory=steps((call("submit", {"text": "3"}), "thanks")))
         for each in asked(Split.TRAIN, "", tools=(ADD, submit)) + asked(Split.HELD_OUT, "", "", tools=(ADD, submit))
     ]
     (added,) = asked(Split.TRAIN, None, "3")[1:]
-    await judged(store, *submitted, added, verdict=lambda line: accepted())
+    await judged(store, *submitted, added)
     names = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key, schema.tasks.c.split)).all())
     rollout = {"finish_tools": ["generate_response", "submit"]}
     config = made(tmp_path, rollout=rollout)
-    spec = await planned(store, config)
+    spec = await planned_round(store, config)
     left_out = next(row.key for row in names if row.split == "train" and row.key not in {spec.train[0].task_id})
     assert spec.left_out == {left_out: "the agent called no tool but those of `rollout.finish_tools`"}
     assert len(spec.train) == 1
     # Accepted answers without another call are questions for the gate.
     assert len(spec.held_out) == 2
-    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
     use = made(tmp_path, rollout={**rollout, "tools": {"uncalled": "use"}})
-    assert len((await store.read(planner.spec_of, row, use, rubric_of(use))).train) == 2
+    assert len((await spec_again(store, use)).train) == 2
     every = made(tmp_path, rollout={"finish_tools": ["submit", "add"]})
     with pytest.raises(TrainError, match=r"start r0001: none of its 2 tasks can be asked: the agent called no tool"):
-        await store.read(planner.spec_of, row, every, rubric_of(every))
+        await spec_again(store, every)
 
 
 async def test_the_gate_leaves_out_what_was_rejected_and_has_no_other_call(tmp_path: Path, store: Store) -> None:
     submit = tool("submit", text={"type": "string"})
     held_out = [
-        changed(each, trajectory=steps((call("submit", {"text": "3"}), "thanks")))
+        replace(each, trajectory=steps((call("submit", {"text": "3"}), "thanks")))
         for each in asked(Split.HELD_OUT, "", "", tools=(ADD, submit))
     ]
 
     def verdict(line: dict[str, Any]) -> Verdict:
         return rejected() if line["metadata"]["span_id"] == held_out[0].span_id else accepted()
 
-    await judged(store, *asked(Split.TRAIN, "3"), *held_out, verdict=verdict)
-    spec = await planned(store, made(tmp_path, rollout={"finish_tools": ["submit"]}))
+    await judged(store, *asked(Split.TRAIN, "3"), *held_out, judge=verdict)
+    spec = await planned_round(store, made(tmp_path, rollout={"finish_tools": ["submit"]}))
     assert len(spec.held_out) == 1
     assert spec.left_out == {}
 
@@ -298,10 +258,8 @@ async def test_tasks_of_a_planned_round_are_not_asked_if_rollouts_are_single_mes
     tmp_path: Path, store: Store
 ) -> None:
     await judged(store, *asked(Split.TRAIN, "3"), *replies_on(Split.TRAIN, 2)[1:], *replies_on(Split.HELD_OUT, 1))
-    config = made(tmp_path)
-    row = await store.write(planner.plan, config, rubric_of(config), config.state_dir / "rounds", "test")
-    now = made(tmp_path, rollout={"agent": "reply"})
-    spec = await store.read(planner.spec_of, row, now, rubric_of(now))
+    await planned_round(store, made(tmp_path))
+    spec = await spec_again(store, made(tmp_path, rollout={"agent": "reply"}))
     assert [task.agent for task in spec.train] == ["reply"]
     assert list(spec.left_out.values()) == [
         "the agent called tools, and with `rollout.agent: reply` a rollout is a single message"
@@ -315,13 +273,13 @@ async def test_a_specification_has_room_for_the_most_frequent_results(
 
     def sums(each: Reply, *numbers: int) -> Reply:
         made_calls = ((call(arguments={"a": number}), short if number != 1 else long) for number in numbers)
-        return changed(each, trajectory=steps(*made_calls))
+        return replace(each, trajectory=steps(*made_calls))
 
     first, second, third = asked(Split.TRAIN, "", "", "")
     told = sums(first, *range(8)), sums(second, *range(8)), sums(third, 0, 2)
     await judged(store, *told, *asked(Split.HELD_OUT, "3"))
     monkeypatch.setattr(recordings, "MAX_BYTES", 70)
-    spec = await planned(store, made(tmp_path))
+    spec = await planned_round(store, made(tmp_path))
     assert spec.shared.results == {key({"a": 0}): ToolResult(short), key({"a": 2}): ToolResult(short)}
 
 
@@ -331,7 +289,7 @@ async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_pa
     (one,) = asked(Split.TRAIN, "x")
     (gate,) = asked(Split.HELD_OUT, "x")
     made_steps = steps((call(arguments={"a": int(number)}), f"{number} {'x' * 2000}"))
-    await judged(store, changed(one, trajectory=made_steps, conversation_id=f"c-{number}"), gate)
+    await judged(store, replace(one, trajectory=made_steps, conversation_id=f"c-{number}"), gate)
 
     def multiply(conn: Connection) -> None:
         columns = [each.name for each in schema.tasks.c if each.name not in ("id", "key", "payload", "split")]
@@ -343,7 +301,7 @@ async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_pa
         )
 
     await store.write(multiply)
-    spec = await planned(store, made(tmp_path, training={"steps": 50}))
+    spec = await planned_round(store, made(tmp_path, training={"steps": 50}))
     assert len(spec.train) == 400
     assert len(spec.shared.results) == recordings.MAX_BYTES // 2010
     assert len(spec.model_dump_json()) < 2.5 * recordings.MAX_BYTES
@@ -360,9 +318,9 @@ async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_pa
         return rejected() if line["metadata"]["span_id"] in spans else accepted()
 
     train = asked(Split.TRAIN, "3")
-    await judged(store, *train, recorded, wrong, uncalled, wrong_uncalled, plain, verdict=verdict)
+    await judged(store, *train, recorded, wrong, uncalled, wrong_uncalled, plain, judge=verdict)
     config = made(tmp_path)
-    first = await planned(store, config)
+    first = await planned_round(store, config)
     keys = {each.span_id: task_id(each.trace_id, each.span_id) for each in (recorded, wrong, uncalled, plain)}
     assert {task.task_id for task in first.held_out} == set(keys.values())
     answers = {task.task_id: task.answer for task in first.held_out}
@@ -370,9 +328,7 @@ async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_pa
     agents = {task.task_id: task.agent for task in first.held_out}
     assert agents == {**dict.fromkeys(keys.values(), "recorded"), keys[plain.span_id]: "reply"}
     await judged(store, late)
-    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
-    again = await store.read(planner.spec_of, row, config, rubric_of(config))
-    assert again.held_out == first.held_out
+    assert (await spec_again(store, config)).held_out == first.held_out
 
 
 async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_traces_had(
@@ -383,7 +339,7 @@ async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_trac
     history = ({"role": "system", "content": "Add."},)
     reminder = {"role": "user", "content": "<system-reminder>It is noon.</system-reminder>"}
     prompt = (*history, {"role": "user", "content": one.query}, reminder)
-    await judged(store, changed(one, history=history, prompt=prompt), *replies_on(Split.HELD_OUT, 1))
-    spec = await planned(store, made(tmp_path))
+    await judged(store, replace(one, history=history, prompt=prompt), *replies_on(Split.HELD_OUT, 1))
+    spec = await planned_round(store, made(tmp_path))
     assert spec.train[0].prompt == list(prompt)
     assert exchange(Prompt(spec.train[0], ()), Completion("3")).history == history

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,20 @@ import pytest
 
 from flywheel.config import Config, NoticeType
 from flywheel.daemon.prometheus import exposition
-from flywheel.daemon.rounds.rounds import Rounds, RoundUsage
+from flywheel.daemon.rounds.rounds import RoundUsage
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import as_json, snapshot
 from flywheel.errors import TrainError
-from flywheel.judge.rubric.file import load_rubric
 from flywheel.judge.usage import Allowance, Budget, Purpose, UsageFile, Used, today
 from flywheel.records.states import RoundState
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage, notices, rounds
 from flywheel.store.kernel import schema
-from flywheel.system import files
 from tests.cli.test_metrics import by, parsed
 from tests.daemon.rounds.test_rounds import Wheel, put_more_tasks
 from tests.daemon.rounds.test_rounds import wheel as judged_wheel
+from tests.daemon.rounds.workers import REFUSES, works
+from tests.factories.config import with_settings
 
 __all__ = ["judged_wheel"]
 
@@ -48,21 +47,7 @@ def line(tokens: int) -> str:
 
 
 def with_judge(wheel: Wheel, **settings: Any) -> Config:
-    judge = Config.model_validate({"judge": settings}).judge
-    return wheel.config.model_copy(update={"judge": judge})
-
-
-def rounds_of(wheel: Wheel, config: Config) -> Rounds:
-    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
-    return Rounds(wheel.store, config, rubric, wheel.deployer)
-
-
-def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """What runs in the worker's place; $3 is its directory."""
-    worker = tmp_path / "worker"
-    worker.write_text(f"#!/bin/sh\n{script}\n")
-    worker.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(worker))
+    return wheel.config.model_copy(update={"judge": Config.model_validate({"judge": settings}).judge})
 
 
 async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(wheel: Wheel) -> None:
@@ -97,12 +82,10 @@ async def test_calls_of_a_worker_that_is_killed_are_booked_and_so_are_those_of_t
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works(tmp_path, monkeypatch, f"echo '{line(700)}' >> $3/usage.jsonl; kill -9 $$")
-    daemon = wheel.config.daemon.model_copy(update={"round_attempts": 2})
-    going = rounds_of(wheel, wheel.config.model_copy(update={"daemon": daemon}))
+    going = wheel.others(with_settings(wheel.config, daemon={"round_attempts": 2}))
     await going.plan("test")
     assert await going.finish_live() is RoundState.FAILED
-    row = await wheel.store.read(rounds.by_name, "r0001")
-    assert row is not None
+    row = await wheel.row()
     assert "SIGKILL" in row.reason
     found = await wheel.store.read(judge_usage.usage_by_purpose)
     assert found[Purpose.ROUNDS] == (2, 1400, 0)
@@ -188,12 +171,7 @@ async def test_what_a_round_uses_is_gone_for_the_filter(wheel: Wheel) -> None:
 async def test_filter_and_rounds_of_a_daemon_have_one_budget(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works(
-        tmp_path,
-        monkeypatch,
-        f"echo '{line(300)}' >> $3/usage.jsonl;"
-        """ echo '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}' > $3/result.json""",
-    )
+    works(tmp_path, monkeypatch, f"echo '{line(300)}' >> $3/usage.jsonl; {REFUSES}")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     service = Service(with_judge(wheel, budget={"tokens_per_run": 1000}), wheel.store)
     assert await service._rounds.start_due()
@@ -204,7 +182,7 @@ async def test_filter_and_rounds_of_a_daemon_have_one_budget(
 @pytest.mark.parametrize("limit", ["tokens_per_day", "tokens_per_run"])
 async def test_no_round_starts_when_the_budget_is_spent(wheel: Wheel, limit: str) -> None:
     config = with_judge(wheel, budget={limit: 100})
-    going = rounds_of(wheel, config)
+    going = wheel.others(config)
     await wheel.store.write(judge_usage.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=100))
     going._budget.book(100)
     assert not await going.start_due()
@@ -224,11 +202,10 @@ async def test_a_round_that_needs_more_than_this_run_may_use_fails_and_is_stoppe
         f"echo $$ > {tmp_path}/pid; echo '{line(100)}' >> $3/usage.jsonl; echo '{paused}' > $3/progress.json;"
         " exec sleep 600",
     )
-    going = rounds_of(wheel, with_judge(wheel, budget={"tokens_per_run": 100}))
+    going = wheel.others(with_judge(wheel, budget={"tokens_per_run": 100}))
     await going.plan("test")
     assert await going.finish_live() is RoundState.FAILED
-    row = await wheel.store.read(rounds.by_name, "r0001")
-    assert row is not None
+    row = await wheel.row()
     assert "judge.budget.tokens_per_run (100) is spent" in row.reason
     pid = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
@@ -242,14 +219,13 @@ async def test_a_round_that_waits_for_midnight_is_left_to_wait(
 ) -> None:
     """Its steps are paid for: to stop it would throw them away."""
     paused = '{"phase": "training", "paused": "judge.budget.tokens_per_day is spent"}'
-    result = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
     works(
         tmp_path,
         monkeypatch,
         f"echo '{line(100)}' >> $3/usage.jsonl; echo '{paused}' > $3/progress.json; sleep 3;"
-        f" cp $3/allowance.json {tmp_path}; echo '{result}' > $3/result.json",
+        f" cp $3/allowance.json {tmp_path}; {REFUSES}",
     )
-    going = rounds_of(wheel, with_judge(wheel, budget={"tokens_per_day": 100}))
+    going = wheel.others(with_judge(wheel, budget={"tokens_per_day": 100}))
     await going.plan("test")
     assert await going.finish_live() is RoundState.REJECTED
     assert Allowance.read(tmp_path) == Allowance(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import rounds as rounds_module
 from flywheel.daemon.rounds.planner import due, spec_of
@@ -23,16 +20,18 @@ from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.round import AdapterRef, Comparison, DecisionReason, RoundResult, Score
 from flywheel.records.states import RoundState, Split
-from flywheel.store import claims, deployments, gate_tests, ledger, rounds, samples
+from flywheel.store import claims, deployments, gate_tests, rounds, samples
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.store.views import balance, lineage
-from flywheel.system import files
 from flywheel.system.files import tree_sha256, write_json
-from tests.factories.trace import batch, replies_on
-from tests.factories.verdict import accepted, rejected, settle
+from tests.daemon.rounds.workers import REFUSES, stray_worker, works
+from tests.factories.config import BOXED_RUBRIC, make_config, with_settings
+from tests.factories.trace import on_both_sides, put_replies, replies_on
+from tests.factories.verdict import accepted, put_judged, rejected, settle
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
+from tests.waiting import until
 
 
 @dataclass
@@ -45,20 +44,26 @@ class Wheel:
     rounds: Rounds
     deployer: Deployer
 
+    def others(self, config: Config, deployer: Deployer | None = None) -> Rounds:
+        return Rounds(self.store, config, self.rounds._rubric, deployer or self.deployer)
+
+    async def row(self, name: str = "r0001") -> Any:
+        return await self.store.read(rounds.by_name, name)
+
+    async def active(self) -> Any:
+        return await self.store.read(deployments.active, "agent")
+
     async def started(self) -> Path:
         """A round whose worker has been started and is gone."""
         name = await self.rounds.plan("test")
         row = await self.store.read(rounds.live)
-        assert row is not None
         await self.store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, pid=None)
         directory = self.config.state_dir / "rounds" / name
         directory.mkdir(parents=True)
         return directory
 
     async def state(self, name: str = "r0001") -> str:
-        row = await self.store.read(rounds.by_name, name)
-        assert row is not None
-        return str(row.state)
+        return str((await self.row(name)).state)
 
     async def books(self) -> dict[str, int]:
         books = await self.store.read(balance.balance)
@@ -67,9 +72,8 @@ class Wheel:
 
 
 def put_tasks(conn: Connection, train: int, held_out: int) -> None:
-    replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
-    source = ledger.source_id(conn, "/a")
-    ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+    """Judged tasks. Every other one that is held out was rejected."""
+    put_replies(conn, *on_both_sides(train, held_out))
     for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
         verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
         settle(conn, task.id, verdict, "r", "j", 0.0)
@@ -77,34 +81,23 @@ def put_tasks(conn: Connection, train: int, held_out: int) -> None:
 
 def put_more_tasks(conn: Connection, train: int) -> None:
     """Accepted samples beyond those of `put_tasks`."""
-    replies = replies_on(Split.TRAIN, 6 + train)[6:]
-    source = ledger.source_id(conn, "/a")
-    ledger.record_batch(conn, source, batch(*replies, rowid=2), train_ratio=0.7, split_seed=42)
-    for task in claims.claim(conn, 1000, "r", "j"):
-        settle(conn, task.id, accepted(), "r", "j", 0.0)
+    put_judged(conn, *replies_on(Split.TRAIN, 6 + train)[6:], rowid=2)
 
 
 @pytest.fixture
-async def wheel(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[Wheel]:
+async def wheel(tmp_path: Path, store: Store, server: tuple[FakeVllm, str]) -> Wheel:
     app, url = server
-    config = parse(
-        {
-            "state": {"dir": str(tmp_path / "state")},
-            "model": {"base": BASE, "alias": "agent"},
-            "serving": {"urls": [url], "drain_seconds": 0},
-            "trigger": {"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
-            "gate": {"min_tasks": 2, "min_power": 0},
-            "daemon": {"round_attempts": 1},
-        },
-        "test",
+    config = make_config(
         tmp_path,
+        model={"base": BASE, "alias": "agent"},
+        serving={"urls": [url], "drain_seconds": 0},
+        trigger={"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
+        gate={"min_tasks": 2, "min_power": 0},
+        daemon={"round_attempts": 1},
     )
-    store = await Store.open(config.state_dir)
     await store.write(put_tasks, 6, 4)
-    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
     deployer = Deployer(store, config)
-    yield Wheel(store, config, app, Rounds(store, config, rubric, deployer), deployer)
-    await store.close()
+    return Wheel(store, config, app, Rounds(store, config, load_rubric(BOXED_RUBRIC), deployer), deployer)
 
 
 def comparison(lower: float) -> Comparison:
@@ -134,37 +127,34 @@ async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(whe
     leave_result(wheel, await wheel.started())
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
     assert (await wheel.books())["consumed"] == 6
-    active = await wheel.store.read(deployments.active, "agent")
-    assert active is not None
+    active = await wheel.active()
     assert (active.adapter, active.previous) == ("r0001", None)
     assert active.report["replicas"][0]["probe"] is not None
     assert wheel.server.loaded == {"agent@r0001": str(wheel.config.state_dir / "rounds/r0001/adapter")}
-    row = await wheel.store.read(rounds.by_name, "r0001")
+    row = await wheel.row()
     decision = await wheel.store.read(gate_tests.decision_of, 1)
-    assert row is not None
-    assert decision is not None
     assert (decision.reason_code, decision.reason, decision.min_tasks) == (DecisionReason.BETTER, row.reason, 2)
 
 
-async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the_server(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started(), lower=-0.1)
+REFUSED = {"outcome": "refused", "adapter": None, "comparison": None, "reason": "no spread"}
+
+
+@pytest.mark.parametrize(("values", "reason"), [({"lower": -0.1}, "not shown to be better"), (REFUSED, "no spread")])
+async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the_server(
+    wheel: Wheel, values: dict[str, Any], reason: str
+) -> None:
+    leave_result(wheel, await wheel.started(), **values)
     assert await wheel.rounds.finish_live() is RoundState.REJECTED
-    assert await wheel.store.read(deployments.active, "agent") is None
+    assert await wheel.active() is None
     assert wheel.server.loaded == {}
-    row = await wheel.store.read(rounds.by_name, "r0001")
-    assert row is not None
-    assert "not shown to be better" in row.reason
+    assert reason in (await wheel.row()).reason
     assert (await wheel.books())["accepted"] == 6 + 2, "two more rounds may use them"
 
 
-async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> None:
+async def test_each_change_of_the_supply_is_noted_once_and_a_planned_round_waits_for_nothing(wheel: Wheel) -> None:
     await wheel.store.write(database.note, database.ROUND_NOTE, "3 of 4 samples are free")
     assert await wheel.rounds.start_due()
     assert not await wheel.store.read(database.noted, database.ROUND_NOTE)
-
-
-async def test_each_change_of_the_supply_is_noted_once(wheel: Wheel) -> None:
-    assert await wheel.rounds.start_due()
     for _ in range(3):
         assert not await wheel.rounds.start_due()
     noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(samples.newest_available))]
@@ -172,18 +162,12 @@ async def test_each_change_of_the_supply_is_noted_once(wheel: Wheel) -> None:
     assert first[0] > second[0] and first[1].startswith("min_samples: ") and second[1] == "r0001 is planned"
 
 
-async def test_a_refused_round_says_why(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started(), outcome="refused", adapter=None, comparison=None, reason="no spread")
-    assert await wheel.rounds.finish_live() is RoundState.REJECTED
-    assert (await wheel.store.read(rounds.by_name, "r0001")).reason == "no spread"  # type: ignore[union-attr]
-
-
 async def test_a_round_whose_worker_died_gives_its_samples_back_and_waits(wheel: Wheel) -> None:
     directory = await wheel.started()
     (directory / "worker.log").write_text("Out of memory\n")
     assert await wheel.rounds.finish_live() is RoundState.FAILED
     assert (await wheel.books())["accepted"] == 6 + 2
-    assert "Out of memory" in (await wheel.store.read(rounds.by_name, "r0001")).reason  # type: ignore[union-attr]
+    assert "Out of memory" in (await wheel.row()).reason
     wanted = await wheel.store.read(due, wheel.config)
     assert not wanted.start
     assert "r0001 failed" in wanted.reason
@@ -192,10 +176,8 @@ async def test_a_round_whose_worker_died_gives_its_samples_back_and_waits(wheel:
 async def test_a_dead_worker_is_started_again_while_attempts_last(wheel: Wheel) -> None:
     await wheel.started()
     row = await wheel.store.read(rounds.live)
-    assert row is not None
     await wheel.store.write(rounds.retry, row.id, RoundState.TRAINING, "its worker died")
     again = await wheel.store.read(rounds.live)
-    assert again is not None
     assert (again.state, again.attempt) == ("planned", 2)
     assert (await wheel.books())["reserved"] == 6
     spec = await wheel.store.read(spec_of, again, wheel.config, wheel.rounds._rubric)
@@ -208,7 +190,7 @@ async def test_an_adapter_that_does_not_answer_as_it_was_measured_is_not_deploye
     leave_result(wheel, await wheel.started(), weights="wrong")
     state = await wheel.rounds.finish_live()
     assert state is RoundState.FAILED
-    assert await wheel.store.read(deployments.active, "agent") is None
+    assert await wheel.active() is None
     [failed] = await wheel.store.read(deployments.history, "agent", 5)
     assert failed.state == "failed"
     assert failed.error
@@ -241,18 +223,6 @@ async def test_files_that_cannot_be_read_just_now_delay_the_decision(
     assert await wheel.store.read(database.noted, database.ROUND_NOTE) == ""
 
 
-async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:
-    leave_result(wheel, await wheel.started())
-    wheel.server.faults["/v1/load_lora_adapter"] = (503, "starting")
-    with pytest.raises(ServeError) as caught:
-        await wheel.rounds.finish_live()
-    assert caught.value.retryable
-    assert await wheel.state() == "evaluating"
-    wheel.server.faults.clear()
-    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-    await wheel.books()
-
-
 @pytest.mark.parametrize(
     ("path", "status", "why"),
     [
@@ -260,16 +230,18 @@ async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wh
         ("/v1/models", 302, "HTTP 302"),
         ("/v1/load_lora_adapter", 404, "does not load adapters at run time"),
         ("/v1/load_lora_adapter", 400, "LoRA is not enabled"),
+        ("/v1/load_lora_adapter", 503, "HTTP 503"),
     ],
 )
-async def test_a_server_that_can_serve_no_adapter_delays_the_swap_until_it_is_mended(
+async def test_a_server_that_can_load_no_adapter_just_now_delays_the_swap_until_it_is_mended(
     wheel: Wheel, path: str, status: int, why: str
 ) -> None:
     leave_result(wheel, await wheel.started())
     wheel.server.faults[path] = (status, "LoRA is not enabled" if status == 400 else "no such place")
     for _ in range(2):
-        with pytest.raises(ServeError, match=why):
+        with pytest.raises(ServeError, match=why) as caught:
             await wheel.rounds.finish_live()
+        assert caught.value.retryable or status != 503
         assert await wheel.state() == "evaluating"
     wheel.server.faults.clear()
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
@@ -279,21 +251,19 @@ async def test_a_server_that_can_serve_no_adapter_delays_the_swap_until_it_is_me
 async def test_a_key_that_is_not_set_delays_the_swap(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     leave_result(wheel, await wheel.started())
-    serving = wheel.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
-    keyed = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
+    keyed = Deployer(wheel.store, with_settings(wheel.config, serving={"admin_key_env": "MY_KEY"}))
     with pytest.raises(ServeError, match="MY_KEY, which is not set"):
-        await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, keyed).finish_live()
+        await wheel.others(wheel.config, keyed).finish_live()
     assert await wheel.state() == "evaluating"
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
 
 
 async def test_a_server_that_is_away_for_long_leaves_no_deployment_for_each_try(wheel: Wheel) -> None:
     leave_result(wheel, await wheel.started())
-    serving = wheel.config.serving.model_copy(update={"urls": ["http://127.0.0.1:9"]})
-    away = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
+    away = Deployer(wheel.store, with_settings(wheel.config, serving={"urls": ["http://127.0.0.1:9"]}))
     for _ in range(3):
         with pytest.raises(ServeError, match="cannot be reached"):
-            await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, away).finish_live()
+            await wheel.others(wheel.config, away).finish_live()
     assert list(await wheel.store.read(deployments.history, "agent", 9)) == []
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
 
@@ -313,12 +283,8 @@ async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
     assert await wheel.state() == "evaluating"
     assert (await wheel.deployer.rollback())[0] is None
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-    active = await wheel.store.read(deployments.active, "agent")
-    assert active is not None
-    assert active.adapter is None, "it was rolled back meanwhile"
-    row = await wheel.store.read(rounds.by_name, "r0001")
-    assert row is not None
-    assert "rolled back since" in row.reason
+    assert (await wheel.active()).adapter is None, "it was rolled back meanwhile"
+    assert "rolled back since" in (await wheel.row()).reason
     assert (await wheel.books())["consumed"] == 6
 
 
@@ -330,12 +296,8 @@ async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wh
     leave_result(wheel, directory)
     await wheel.deployer.deploy("r0001", "by hand")
     assert await wheel.rounds.finish_live() is RoundState.FAILED
-    active = await wheel.store.read(deployments.active, "agent")
-    assert active is not None
-    assert active.adapter == "r0001"
-    row = await wheel.store.read(rounds.by_name, "r0002")
-    assert row is not None
-    assert "compared with the base model, and r0001 serves now" in row.reason
+    assert (await wheel.active()).adapter == "r0001"
+    assert "compared with the base model, and r0001 serves now" in (await wheel.row("r0002")).reason
     assert (await wheel.books())["accepted"] == 12 + 2
     # It is there to be deployed by hand, by who knows better.
     await wheel.deployer.deploy("r0002", "by hand")
@@ -346,30 +308,22 @@ async def test_a_planned_round_whose_base_model_was_changed_fails_and_gives_its_
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
     await wheel.store.write(put_more_tasks, 6)
     await wheel.rounds.plan("test")
-    other = wheel.config.model_copy(update={"model": wheel.config.model.model_copy(update={"base": "another/model"})})
-    changed = Rounds(wheel.store, other, wheel.rounds._rubric, wheel.deployer)
+    changed = wheel.others(with_settings(wheel.config, model={"base": "another/model"}))
     assert await changed.finish_live() is RoundState.FAILED
-    row = await wheel.store.read(rounds.by_name, "r0002")
-    assert row is not None
-    assert "model.base is another/model" in row.reason
+    assert "model.base is another/model" in (await wheel.row("r0002")).reason
     assert (await wheel.books())["accepted"] == 6 + 2
 
 
 async def test_rollback_goes_back_to_what_served_before_and_forth_again(wheel: Wheel) -> None:
+    with pytest.raises(ServeError, match="nothing was deployed yet"):
+        await wheel.deployer.rollback()
     leave_result(wheel, await wheel.started())
     await wheel.rounds.finish_live()
     target, _ = await wheel.deployer.rollback()
     assert target is None
-    active = await wheel.store.read(deployments.active, "agent")
-    assert active is not None
-    assert (active.adapter, active.previous) == (None, "r0001")
+    assert ((active := await wheel.active()).adapter, active.previous) == (None, "r0001")
     target, _ = await wheel.deployer.rollback()
     assert target == "r0001"
-
-
-async def test_rollback_before_any_deployment_explains_itself(wheel: Wheel) -> None:
-    with pytest.raises(ServeError, match="nothing was deployed yet"):
-        await wheel.deployer.rollback()
 
 
 async def test_a_server_that_forgot_its_adapter_gets_it_back(wheel: Wheel) -> None:
@@ -378,11 +332,9 @@ async def test_a_server_that_forgot_its_adapter_gets_it_back(wheel: Wheel) -> No
     loaded = dict(wheel.server.loaded)
     wheel.server.loaded.clear()
     report = await wheel.deployer.reconcile()
-    assert report is not None
     assert report.changed
     assert wheel.server.loaded == loaded
     report = await wheel.deployer.reconcile()
-    assert report is not None
     assert not report.changed
 
 
@@ -399,8 +351,7 @@ async def test_a_tampered_or_unknown_adapter_is_refused_by_hand_too(wheel: Wheel
 
 async def test_the_trigger_counts_what_a_round_can_use(wheel: Wheel) -> None:
     def with_trigger(**values: int) -> Config:
-        trigger = wheel.config.trigger.model_copy(update=values)
-        return wheel.config.model_copy(update={"trigger": trigger})
+        return with_settings(wheel.config, trigger=values)
 
     assert (await wheel.store.read(due, wheel.config)).start
     few = await wheel.store.read(due, with_trigger(min_samples=7))
@@ -408,10 +359,7 @@ async def test_the_trigger_counts_what_a_round_can_use(wheel: Wheel) -> None:
     assert (await wheel.store.read(due, with_trigger(min_samples=7), window=True)).start
     untested = await wheel.store.read(due, with_trigger(min_held_out=5))
     assert (untested.start, untested.reason) == (False, "4 of 5 held-out tasks are judged")
-    gate = wheel.config.gate.model_copy(update={"min_tasks": 5})
-    few_for_the_gate = wheel.config.model_copy(
-        update={"gate": gate, "trigger": wheel.config.trigger.model_copy(update={"min_held_out": None})}
-    )
+    few_for_the_gate = with_settings(wheel.config, gate={"min_tasks": 5}, trigger={"min_held_out": None})
     unproven = await wheel.store.read(due, few_for_the_gate)
     assert (unproven.start, unproven.reason) == (False, "4 of 5 held-out tasks are judged")
     await wheel.rounds.plan("test")
@@ -424,13 +372,11 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
     leave_result(wheel, await wheel.started())
     await wheel.rounds.finish_live()
     story = await wheel.store.read(lineage.why, "agent@r0001")
-    assert story is not None
     assert story["state"] == "promoted"
     assert len(story["conversations"]) == len(story["samples"]) == 6
     assert story["comparison"]["gain"] == 0.7
     assert story["deployments"][0]["state"] == "active"
     task = await wheel.store.read(lineage.why, story["samples"][0]["task_id"])
-    assert task is not None
     [told] = task["replies"]
     assert told["task"]["rounds"] == [{"round": "r0001", "state": "promoted", "split": "train"}]
     assert [step["new"] for step in told["task"]["history"]] == [
@@ -442,10 +388,7 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
 async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    worker = tmp_path / "worker"
-    worker.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n")
-    worker.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(worker))
+    works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     await wheel.rounds.plan("test")
     going = asyncio.create_task(wheel.rounds.finish_live())
     await asyncio.sleep(seconds)
@@ -454,7 +397,6 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     going.cancel()
     await asyncio.wait([going])
     row = await wheel.store.read(rounds.live)
-    assert row is not None
     assert (row.state, row.attempt, row.pid) == ("planned", 1, None)
     assert (await wheel.books())["reserved"] == 6
     pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
@@ -466,22 +408,10 @@ async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
 ) -> None:
     """The round is still planned: nobody knows of it, and its lock would make every other worker fail."""
     name = await wheel.rounds.plan("test")
-    directory = wheel.config.state_dir / "rounds" / name
-    code = "import time; print('up', flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", code, "flywheel.training.worker", str(directory)]
-    worker = tmp_path / "worker"
-    refused = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
-    worker.write_text(f"#!/bin/sh\necho '{refused}' > \"$3/result.json\"\n")
-    worker.chmod(0o755)
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as stray:
-        assert stray.stdout is not None
-        assert stray.stdout.readline() == b"up\n"
-        monkeypatch.setattr(sys, "executable", str(worker))
-        try:
-            assert await wheel.rounds.finish_live() is RoundState.REJECTED
-            assert stray.wait(30) == -signal.SIGTERM
-        finally:
-            stray.kill()
+    with stray_worker(wheel.config.state_dir / "rounds" / name) as stray:
+        works(tmp_path, monkeypatch, REFUSES)
+        assert await wheel.rounds.finish_live() is RoundState.REJECTED
+        assert stray.wait(120) == -signal.SIGTERM
 
 
 async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_why(wheel: Wheel) -> None:
@@ -491,12 +421,10 @@ async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_
     leave_result(wheel, directory, left_out={first: "its prompt has 9000 tokens"})
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
     story = await wheel.store.read(lineage.why, "r0001")
-    assert story is not None
     assert first not in [sample["task_id"] for sample in story["samples"]]
     assert (len(story["samples"]), story["held_out"]) == (5, 4)
     assert story["left_out"] == {first: "its prompt has 9000 tokens"}
     task = await wheel.store.read(lineage.why, first)
-    assert task is not None
     told = [(step["new"], step["detail"]) for step in task["replies"][0]["task"]["history"]]
     assert ("left out", "of r0001: its prompt has 9000 tokens") in told
     await wheel.books()
@@ -511,7 +439,6 @@ async def test_a_prompt_that_the_worker_found_not_to_be_exact_is_never_taken_aga
     leave_result(wheel, directory, left_out={first: why}, inexact={first: why})
     await wheel.rounds.finish_live()
     told = await wheel.store.read(lineage.why, first)
-    assert told is not None
     assert told["replies"][0]["task"]["left_out"] == [{"reason": "inexact", "why": f"{why} (found by r0001)"}]
     rows = await wheel.store.read(
         lambda conn: conn.execute(select(schema.tasks.c.key, schema.tasks.c.excluded, schema.tasks.c.payload)).all()
@@ -524,45 +451,26 @@ async def test_a_prompt_that_the_worker_found_not_to_be_exact_is_never_taken_aga
 
 async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.LogCaptureFixture) -> None:
     directory = await wheel.started()
-    code = "import time; print('up', flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", code, "flywheel.training.worker", str(directory)]
     caplog.set_level("INFO")
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as left:
-        assert left.stdout is not None
-        assert left.stdout.readline() == b"up\n"
+    with stray_worker(directory) as left:
         await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
-        try:
-            going = asyncio.create_task(wheel.rounds.finish_live())
-            told = f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted"
-            while told not in caplog.messages:
-                await asyncio.sleep(0.05)
-        finally:
-            left.kill()
+        going = asyncio.create_task(wheel.rounds.finish_live())
+        adopted = f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted"
+        await until(lambda: adopted in caplog.messages, "the adoption")
     assert await going is RoundState.FAILED
 
 
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
     monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.05)
-    daemon = wheel.config.daemon.model_copy(update={"round_timeout_seconds": 1.0})
-    config = wheel.config.model_copy(update={"daemon": daemon})
-    worker = tmp_path / "worker"
-    monkeypatch.setattr(sys, "executable", str(worker))
+    rounds_of = wheel.others(with_settings(wheel.config, daemon={"round_timeout_seconds": 1.0}))
     paused = '{"phase": "training", "paused": "the judge is away"}'
-    result = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
-    worker.write_text(f"""#!/bin/sh
-echo '{paused}' > "$3/progress.json"
-sleep 3
-echo '{result}' > "$3/result.json"
-""")
-    worker.chmod(0o755)
-    rounds_of = Rounds(wheel.store, config, wheel.rounds._rubric, wheel.deployer)
+    works(tmp_path, monkeypatch, f"echo '{paused}' > $3/progress.json; sleep 3; {REFUSES}")
     await rounds_of.plan("test")
     assert await rounds_of.finish_live() is RoundState.REJECTED
-    worker.write_text(worker.read_text().replace("the judge is away", "").replace("sleep 3", "exec sleep 600"))
+    working = '{"phase": "training", "paused": ""}'
+    works(tmp_path, monkeypatch, f"echo '{working}' > $3/progress.json; exec sleep 600")
     await wheel.store.write(put_more_tasks, 6)
     await rounds_of.plan("test")
     assert await rounds_of.finish_live() is RoundState.FAILED
-    row = await wheel.store.read(rounds.by_name, "r0002")
-    assert row is not None
-    assert "ran longer than 1 s" in row.reason
+    assert "ran longer than 1 s" in (await wheel.row("r0002")).reason

@@ -15,21 +15,14 @@ from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundResult
 from flywheel.system.files import write_json
-from tests.training.data.test_round_directory import spec
+from tests.daemon.rounds.workers import stray_worker, works
+from tests.factories.round import round_spec
 
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks like the worker of `tmp_path`: its command line has the same words."""
-    code = "import time; print('up', flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", code, "flywheel.training.worker", str(tmp_path)]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with stray_worker(tmp_path) as process:
+        yield process
 
 
 def test_a_reused_process_id_is_not_adopted(tmp_path: Path) -> None:
@@ -42,7 +35,6 @@ async def test_the_worker_of_an_earlier_daemon_is_adopted_and_stopped(
 ) -> None:
     assert WorkerProcess.adopt(tmp_path / "another-round", impostor.pid) is None
     worker = WorkerProcess.adopt(tmp_path, impostor.pid)
-    assert worker is not None
     await worker.stop()
     assert impostor.wait(30) != 0
     assert WorkerProcess.adopt(tmp_path, impostor.pid) is None
@@ -77,11 +69,8 @@ def test_a_worker_that_just_died_is_quoted_from_its_log(tmp_path: Path) -> None:
 async def test_a_death_names_its_signal_and_the_last_line_of_the_workers_own_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, died: str
 ) -> None:
-    script = tmp_path / "worker"
-    script.write_text(f"#!/bin/sh\necho begun; echo out of luck; {end}\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    worker = await WorkerProcess.start(tmp_path / "r0001", spec())
+    works(tmp_path, monkeypatch, f"echo begun; echo out of luck; {end}")
+    worker = await WorkerProcess.start(tmp_path / "r0001", round_spec())
     code = await worker.wait()
     with pytest.raises(TrainError, match=re.escape(died)) as caught:
         result_of(worker.dir, code)
@@ -93,7 +82,7 @@ async def test_what_an_earlier_worker_said_last_is_not_quoted(
 ) -> None:
     (tmp_path / "worker.log").write_text("out of memory\n")
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    worker = await WorkerProcess.start(tmp_path, spec())
+    worker = await WorkerProcess.start(tmp_path, round_spec())
     with pytest.raises(TrainError, match=r"its worker died with exit code 1\. See") as caught:
         result_of(tmp_path, await worker.wait())
     assert "memory" not in str(caught.value)

@@ -1,0 +1,84 @@
+"""Each benchmark runs and prints its keys. How fast it was does not matter here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def result_of(name: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert ran.returncode == 0, ran.stderr
+    printed: dict[str, Any] = json.loads(ran.stdout)
+    return printed
+
+
+@pytest.mark.long
+def test_agents() -> None:
+    """What it times is tested in `tests.training`."""
+    result = result_of("agents", "--quick")
+    times = {"endpoint_overhead_ms", "endpoint_overhead_ms_16", "direct_ms", "endpoint_ms", "merge_speedup"}
+    assert result.keys() >= times
+    # What merging saves, whatever the machine does meanwhile.
+    assert result["by_turn_tokens"] > 3 * result["merged_tokens"]
+
+
+def test_call_path() -> None:
+    """A task passes through more code than a reply."""
+    result = result_of("call_path")
+    assert result.keys() == {"reply_functions", "reply_files", "task_functions", "task_files"}
+    assert 0 < result["reply_files"] < result["reply_functions"] < result["task_functions"]
+    assert result["reply_files"] < result["task_files"] < result["task_functions"]
+
+
+@pytest.mark.slow
+def test_calls() -> None:
+    result = result_of("calls", "--quick")
+    assert result.keys() >= {"call_log_overhead_ms", "plain_overhead_ms", "stream_overhead_ms"}
+    # No request without its record, and no record without its request.
+    assert (result["recorded"], result["dropped"]) == (result["asked"], 0)
+    assert result["mb_on_disk"] < result["mb_sent"] / 2
+
+
+@pytest.mark.slow
+def test_gate() -> None:
+    """Its figures are what the program does, see `tests.training.gate`."""
+    result = result_of("gate", "--quick")
+    false = [result[f"false_promotion_20{kind}"] for kind in ("", "_clustered", "_growing")]
+    assert all(share <= 0.2 for share in false), "of ten sequences"
+    assert result["power_10_points"].keys() >= {"50", "200"}
+    assert result["power_10_points"]["200"] >= 0.5
+
+
+def test_idle() -> None:
+    result = result_of("idle", "--quick")
+    assert result.keys() >= {"rss_mb", "core_percent", "children", "seconds"}
+    assert (result["sources"], result["spans"], result["children"]) == (3, 300, 0)
+    assert result["rss_mb"] > 0 and result["core_percent"] >= 0
+    assert result["judged"] >= 20
+
+
+@pytest.mark.slow
+def test_judge() -> None:
+    result = result_of("judge", "--quick")
+    assert result.keys() >= {"efficiency_16", "efficiency_256_1s", "overhead_vs_client"}
+    assert all(value > 0 for value in result.values())
+    # Faster than the judge's latency allows would be a mistake of the measurement.
+    assert max(result["efficiency_16"], result["efficiency_256_1s"]) < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_restart() -> None:
+    result = result_of("restart", "--quick")
+    assert result.keys() == {"restart_first_verdict_s", "rejudged_per_second", "tasks", "calls"}
+    assert (result["tasks"], result["calls"]) == (2_000, 5)
+    assert all(value > 0 for value in result.values())
