@@ -121,7 +121,7 @@ def _answers(options: dict[str, str | None], directory: Path, *, asks: bool) -> 
 
 def _doubt(name: str, answer: str, directory: Path) -> str:
     """What may be wrong with an answer; empty if nothing seems to be. Raises ValueError if it cannot be used."""
-    from flywheel.system.model_http_client import is_http_url
+    from flywheel.system.http_client import is_http_url
 
     if name == "source" and answer not in ("otlp", "calls"):
         return _doubt_of_file(directory / Path(answer).expanduser())

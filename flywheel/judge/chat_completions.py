@@ -20,7 +20,7 @@ import orjson
 
 from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line
-from flywheel.system.model_http_client import CallError
+from flywheel.system.http_client import CallError
 
 MONTH_SECONDS: Final = 30 * 86_400.0
 TOOL_NAME: Final = "verdict"

@@ -33,7 +33,7 @@ from flywheel.judge.chat_completions import (
 from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.judge.usage import CALL_TIMES
 from flywheel.records.trace import ChatMessage
-from flywheel.system.model_http_client import (
+from flywheel.system.http_client import (
     NEVER,
     OPENAI_URL,
     CallError,

@@ -29,7 +29,7 @@ from flywheel.judge.rubric.checks import ask_the_judge, check_all, fails_require
 from flywheel.judge.usage import CallsInFlight
 from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
-from flywheel.system.model_http_client import NEVER
+from flywheel.system.http_client import NEVER
 
 REMEMBERED: Final = 16_384
 """How many of the last nonces are known."""

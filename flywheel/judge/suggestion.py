@@ -20,7 +20,7 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.file import likely_mistakes, validate
 from flywheel.records.trace import ChatMessage
-from flywheel.system.model_http_client import NEVER
+from flywheel.system.http_client import NEVER
 from flywheel.system.yaml_file import YamlDocument
 
 TYPES: Final = ("llm-rubric", "regex", "not-regex", "contains")

@@ -20,8 +20,13 @@ from flywheel.config import parse
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.errors import NotifyError, ServeError
 from flywheel.serving.client.replica_client import Replica
-from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
-from flywheel.system.model_http_client import CallError, ModelHttpClient
+from flywheel.system.http_client import (
+    MAX_ANSWER_BYTES,
+    AnswerTooLargeError,
+    BoundedClient,
+    CallError,
+    ModelHttpClient,
+)
 
 OK = b"HTTP/1.1 200 OK\r\n"
 BLOCK = b"x" * (1 << 18)

@@ -19,7 +19,7 @@ from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
-from flywheel.system import model_http_client
+from flywheel.system import http_client
 from tests.factories.judge_server import JudgeServer, nonce_of
 
 RUBRIC = Rubric.model_validate(
@@ -33,7 +33,7 @@ Make = Callable[..., Grader]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
+    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(

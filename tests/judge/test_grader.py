@@ -17,8 +17,8 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.system import model_http_client
-from flywheel.system.model_http_client import CallError, parse_retry_after, retry_delay
+from flywheel.system import http_client
+from flywheel.system.http_client import CallError, parse_retry_after, retry_delay
 from tests.factories.judge_faults import FAULTS
 from tests.factories.judge_server import JudgeServer
 
@@ -40,7 +40,7 @@ MakeGrader = Callable[..., Grader]
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGrader]:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
+    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:

@@ -30,8 +30,8 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
 from flywheel.judge.usage import Budget, BudgetSpentError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.system import model_http_client
-from flywheel.system.model_http_client import NEVER, CallError
+from flywheel.system import http_client
+from flywheel.system.http_client import NEVER, CallError
 from tests.factories.judge_server import JudgeServer
 
 RUBRIC = Rubric.model_validate({"id": "test", "criteria": [{"id": "correct", "value": "It is right."}]})
@@ -60,7 +60,7 @@ class Clock:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
+    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:

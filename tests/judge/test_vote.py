@@ -12,7 +12,7 @@ from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader, majority
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Judgement, Outcome
-from flywheel.system import model_http_client
+from flywheel.system import http_client
 from tests.factories.judge_server import JudgeServer
 
 Make = Callable[..., Grader]
@@ -26,7 +26,7 @@ A, R, U = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.UNDECIDED
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
+    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, criteria: Any = CRITERIA, threshold: float = 0.7, **how: Any) -> Grader:

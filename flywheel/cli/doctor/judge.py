@@ -20,7 +20,7 @@ from flywheel.judge.client import KEY_REJECTED, EndpointConfig, JudgeClient, Jud
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
-from flywheel.system.model_http_client import HttpAnswer
+from flywheel.system.http_client import HttpAnswer
 
 TIMEOUT_SECONDS: Final = 10.0
 """Longest wait for a list of models."""

@@ -26,7 +26,7 @@ from flywheel.config.section import Section
 from flywheel.errors import FilterError
 from flywheel.records import similarity
 from flywheel.records.similarity import Fingerprint
-from flywheel.system.model_http_client import NEVER, CallError, ModelHttpClient, endpoint_url, is_http_url, retrying
+from flywheel.system.http_client import NEVER, CallError, ModelHttpClient, endpoint_url, is_http_url, retrying
 
 _QUOTED: Final = re.compile(
     r"\"[^\"\n]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|「[^「」]*」|『[^『』]*』|《[^《》]*》|`[^`\n]*`"

@@ -17,7 +17,7 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, BudgetSpentError, Purpose, UsageFile, Used, today
 from flywheel.records.round import RoundSpec
 from flywheel.records.verdict import Exchange, Verdict
-from flywheel.system.model_http_client import NEVER
+from flywheel.system.http_client import NEVER
 from flywheel.training.optim.collector import Grade
 
 FIRST_SECONDS: Final = 1.0

@@ -15,8 +15,7 @@ from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
-from flywheel.system.http_client import MAX_ANSWER_BYTES
-from flywheel.system.model_http_client import CallError, ModelHttpClient, ResponseTooLargeError
+from flywheel.system.http_client import MAX_ANSWER_BYTES, CallError, ModelHttpClient, ResponseTooLargeError
 
 Play = Callable[[BaseHTTPRequestHandler], None]
 
