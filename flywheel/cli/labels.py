@@ -15,6 +15,7 @@ from flywheel.cli.app import (
     ask,
     binary_stdout,
     load_config,
+    open_state,
     print_json,
     read_state,
     require_state,
@@ -69,8 +70,21 @@ def label(
 
 @app.command()
 def labels(
+    action: Annotated[
+        Literal["list", "import"],
+        typer.Argument(metavar="list|import", help="What to do: list labels, or store those of a file."),
+    ] = "list",
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="For import: labelled tasks, one JSON object per line.", readable=False),
+    ] = None,
     config: ConfigOption = None,
-    by: Annotated[str | None, typer.Option(metavar="NAME", help="Only labels by this person.")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Only labels by this person; with import, who labelled lines that do not say so."
+        ),
+    ] = None,
     criterion: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Only labels on this criterion; with an empty ID, on whole replies."),
@@ -85,8 +99,16 @@ def labels(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List labels, newest first, and the judge's agreement with them; or write them for `rubric calibrate`."""
+    """List labels, newest first, and the judge's agreement with them; write them for `rubric calibrate`; import them.
+
+    `import` stores the labels of tasks in the state. Lines that name no task have nothing to be stored on.
+    """
     settings = load_config(config)
+    if (action == "import") != (file is not None):
+        raise typer.BadParameter("import needs a file, and list takes none", param_hint="FILE")
+    if file is not None:
+        _import(settings, file, by or this_person(), as_json)
+        return
     if out:
         if as_json and out == "-":
             raise typer.BadParameter("stdout cannot hold the labels and the report; name a file", param_hint="--out")
@@ -131,6 +153,24 @@ def labels(
             typer.echo(f"people and {name}: {_agreement_text(agreement[each])}")
     for name, of_criterion in agreement["criteria"].items():
         typer.echo(escape_terminal(f"{name}: {_agreement_text(of_criterion)}"))
+
+
+def _import(config: Config, file: Path, by: str, as_json: bool) -> None:
+    from flywheel.cli.rubric.calibration import read_label_file
+    from flywheel.store.labels import import_labels
+
+    async def store_labels() -> dict[str, Any]:
+        async with open_state(config) as store:
+            replies = (await read_label_file(file, store)).labels
+            new = await store.write(import_labels, replies, by)
+        return {"file": str(file), "replies": len(replies), "new": new}
+
+    report = run_async(store_labels())
+    if as_json:
+        print_json(report)
+    else:
+        replies = quantity(report["replies"], "labelled reply", "labelled replies")
+        typer.echo(escape_terminal(f"{replies} in {file}, {quantity(report['new'], 'new label')}"))
 
 
 def _as_json(each: Opinion) -> dict[str, Any]:

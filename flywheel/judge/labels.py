@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +11,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.errors import ConfigError
+from flywheel.records.states import Label
 from flywheel.records.verdict import Exchange
 
 VERDICTS: Final[Mapping[str, bool]] = {
@@ -23,13 +25,28 @@ Lookup = Callable[[list[str]], Mapping[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
+class PersonLabel:
+    """What one person says of a whole reply."""
+
+    by: str
+    label: Label
+    comment: str
+    is_blind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LabelledReply:
-    """One reply with the verdict of a person and its reason; `name` identifies it in reports."""
+    """One reply with the verdict of people and its reason; `name` identifies it in reports.
+
+    `task_id` is empty where the line names no task, and `people` where it does not say who labelled it.
+    """
 
     name: str
     exchange: Exchange
     accept: bool
     reason: str = ""
+    task_id: str = ""
+    people: tuple[PersonLabel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +94,9 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
             problems.append(f"line {number}: {error}")
             continue
         if exchange is not None:
-            name = str(line.get("task_id") or line.get("span_id") or f"line {number}")
-            labels.append(LabelledReply(name, exchange, accept, str(line.get("reason") or "")))
+            task = str(line.get("task_id") or "")
+            name = task or str(line.get("span_id") or f"line {number}")
+            labels.append(LabelledReply(name, exchange, accept, str(line.get("reason") or ""), task, _people(line)))
     if problems:
         more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         raise ConfigError(attempted, "; ".join(problems[:_MAX_PROBLEMS]) + more, "See `flywheel docs rubrics`.")
@@ -100,6 +118,16 @@ def _verdict(line: Any) -> bool | None:
     if verdict not in VERDICTS:
         raise _LineError(f"`{key}` is {line[key]!r}, not accept or reject")
     return VERDICTS[verdict]
+
+
+def _people(line: Mapping[str, Any]) -> tuple[PersonLabel, ...]:
+    """Who said what, in a line that Flywheel wrote; other programs may use the key for something else."""
+    with suppress(TypeError, KeyError, ValueError, AttributeError):
+        return tuple(
+            PersonLabel(str(each["by"]), Label(each["label"]), str(each.get("comment") or ""), each["blind"] is True)
+            for each in line.get("labels") or ()
+        )
+    return ()
 
 
 def _query(line: Mapping[str, Any]) -> Any:

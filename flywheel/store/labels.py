@@ -7,13 +7,14 @@ show how far judge and people agree, and a file of them calibrates a rubric.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, literal, or_, select
 
 from flywheel.errors import StoreError
+from flywheel.judge.labels import LabelledReply, PersonLabel
 from flywheel.records.states import Label
 from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
@@ -118,6 +119,31 @@ def add(
     return int(conn.execute(added).scalar_one())
 
 
+def import_labels(conn: Connection, replies: Sequence[LabelledReply], by: str) -> int:
+    """Store the labels of a file on the tasks that it names; the number of new labels.
+
+    A label that equals its person's last one is not stored again. `by` labelled where the file does not say who did.
+    """
+    keys = [reply.task_id for reply in replies if reply.task_id]
+    numbers = {row.key: row.id for row in rows_in(conn, select(tasks.c.key, tasks.c.id), tasks.c.key, keys)}
+    new = 0
+    for reply in replies:
+        if reply.task_id not in numbers:
+            continue
+        stored = {
+            (row["labelled_by"], row["label"])
+            for row in of_task(conn, numbers[reply.task_id])
+            if row["counts"] and not row["criterion"]
+        }
+        alone = PersonLabel(by, Label.ACCEPT if reply.accept else Label.REJECT, reply.reason)
+        for person in reply.people or (alone,):
+            if (person.by, person.label.value) not in stored:
+                comment = person.comment[:LONGEST_COMMENT]
+                add(conn, reply.task_id, person.label, person.by, comment=comment, is_blind=person.is_blind)
+                new += 1
+    return new
+
+
 def of_task(conn: Connection, task: int) -> list[dict[str, Any]]:
     """All labels of a task, the newest first; `counts` says whether it is its person's last one."""
     rows = conn.execute(select(labels, _counts().label("counts")).where(labels.c.task_id == task)).mappings()
@@ -210,7 +236,13 @@ def label_file(conn: Connection) -> list[dict[str, Any]]:
         verdict = None if not more else Label.ACCEPT.value if more > 0 else Label.REJECT.value
         reason = "; ".join(each.comment for each in said if each.comment)
         people = [
-            {"by": each.labelled_by, "label": each.label.value, "at": each.created_at, "blind": each.is_blind}
+            {
+                "by": each.labelled_by,
+                "label": each.label.value,
+                "comment": each.comment,
+                "at": each.created_at,
+                "blind": each.is_blind,
+            }
             for each in said
         ]
         found.append({**lines[key], "verdict": verdict, "reason": reason, "labels": people})

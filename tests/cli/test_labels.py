@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,32 @@ def test_the_file_is_read_by_calibrate(flywheel: Run, tasks: list[str], tmp_path
     assert refused.code == 1
     assert "it exists" in refused.err
     assert flywheel("labels", "--out", "l.jsonl", "--force").code == 0
+
+
+def test_a_file_brings_its_labels_to_a_state_once(flywheel: Run, tasks: list[str], tmp_path: Path) -> None:
+    flywheel("label", tasks[0], "accept", "--by", "alice", "--comment", "good")
+    flywheel("label", tasks[0], "reject", "--by", "bob")
+    flywheel("label", tasks[0], "accept", "--by", "carol")
+    flywheel("labels", "--out", "l.jsonl")
+    assert flywheel("labels", "import", "l.jsonl", "--json").json == {"file": "l.jsonl", "replies": 1, "new": 0}
+    flywheel("label", tasks[0], "accept", "--by", "bob")
+    assert flywheel("labels", "import", "l.jsonl").out == "1 labelled reply in l.jsonl, 1 new label\n"
+    own = [{"task_id": tasks[1], "verdict": "reject", "reason": "wrong"}, {"query": "q", "answer": "a", "verdict": 1}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
+    assert flywheel("labels", "import", "own.jsonl", "--by", "dora", "--json").json["new"] == 1
+    assert {(each["task_id"], each["by"], each["label"], each["comment"]) for each in listed(flywheel)} == {
+        (tasks[0], "alice", "accept", "good"),
+        (tasks[0], "bob", "reject", ""),
+        (tasks[0], "carol", "accept", ""),
+        (tasks[1], "dora", "reject", "wrong"),
+    }
+    assert flywheel("labels", "import").code == flywheel("labels", "list", "own.jsonl").code == 2
+    assert flywheel("audit").code == 0
+
+
+def listed(flywheel: Run) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = flywheel("labels", "list", "--json").json["labels"]
+    return rows
 
 
 @pytest.mark.parametrize(

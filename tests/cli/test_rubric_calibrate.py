@@ -191,6 +191,7 @@ def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None
     labels = write_labels(tmp_path, *({"task_id": name, "verdict": "accept"} for name in ids))
     said = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json").json
     assert said["judged"] == 3
+    assert {each["task_id"] for each in flywheel("labels", "--json", "-c", config).json["labels"]} == set(ids)
     labels = write_labels(tmp_path, {"task_id": "t-nobody", "verdict": "accept"})
     ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
     assert (ran.code, "task t-nobody is not in the state" in ran.err) == (78, True)

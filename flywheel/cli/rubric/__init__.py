@@ -65,6 +65,7 @@ def calibrate(
 ) -> None:
     """Judge labelled replies, report how well the judge agrees with the labels, and store the result.
 
+    Labels of tasks are stored in the state first, as `flywheel labels import` does.
     The expected cost is printed first and counts towards judge.budget. Exit 1 if judge.min_kappa is set and not
     reached.
     """

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flywheel.cli.app import open_state
+from flywheel.cli.app import open_state, this_person
 from flywheel.cli.filter import USAGE, cost_json
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.system.terminal import escape_terminal, quantity
@@ -42,6 +42,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge.rubric.file import load_rubric
     from flywheel.judge.usage import Budget, BudgetSpentError, Purpose
     from flywheel.store import calibrations, judge_usage, verdicts
+    from flywheel.store.labels import import_labels
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_independence(config, rubric)
@@ -51,7 +52,8 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     # The state is opened before the judge is paid. The daemon may run: rows are only added.
     with closing(Grader(rubric, settings)) as grader:
         async with open_state(config) as store:
-            given = await _labels(labels, store)
+            given = await read_label_file(labels, store)
+            await store.write(import_labels, given.labels, this_person())
             spent = await store.read(judge_usage.tokens_today)
             budget = Budget(settings.budget, lambda: spent)
             estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
@@ -143,7 +145,7 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
 
     check_independence(config)
     async with open_state(config) as store:
-        given = await _labels(labels, store)
+        given = await read_label_file(labels, store)
     with closing(JudgeClient(config.judge)) as client:
         return await _unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")
 
@@ -171,7 +173,8 @@ async def _unless_stopped(work: Callable[..., T | None], config: Config, attempt
     return outcome
 
 
-async def _labels(path: Path, store: Store) -> LabelFile:
+async def read_label_file(path: Path, store: Store) -> LabelFile:
+    """The labels of a file, whose lines can name tasks of the state. Raises ConfigError."""
     from flywheel.judge.labels import read_labels
     from flywheel.store import calibrations
 
