@@ -173,7 +173,7 @@ async def test_a_rubric_diff_flips_what_judging_again_changes(
     flips = {each.task.key: each.new.outcome.value for each in diff.compared if each.flips}
     assert flips == {key: after[key] for key in after if after[key] != before[key]}
     assert report.changed == len(flips) > 0
-    assert diff.again.calls == report.calls == judge.calls - calls
+    assert diff.with_cache.calls == report.calls == judge.calls - calls
 
 
 async def keyed(store: Store) -> dict[str, str]:
