@@ -76,14 +76,26 @@ def test_what_is_for_another_program_is_told_of_once(tmp_path: Path, caplog: pyt
     assert "state" not in record.message.split(":")[-1]
 
 
-def test_an_unknown_key_inside_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key `ajet\.task_reader\.feedback_tracing\.alien_llm_modell`"):
-        read(tmp_path, {"ajet": {"task_reader": {"feedback_tracing": {"alien_llm_modell": "x"}}}})
-
-
-def test_a_root_without_the_section_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`ajet\.feedback_tracing` is missing"):
-        read(tmp_path, {"ajet": {"task_reader": {"type": "tracing"}}})
+@pytest.mark.parametrize(
+    ("reader", "complaint"),
+    [
+        (
+            {"feedback_tracing": {"alien_llm_modell": "x"}},
+            r"unknown key `ajet\.task_reader\.feedback_tracing\.alien_llm_modell`",
+        ),
+        ({"type": "tracing"}, r"`ajet\.feedback_tracing` is missing"),
+        *(
+            (
+                {"type": kind, "feedback_tracing": SECTION},
+                rf"`ajet\.task_reader\.type` is {kind}, which Flywheel does not",
+            )
+            for kind in ("env_service", "huggingface_dat_repo", "data_generation")
+        ),
+    ],
+)
+def test_a_reader_that_cannot_be_used_is_named(tmp_path: Path, reader: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": reader}})
 
 
 def test_defaults_are_theirs(tmp_path: Path) -> None:
@@ -159,13 +171,6 @@ def test_a_reader_of_lines_is_honoured(kind: str, section: Any, tmp_path: Path) 
     assert config.judge.model == ("qwen3-235b" if section else Config().judge.model)
     with pytest.raises(ConfigError, match=rf"`ajet\.task_reader\.{kind}\.training\.file_path` is missing"):
         read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": {"type": kind}}})
-
-
-@pytest.mark.parametrize("kind", ["env_service", "huggingface_dat_repo", "data_generation"])
-def test_another_reader_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    reader = {"type": kind, "feedback_tracing": SECTION}
-    with pytest.raises(ConfigError, match=rf"`ajet\.task_reader\.type` is {kind}, which Flywheel does not read"):
-        read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": reader}})
 
 
 def test_the_builtin_reasons_are_judged_beside_the_text(tmp_path: Path) -> None:

@@ -15,6 +15,13 @@ from flywheel.errors import ConfigError
 from flywheel.system import files
 
 
+def load_text(folder: Path, text: str | bytes) -> Config:
+    """Read a configuration from a file with this content."""
+    path = folder / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load(path)
+
+
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
@@ -69,21 +76,16 @@ MISTAKES: list[dict[Any, Any]] = [
 ]  # fmt: skip
 
 
+PYDANTIC_WORDS = re.compile(
+    "input should|dictionary|instance|class|string|boolean|item after|constrained", re.IGNORECASE
+)
+
+
 def test_unusual_mistakes_are_told_in_plain_words() -> None:
     for raw in MISTAKES:
         with pytest.raises(ConfigError) as caught:
             parse(raw, "c.yaml", Path())
-        for word in (
-            "input should",
-            "dictionary",
-            "instance",
-            "class",
-            "string",
-            "boolean",
-            "item after",
-            "constrained",
-        ):
-            assert word not in caught.value.why.lower(), (raw, caught.value.why)
+        assert not PYDANTIC_WORDS.search(caught.value.why), (raw, caught.value.why)
 
 
 def test_a_text_in_the_wrong_place_is_not_quoted() -> None:
@@ -97,10 +99,8 @@ def test_a_text_in_the_wrong_place_is_not_quoted() -> None:
     [(b"a: [", "not YAML"), (b"\xff\xfe\xff", "not UTF-8"), (b"- a", "root is a list")],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: bytes, complaint: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_bytes(text)
     with pytest.raises(ConfigError, match=complaint):
-        load(path)
+        load_text(tmp_path, text)
 
 
 def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
 
 def test_paths_are_relative_to_the_file_and_tilde_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    (tmp_path / "c.yaml").write_text(
+    config = load_text(
+        tmp_path,
         "sources: [{path: db/a.sqlite}, {path: ~/b.sqlite}]\n"
-        "filter: {rubric: r.yaml}\nstate: {dir: state}\nmodel: {base: ./policy}\n"
+        "filter: {rubric: r.yaml}\nstate: {dir: state}\nmodel: {base: ./policy}\n",
     )
-    config = load(tmp_path / "c.yaml")
     assert [source.path for source in config.sources] == [tmp_path / "db/a.sqlite", Path("/home/somebody/b.sqlite")]
     assert config.filter.rubric == tmp_path / "r.yaml"
     assert config.state_dir == tmp_path / "state"
@@ -125,8 +125,7 @@ def test_paths_are_relative_to_the_file_and_tilde_expands(tmp_path: Path, monkey
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("")
-    config = load(tmp_path / "c.yaml")
+    config = load_text(tmp_path, "")
     assert config.filter.rubric.exists()
     assert config.model.base == Config().model.base
 
@@ -150,31 +149,24 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 
 def test_a_key_that_is_written_twice_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("trigger: {min_samples: 5}\njudge:\n  model: a\n  model: b\ntrigger: {cron_min_samples: 2}\n")
+    text = "trigger: {min_samples: 5}\njudge:\n  model: a\n  model: b\ntrigger: {cron_min_samples: 2}\n"
     with pytest.raises(ConfigError, match=r"`trigger` is written twice, on line 1 and on line 5") as caught:
-        load(path)
+        load_text(tmp_path, text)
     assert "`judge.model` is written twice, on line 3 and on line 4" in str(caught.value)
-    path.write_text("trigger: {<<: {min_samples: 5}, min_samples: 6}\nx: &x {a: 1}\n".partition("\n")[0])
-    assert load(path).trigger.min_samples == 6
+    assert load_text(tmp_path, "trigger: {<<: {min_samples: 5}, min_samples: 6}").trigger.min_samples == 6
 
 
 @pytest.mark.parametrize("path", ["~no-such-user-here/x", '"a\\0b"', "x" * 300])
 @pytest.mark.parametrize("key", ["state: {{dir: {}}}", "sources: [{{path: {}}}]", "filter: {{rubric: {}}}"])
 def test_a_path_that_no_file_can_have_is_named(tmp_path: Path, key: str, path: str) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(key.format(path))
     with pytest.raises(ConfigError, match=r"`(state.dir|sources.0.path|filter.rubric)`: (the home|a NUL|it is too)"):
-        load(file)
+        load_text(tmp_path, key.format(path))
 
 
 def test_half_a_character_is_refused_and_two_halves_are_one(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text('model: {alias: "\\ud83d"}')
     with pytest.raises(ConfigError, match="half of a character"):
-        load(path)
-    path.write_text('model: {alias: "\\ud83d\\ude00"}')
-    assert load(path).model.alias == "😀"
+        load_text(tmp_path, 'model: {alias: "\\ud83d"}')
+    assert load_text(tmp_path, 'model: {alias: "\\ud83d\\ude00"}').model.alias == "😀"
 
 
 @pytest.fixture
@@ -237,13 +229,12 @@ def test_a_hidden_task_file_in_a_directory_of_lines_is_never_read(tmp_path: Path
 
 
 def test_each_problem_of_a_file_comes_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "flywheel.yaml"
-    path.write_text(
+    text = (
         "sources:\n  - path: a.sqlite\n  - type: jsonl\n    pth: b\n"
         "judge:\n  modell: x\ntraining: {steps: -1}\nbogus: 1\n"
     )
     with pytest.raises(ConfigError) as raised:
-        load(path)
+        load_text(tmp_path, text)
     told = [problem.split("`")[:2] for problem in raised.value.why.split("; ")]
     assert told == [
         ["line 3: ", "sources.1.path"],
@@ -255,10 +246,8 @@ def test_each_problem_of_a_file_comes_with_its_line(tmp_path: Path) -> None:
 
 
 def test_no_line_is_told_of_what_was_translated(tmp_path: Path) -> None:
-    path = tmp_path / "astuner.yaml"
-    path.write_text("astuner:\n  feedback_tracing:\n    base_url: a.sqlite\n    train_ratio: 2\n")
     with pytest.raises(ConfigError) as raised:
-        load(path)
+        load_text(tmp_path, "astuner:\n  feedback_tracing:\n    base_url: a.sqlite\n    train_ratio: 2\n")
     assert "line" not in raised.value.why
 
 
@@ -316,10 +305,8 @@ def test_settings_of_the_users_agent_have_an_effect_or_are_refused(sections: dic
     ],
 )
 def test_what_could_never_work_is_refused_when_the_file_is_read(tmp_path: Path, text: str, complaint: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(complaint)):
-        load(path)
+        load_text(tmp_path, text)
 
 
 def test_a_gain_above_one_is_possible_where_the_workflow_gives_the_reward(tmp_path: Path) -> None:
@@ -337,12 +324,3 @@ def test_a_file_that_is_missing_is_named_with_the_line_of_the_configuration(tmp_
     with pytest.raises(ConfigError, match="there is no such file") as caught:
         rubric_of(load(path))
     assert caught.value.hint == f"Correct filter.{key} on line 4 of {path}."
-
-
-def test_every_problem_of_a_file_is_named_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("judge: {base_url: 127.0.0.1:9/v1}\nserving:\n  urls: [localhost:8000]\ngate: {max_task: 3}\n")
-    with pytest.raises(ConfigError) as caught:
-        load(path)
-    for problem in ("line 1: `judge.base_url`", "line 3: `serving.urls.0`", "line 4: unknown key `gate.max_task`"):
-        assert problem in caught.value.why

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from flywheel.config import JudgeSettings
 from flywheel.judge.chat_completions import (
     MONTH_SECONDS,
     EndpointCapabilities,
     ResponseFormat,
     is_rejection_of,
 )
-from flywheel.judge.client import JudgeClient
-from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
-from flywheel.system import http_client
 from tests.factories.judge_server import JudgeServer, nonce_of
+from tests.judge.conftest import GOOD, Make
 
 RUBRIC = Rubric.model_validate(
     {"id": "test", "criteria": [{"id": "correct", "value": "It is right."}, {"id": "clear", "value": "It is clear."}]}
 )
-GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
 BAD = Exchange("What is 3 plus 4?", "seven")
-Make = Callable[..., Grader]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
-    made: list[Grader] = []
-
-    def make(
-        judge: JudgeServer, rubric: Rubric = RUBRIC, capabilities: EndpointCapabilities | None = None, **settings: Any
-    ) -> Grader:
-        given = JudgeSettings(**{"model": "m", "base_url": judge.base_url, "max_attempts": 2, **settings})
-        made.append(Grader(rubric, given, JudgeClient(given, capabilities)))
-        return made[-1]
-
-    yield make
-    for grader in made:
-        grader.close()
 
 
 def formats(judge: JudgeServer) -> list[str]:

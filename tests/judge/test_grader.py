@@ -17,10 +17,10 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.system import http_client
 from flywheel.system.http_client import CallError, parse_retry_after, retry_delay
 from tests.factories.judge_faults import FAULTS
 from tests.factories.judge_server import JudgeServer
+from tests.judge.conftest import GOOD, Make
 
 RUBRIC = Rubric.model_validate(
     {
@@ -32,28 +32,9 @@ RUBRIC = Rubric.model_validate(
         ],
     }
 )
-GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
-MakeGrader = Callable[..., Grader]
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGrader]:
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
-    made: list[Grader] = []
-
-    def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:
-        given = {"model": "the-judge", "base_url": judge.base_url, "max_attempts": 3, **settings}
-        made.append(Grader(rubric, JudgeSettings(**given)))
-        return made[-1]
-
-    yield make
-    for grader in made:
-        grader.close()
-
-
-def test_a_whole_verdict_with_what_was_billed(make: MakeGrader) -> None:
+def test_a_whole_verdict_with_what_was_billed(make: Make) -> None:
     with JudgeServer(verdict=lambda question, answer: "7" in answer and "3 plus 4" in question) as judge:
         grader = make(judge)
         good, bad = grader.grade(GOOD), grader.grade(Exchange("What is 3 plus 4?", "\\boxed{8}"))
@@ -63,7 +44,7 @@ def test_a_whole_verdict_with_what_was_billed(make: MakeGrader) -> None:
     assert (good.calls, good.prompt_tokens, good.completion_tokens) == (1, 100, 20)
 
 
-def test_the_request_says_what_the_settings_say(make: MakeGrader) -> None:
+def test_the_request_says_what_the_settings_say(make: Make) -> None:
     with JudgeServer() as judge:
         make(judge, temperature=0.3, max_tokens=77).grade(GOOD)
         make(judge).grade(GOOD)
@@ -78,7 +59,7 @@ def test_the_request_says_what_the_settings_say(make: MakeGrader) -> None:
     }
 
 
-def test_a_failed_required_check_saves_the_call(make: MakeGrader) -> None:
+def test_a_failed_required_check_saves_the_call(make: Make) -> None:
     with JudgeServer() as judge:
         grader = make(judge)
         exchange = Exchange("What is 3 plus 4?", "7")
@@ -113,7 +94,7 @@ NO_VERDICT = sorted({*FAULTS, "nonsense"} - {"400", "401", "403", "404", "422", 
 
 
 @pytest.mark.parametrize("fault", NO_VERDICT)
-def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: MakeGrader, fault: str) -> None:
+def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: Make, fault: str) -> None:
     with JudgeServer(behaviour=fault) as judge:
         verdict = make(judge).grade(GOOD)
     assert (verdict.outcome, verdict.score) == (Outcome.UNDECIDED, None)
@@ -130,13 +111,13 @@ def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: MakeGrader, fault
 
 
 @pytest.mark.parametrize("fault", sorted(PASSING))
-def test_a_fault_that_passes_is_retried(make: MakeGrader, fault: str) -> None:
+def test_a_fault_that_passes_is_retried(make: Make, fault: str) -> None:
     with JudgeServer(behaviour=[fault, fault, "good"]) as judge:
         assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
     assert judge.calls == 3
 
 
-def test_after_an_unreadable_reply_the_judge_is_told_once_what_was_wrong(make: MakeGrader) -> None:
+def test_after_an_unreadable_reply_the_judge_is_told_once_what_was_wrong(make: Make) -> None:
     with JudgeServer(behaviour=["missing criterion", "good"]) as judge:
         verdict = make(judge).grade(GOOD)
     assert verdict.outcome is Outcome.ACCEPTED
@@ -146,23 +127,19 @@ def test_after_an_unreadable_reply_the_judge_is_told_once_what_was_wrong(make: M
     assert [message["role"] for message in again] == ["system", "user"], "what it said may quote the task"
 
 
-def test_a_reply_that_was_cut_off_names_the_setting(make: MakeGrader) -> None:
-    with JudgeServer(behaviour="cut off") as judge:
+@pytest.mark.parametrize("behaviour", ["cut off", "thoughts only"])
+def test_a_reply_that_was_cut_off_names_the_setting(make: Make, behaviour: str) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
         assert "judge.max_tokens = 77" in make(judge, max_tokens=77).grade(GOOD).error
 
 
-def test_a_reply_that_was_cut_off_in_its_thoughts_names_the_setting(make: MakeGrader) -> None:
-    with JudgeServer(behaviour="thoughts only") as judge:
-        assert "judge.max_tokens = 77" in make(judge, max_tokens=77).grade(GOOD).error
-
-
-def test_a_judge_that_cannot_answer_as_long_as_asked_names_the_setting(make: MakeGrader) -> None:
+def test_a_judge_that_cannot_answer_as_long_as_asked_names_the_setting(make: Make) -> None:
     with JudgeServer(behaviour="short answers only") as judge, pytest.raises(JudgeError, match=r"judge\.max_tokens"):
         make(judge).grade(GOOD)
 
 
 @pytest.mark.parametrize("fault", ["401", "402", "403", "404"])
-def test_an_error_object_is_read_like_its_status(make: MakeGrader, fault: str) -> None:
+def test_an_error_object_is_read_like_its_status(make: Make, fault: str) -> None:
     with (
         JudgeServer(behaviour=f"error object, {fault}") as judge,
         pytest.raises(JudgeError, match=r"judge\.") as caught,
@@ -171,12 +148,12 @@ def test_an_error_object_is_read_like_its_status(make: MakeGrader, fault: str) -
     assert (judge.calls, caught.value.retryable) == (1, False)
 
 
-def test_the_code_of_an_error_object_may_be_text(make: MakeGrader) -> None:
+def test_the_code_of_an_error_object_may_be_text(make: Make) -> None:
     with JudgeServer(behaviour=["error object, 429", "good"]) as judge:
         assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
 
 
-def test_a_moderated_exchange_costs_only_itself(make: MakeGrader) -> None:
+def test_a_moderated_exchange_costs_only_itself(make: Make) -> None:
     with JudgeServer(behaviour=["moderated", "good"]) as judge:
         grader = make(judge)
         first, second = grader.grade(GOOD), grader.grade(GOOD)
@@ -185,13 +162,18 @@ def test_a_moderated_exchange_costs_only_itself(make: MakeGrader) -> None:
     assert second.outcome is Outcome.ACCEPTED
 
 
-def test_a_broken_byte_in_a_reason_costs_nothing(make: MakeGrader) -> None:
-    with JudgeServer(behaviour="broken byte") as judge:
+@pytest.mark.parametrize(
+    "behaviour", ["broken byte", "prose", "content of parts", "half a character", "half a character outside"]
+)
+def test_a_reply_in_another_form_costs_nothing(make: Make, behaviour: str) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
         verdict = make(judge).grade(GOOD)
-    assert (verdict.outcome, judge.calls) == (Outcome.ACCEPTED, 1)
+    assert (verdict.outcome, judge.calls, verdict.calls) == (Outcome.ACCEPTED, 1, 1)
+    assert ("good ?" in [result.reason for result in verdict.results]) is behaviour.startswith("half")
+    verdict.reason.encode()
 
 
-def test_the_reply_to_another_call_is_no_verdict(make: MakeGrader) -> None:
+def test_the_reply_to_another_call_is_no_verdict(make: Make) -> None:
     with JudgeServer(behaviour="kept reply") as judge:
         grader = make(judge)
         first, second = grader.grade(Exchange("What is 1 plus 1?", "\\boxed{2}")), grader.grade(GOOD)
@@ -200,27 +182,14 @@ def test_the_reply_to_another_call_is_no_verdict(make: MakeGrader) -> None:
     assert "another call" in second.error
 
 
-def test_an_endpoint_that_tells_no_usage_is_named_in_the_log(
-    make: MakeGrader, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_endpoint_that_tells_no_usage_is_named_in_the_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with JudgeServer(behaviour="no usage") as judge:
         grader = make(judge)
         assert [grader.grade(GOOD).prompt_tokens for _ in range(3)] == [0, 0, 0]
     assert caplog.text.count("does not report token usage") == 1
 
 
-def test_prose_and_fences_around_the_verdict_are_passed_over(make: MakeGrader) -> None:
-    with JudgeServer(behaviour="prose") as judge:
-        assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
-
-
-def test_a_reply_in_parts_is_read_without_its_thoughts(make: MakeGrader) -> None:
-    with JudgeServer(behaviour="content of parts") as judge:
-        verdict = make(judge).grade(GOOD)
-    assert (verdict.outcome, verdict.calls) == (Outcome.ACCEPTED, 1)
-
-
-def test_an_endpoint_without_schemas_is_learned_once(make: MakeGrader) -> None:
+def test_an_endpoint_without_schemas_is_learned_once(make: Make) -> None:
     with JudgeServer(behaviour="no schema") as judge:
         grader = make(judge)
         for _ in range(3):
@@ -242,9 +211,7 @@ def test_an_endpoint_without_schemas_is_learned_once(make: MakeGrader) -> None:
         ("422", "judge.max_tokens"),
     ],
 )
-def test_what_every_call_would_meet_ends_at_once_and_names_the_setting(
-    make: MakeGrader, fault: str, setting: str
-) -> None:
+def test_what_every_call_would_meet_ends_at_once_and_names_the_setting(make: Make, fault: str, setting: str) -> None:
     with JudgeServer(behaviour=fault) as judge, pytest.raises(JudgeError, match=setting) as caught:
         make(judge).grade(GOOD)
     assert judge.calls == (2 if fault in ("400", "422") else 1), "those could have been about the schema"
@@ -259,9 +226,7 @@ def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "http://", "http://[::1", "http://x:99999/v1", "ftp://x/v1"])
-def test_an_endpoint_that_is_no_url_is_named_at_once(
-    make: MakeGrader, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+def test_an_endpoint_that_is_no_url_is_named_at_once(make: Make, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", url)
     with JudgeServer() as judge, pytest.raises(JudgeError, match=r"judge\.base_url") as caught:
         make(judge, base_url=None).grade(GOOD)
@@ -269,9 +234,7 @@ def test_an_endpoint_that_is_no_url_is_named_at_once(
 
 
 @pytest.mark.parametrize("key", ["“quoted”", "two\nlines"])
-def test_a_key_that_no_header_can_hold_is_not_shown(
-    make: MakeGrader, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_a_key_that_no_header_can_hold_is_not_shown(make: Make, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     with JudgeServer() as judge:
         grader = make(judge)
         monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -280,7 +243,7 @@ def test_a_key_that_no_header_can_hold_is_not_shown(
     assert key not in str(caught.value)
 
 
-def test_an_endpoint_that_nobody_serves_is_undecided_and_says_why(make: MakeGrader) -> None:
+def test_an_endpoint_that_nobody_serves_is_undecided_and_says_why(make: Make) -> None:
     with JudgeServer() as judge:
         grader = make(judge)
     verdict = grader.grade(GOOD)
@@ -289,7 +252,7 @@ def test_an_endpoint_that_nobody_serves_is_undecided_and_says_why(make: MakeGrad
     assert "judge.base_url" in verdict.error
 
 
-def test_a_wait_that_is_too_long_is_left_to_the_next_time(make: MakeGrader) -> None:
+def test_a_wait_that_is_too_long_is_left_to_the_next_time(make: Make) -> None:
     with JudgeServer(behaviour="429 tomorrow") as judge:
         verdict = make(judge).grade(GOOD)
     assert judge.calls == 1
@@ -323,17 +286,8 @@ def test_the_dates_of_http_are_utc(date: str, monkeypatch: pytest.MonkeyPatch) -
     assert 50 < wait <= 100
 
 
-@pytest.mark.parametrize("behaviour", ["half a character", "half a character outside"])
-def test_half_a_character_in_a_reason_costs_nothing(make: MakeGrader, behaviour: str) -> None:
-    with JudgeServer(behaviour=behaviour) as judge:
-        verdict = make(judge).grade(GOOD)
-    assert (verdict.outcome, judge.calls, verdict.calls) == (Outcome.ACCEPTED, 1, 1)
-    assert "good ?" in [result.reason for result in verdict.results]
-    verdict.reason.encode()
-
-
 def test_the_endpoint_comes_from_the_environment_like_the_client_s_own(
-    make: MakeGrader, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with JudgeServer() as judge:
         monkeypatch.setenv("OPENAI_BASE_URL", judge.base_url)
@@ -341,7 +295,7 @@ def test_the_endpoint_comes_from_the_environment_like_the_client_s_own(
         assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
 
 
-def test_an_earlier_task_is_never_shown(make: MakeGrader) -> None:
+def test_an_earlier_task_is_never_shown(make: Make) -> None:
     with JudgeServer() as judge:
         grader = make(judge)
         grader.grade(Exchange("secret question", "\\boxed{secret}"))
@@ -349,7 +303,7 @@ def test_an_earlier_task_is_never_shown(make: MakeGrader) -> None:
     assert "secret" not in str(judge.requests[1])
 
 
-def test_exactly_max_thread_are_in_flight_and_all_are_judged(make: MakeGrader) -> None:
+def test_exactly_max_thread_are_in_flight_and_all_are_judged(make: Make) -> None:
     with JudgeServer(delay_seconds=0.02, hold_until=16) as judge:
         grader = make(judge, max_thread=16)
         verdicts = dict(grade_all(grader, ((n, GOOD) for n in range(64)), 16))
@@ -357,7 +311,7 @@ def test_exactly_max_thread_are_in_flight_and_all_are_judged(make: MakeGrader) -
     assert judge.most_in_flight == 16
 
 
-def test_a_stop_finishes_what_is_in_flight_and_takes_no_more(make: MakeGrader) -> None:
+def test_a_stop_finishes_what_is_in_flight_and_takes_no_more(make: Make) -> None:
     stop = threading.Event()
     taken = []
 
@@ -377,7 +331,7 @@ def test_a_stop_finishes_what_is_in_flight_and_takes_no_more(make: MakeGrader) -
     assert len(taken) < 20
 
 
-def test_a_stop_ends_the_retries_and_what_was_not_judged_is_not_reported(make: MakeGrader) -> None:
+def test_a_stop_ends_the_retries_and_what_was_not_judged_is_not_reported(make: Make) -> None:
     stop = threading.Event()
     with JudgeServer(behaviour="500") as judge:
         grader = make(judge, max_attempts=1000)
@@ -386,7 +340,7 @@ def test_a_stop_ends_the_retries_and_what_was_not_judged_is_not_reported(make: M
         assert judge.calls < 1000
 
 
-def test_a_slow_reader_is_not_run_away_from(make: MakeGrader) -> None:
+def test_a_slow_reader_is_not_run_away_from(make: Make) -> None:
     taken = []
 
     def items() -> Iterator[tuple[int, Exchange]]:
@@ -401,7 +355,7 @@ def test_a_slow_reader_is_not_run_away_from(make: MakeGrader) -> None:
     assert len(taken) == 200
 
 
-def test_a_reader_that_leaves_ends_the_threads(make: MakeGrader) -> None:
+def test_a_reader_that_leaves_ends_the_threads(make: Make) -> None:
     before = threading.active_count()
     with JudgeServer(delay_seconds=0.01) as judge:
         verdicts = grade_all(make(judge), ((n, GOOD) for n in range(1000)), 4)
@@ -412,7 +366,7 @@ def test_a_reader_that_leaves_ends_the_threads(make: MakeGrader) -> None:
     assert threading.active_count() <= before + 4  # the server's own, per connection
 
 
-def test_a_refusal_ends_the_batch_and_keeps_what_was_judged(make: MakeGrader) -> None:
+def test_a_refusal_ends_the_batch_and_keeps_what_was_judged(make: Make) -> None:
     done: list[Verdict] = []
     with JudgeServer(behaviour=["good", "good", "401"]) as judge, pytest.raises(JudgeError, match="api_key_env"):
         for _, verdict in grade_all(make(judge), ((n, GOOD) for n in range(1000)), 1):
@@ -421,14 +375,14 @@ def test_a_refusal_ends_the_batch_and_keeps_what_was_judged(make: MakeGrader) ->
     assert judge.calls == 3
 
 
-def test_an_endpoint_that_is_away_is_not_asked_a_thousand_times(make: MakeGrader) -> None:
+def test_an_endpoint_that_is_away_is_not_asked_a_thousand_times(make: Make) -> None:
     with JudgeServer(behaviour="500") as judge, pytest.raises(JudgeError, match="in a row") as caught:
         list(grade_all(make(judge, max_attempts=1), ((n, GOOD) for n in range(1000)), 8))
     assert judge.calls <= 2 * 8
     assert caught.value.retryable
 
 
-def test_one_bad_task_among_good_ones_stops_nobody(make: MakeGrader) -> None:
+def test_one_bad_task_among_good_ones_stops_nobody(make: Make) -> None:
     # A 400 in words that nobody knows; with and without the schema.
     with JudgeServer(behaviour=["good", "400", "400", "good"]) as judge:
         outcomes = [verdict.outcome for _, verdict in grade_all(make(judge), ((n, GOOD) for n in range(10)), 1)]
@@ -450,7 +404,7 @@ def broken_on(grader: Grader, poison: Callable[[Exchange], bool], monkeypatch: p
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_exchange_that_breaks_the_grading_stops_no_other(
-    make: MakeGrader, monkeypatch: pytest.MonkeyPatch, threads: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     with JudgeServer() as judge:
         grader = broken_on(make(judge), lambda exchange: exchange.query == "poison", monkeypatch)
@@ -461,7 +415,7 @@ def test_an_exchange_that_breaks_the_grading_stops_no_other(
     assert [done[n].outcome for n in (1, 2)] == [Outcome.ACCEPTED] * 2
 
 
-def test_grading_that_breaks_on_everything_ends_the_batch(make: MakeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grading_that_breaks_on_everything_ends_the_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
     with JudgeServer() as judge, pytest.raises(FlywheelError, match=rf"{MAX_BROKEN} times in a row.*poison"):
         grader = broken_on(make(judge), lambda _: True, monkeypatch)
@@ -470,7 +424,7 @@ def test_grading_that_breaks_on_everything_ends_the_batch(make: MakeGrader, monk
     assert MAX_BROKEN <= len(done) <= MAX_BROKEN + 2 * 4
 
 
-def test_the_judges_hash_is_that_of_what_answers(make: MakeGrader) -> None:
+def test_the_judges_hash_is_that_of_what_answers(make: Make) -> None:
     with JudgeServer() as judge:
         hashes = {
             make(judge, **settings).judge_hash
@@ -479,7 +433,7 @@ def test_the_judges_hash_is_that_of_what_answers(make: MakeGrader) -> None:
     assert len(hashes) == 4
 
 
-def test_another_wording_is_judged_again(make: MakeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_wording_is_judged_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with JudgeServer() as judge:
         before = make(judge).judge_hash
         assert make(judge).judge_hash == before

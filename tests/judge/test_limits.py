@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.config import JudgeBudget, JudgeSettings
+from flywheel.config import JudgeBudget
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
 from flywheel.judge.client import (
@@ -25,14 +25,13 @@ from flywheel.judge.client import (
     KeyPool,
     RateLimiter,
 )
-from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
 from flywheel.judge.usage import Budget, BudgetSpentError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.system import http_client
 from flywheel.system.http_client import NEVER, CallError
 from tests.factories.judge_server import JudgeServer
+from tests.judge.conftest import GOOD, Make
 
 RUBRIC = Rubric.model_validate({"id": "test", "criteria": [{"id": "correct", "value": "It is right."}]})
 CHECKED = Rubric.model_validate(
@@ -44,8 +43,6 @@ CHECKED = Rubric.model_validate(
         ],
     }
 )
-GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
-Make = Callable[..., Grader]
 
 
 class Clock:
@@ -56,21 +53,16 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
-    made: list[Grader] = []
+class NeverStopped(threading.Event):
+    """Is waited for as a stop without waiting; `waits` has the seconds."""
 
-    def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:
-        given = {"model": "m", "base_url": judge.base_url, "max_attempts": 3, **settings}
-        made.append(Grader(rubric, JudgeSettings(**given)))
-        return made[-1]
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
 
-    yield make
-    for grader in made:
-        grader.close()
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout or 0.0)
+        return False
 
 
 # In flight
@@ -183,42 +175,30 @@ def test_no_minute_holds_more_than_was_allowed(per_minute: int, pauses: list[flo
 
 
 def test_requests_and_tokens_are_held_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return False
-
+    stop = NeverStopped()
     with JudgeServer() as judge:
         grader = make(judge, requests_per_minute=60)
         for _ in range(3):
-            assert grader.grade(GOOD, Stop()).outcome is Outcome.ACCEPTED
-        assert waits[-1] == pytest.approx(2.0, abs=0.5)
-        waits.clear()
+            assert grader.grade(GOOD, stop).outcome is Outcome.ACCEPTED
+        assert stop.waits[-1] == pytest.approx(2.0, abs=0.5)
+        stop.waits.clear()
         grader = make(judge, tokens_per_minute=1200)
         for _ in range(2):
-            grader.grade(GOOD, Stop())
+            grader.grade(GOOD, stop)
     # The call had 120 tokens, as the endpoint said: six seconds at twenty a second, however many were expected.
-    assert waits == [pytest.approx(6.0, abs=0.5)]
+    assert stop.waits == [pytest.approx(6.0, abs=0.5)]
 
 
 @pytest.mark.parametrize("fault", ["500", "reset", "400 too long"])
-def test_a_call_that_failed_gives_its_tokens_back(make: Callable[..., Grader], fault: str) -> None:
-    waits: list[float] = []
-
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return False
-
+def test_a_call_that_failed_gives_its_tokens_back(make: Make, fault: str) -> None:
+    stop = NeverStopped()
     with JudgeServer(behaviour=[fault, "good"]) as judge:
         grader = make(judge, tokens_per_minute=60, max_attempts=1)
         with contextlib.suppress(JudgeError):
-            grader.grade(GOOD, Stop())
-        grader.grade(GOOD, Stop())
+            grader.grade(GOOD, stop)
+        grader.grade(GOOD, stop)
     assert judge.calls == 2
-    assert waits == [], "nothing was used of this minute's tokens"
+    assert stop.waits == [], "nothing was used of this minute's tokens"
 
 
 # Keys

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader, majority
 from flywheel.judge.rubric import Rubric
-from flywheel.records.verdict import Exchange, Judgement, Outcome
-from flywheel.system import http_client
+from flywheel.records.verdict import Judgement, Outcome
 from tests.factories.judge_server import JudgeServer
+from tests.judge.conftest import GOOD, Make
 
-Make = Callable[..., Grader]
-EXCHANGE = Exchange("What is 3 plus 4?", "\\boxed{7}")
 CRITERIA = [{"id": "correct", "value": "It is right."}]
 MIXED = [{"id": "boxed", "type": "contains", "value": "boxed", "weight": 3}, {**CRITERIA[0], "weight": 2}]
 """A yes scores 1.0 and a no 0.6."""
@@ -24,28 +21,19 @@ A, R, U = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.UNDECIDED
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setenv("OPENAI_API_KEY", "k")
-    monkeypatch.setattr(http_client, "retry_delay", lambda *_: 0.0)
-    made: list[Grader] = []
+def vote(make: Make) -> Make:
+    """Makes a grader by criteria and the keys of a rubric's `judge`."""
 
-    def make(judge: JudgeServer, criteria: Any = CRITERIA, threshold: float = 0.7, **how: Any) -> Grader:
+    def vote(judge: JudgeServer, criteria: Any = CRITERIA, threshold: float = 0.7, **how: Any) -> Grader:
         rubric = Rubric.model_validate({"id": "t", "criteria": criteria, "threshold": threshold, "judge": how})
-        made.append(Grader(rubric, JudgeSettings(model="m", base_url=judge.base_url, max_attempts=1)))
-        return made[-1]
+        return make(judge, rubric, max_attempts=1)
 
-    yield make
-    for grader in made:
-        grader.close()
+    return vote
 
 
 def says(*answers: bool) -> Callable[[str, str], bool]:
     left = iter(answers)
     return lambda *_: next(left)
-
-
-def opinion(outcome: Outcome, score: float | None) -> Judgement:
-    return Judgement(outcome, score)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +52,22 @@ def opinion(outcome: Outcome, score: float | None) -> Judgement:
     ],
 )
 def test_more_than_half_of_all_decide(outcomes: list[tuple[Outcome, float | None]], score: float | None) -> None:
-    chosen = majority([opinion(*each) for each in outcomes])
+    chosen = majority([Judgement(*each) for each in outcomes])
     assert (chosen and chosen.score) == score
 
 
-def test_repeats_ask_each_time_anew_and_differently(make: Make) -> None:
+def test_repeats_ask_each_time_anew_and_differently(vote: Make) -> None:
     with JudgeServer(says(True, False, True)) as judge:
-        verdict = make(judge, repeats=3, temperature=0.7).grade(EXCHANGE)
+        verdict = vote(judge, repeats=3, temperature=0.7).grade(GOOD)
     assert (verdict.outcome, verdict.score, verdict.calls, verdict.prompt_tokens) == (A, 1.0, 3, 300)
     assert [each.outcome for each in verdict.judgements] == [A, R, A]
     assert [request.get("seed") for request in judge.requests] == [None, 1, 2]
     assert "2 accepted, 1 rejected" in verdict.reason
 
 
-def test_without_a_majority_nothing_is_decided(make: Make) -> None:
+def test_without_a_majority_nothing_is_decided(vote: Make) -> None:
     with JudgeServer(says(True, False)) as judge:
-        verdict = make(judge, repeats=2).grade(EXCHANGE)
+        verdict = vote(judge, repeats=2).grade(GOOD)
     assert (verdict.outcome, verdict.score, verdict.calls) == (U, None, 2)
     assert "no majority: 1 accepted, 1 rejected" in verdict.error
 
@@ -93,40 +81,40 @@ def test_without_a_majority_nothing_is_decided(make: Make) -> None:
     ],
 )
 def test_a_score_in_the_band_is_judged_again_and_the_repeats_decide(
-    make: Make, answers: tuple[bool, ...], outcome: Outcome, calls: int
+    vote: Make, answers: tuple[bool, ...], outcome: Outcome, calls: int
 ) -> None:
     with JudgeServer(says(*answers)) as judge:
-        verdict = make(judge, MIXED, escalate={"band": [0.55, 0.8], "repeats": 3}).grade(EXCHANGE)
+        verdict = vote(judge, MIXED, escalate={"band": [0.55, 0.8], "repeats": 3}).grade(GOOD)
     assert (verdict.outcome, judge.calls, verdict.calls, len(verdict.judgements)) == (outcome, calls, calls, calls)
     assert [each.stage for each in verdict.judgements] == ["first", *["again"] * (calls - 1)]
 
 
-def test_the_first_opinion_has_no_casting_vote(make: Make) -> None:
+def test_the_first_opinion_has_no_casting_vote(vote: Make) -> None:
     with JudgeServer(says(False, True, False)) as judge:
-        verdict = make(judge, MIXED, escalate={"band": [0.55, 0.8], "repeats": 2}).grade(EXCHANGE)
+        verdict = vote(judge, MIXED, escalate={"band": [0.55, 0.8], "repeats": 2}).grade(GOOD)
     assert (verdict.outcome, verdict.calls) == (U, 3)
 
 
-def test_a_failed_required_criterion_is_not_judged_again(make: Make) -> None:
+def test_a_failed_required_criterion_is_not_judged_again(vote: Make) -> None:
     required = [{**CRITERIA[0], "required": True}]
     with JudgeServer(says(False)) as judge:
-        assert make(judge, required, escalate={"band": [0.0, 1.0]}).grade(EXCHANGE).outcome is R
+        assert vote(judge, required, escalate={"band": [0.0, 1.0]}).grade(GOOD).outcome is R
     assert judge.calls == 1
 
 
-def test_a_reply_that_cannot_be_read_does_not_vote_but_counts(make: Make) -> None:
+def test_a_reply_that_cannot_be_read_does_not_vote_but_counts(vote: Make) -> None:
     with JudgeServer(lambda *_: True, behaviour=["good", "unknown choice", "unknown choice", "good"]) as judge:
-        verdict = make(judge, repeats=3).grade(EXCHANGE)
+        verdict = vote(judge, repeats=3).grade(GOOD)
     assert (verdict.outcome, verdict.calls, verdict.prompt_tokens) == (A, 4, 400)
     assert [each.outcome for each in verdict.judgements] == [A, U, A]
     assert [each.calls for each in verdict.judgements] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("fault", ["500", "401"])
-def test_what_was_billed_before_the_judge_went_away_is_on_record(make: Make, fault: str) -> None:
+def test_what_was_billed_before_the_judge_went_away_is_on_record(vote: Make, fault: str) -> None:
     with JudgeServer(behaviour=["good", fault]) as judge:
-        verdict = make(judge, repeats=3).grade(EXCHANGE)
+        verdict = vote(judge, repeats=3).grade(GOOD)
     assert (verdict.outcome, verdict.calls, verdict.prompt_tokens) == (U, 1, 100)
     assert verdict.unreachable is (fault == "500")
     with JudgeServer(behaviour="401") as judge, pytest.raises(JudgeError):
-        make(judge, repeats=3).grade(EXCHANGE)
+        vote(judge, repeats=3).grade(GOOD)
