@@ -30,8 +30,7 @@ from scipy import stats
 from benchmarks import measurement
 from flywheel.config import GateSettings
 from flywheel.records.round import Comparison, GateTest, SpentTest
-from flywheel.training.gate import alpha_spending, power
-from flywheel.training.gate.gate import decide
+from flywheel.training.gate.gate import GAIN, decide, following_test
 from flywheel.training.gate.paired_comparison import Paired, compare
 
 ROUNDS: Final = 20
@@ -57,7 +56,7 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
     last: SpentTest | None = None
     asked, never_tested = 0, traffic.conversations
     for _ in range(rounds):
-        test = alpha_spending.next_test(gate.alpha, last, never_tested)
+        test = following_test(gate.alpha, last, never_tested)
         asked = 0 if test.number == 1 else asked
         more = min(never_tested, gate.max_tasks // traffic.tasks - asked)
         asked += more
@@ -77,8 +76,8 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
 
 def shows_ten_points(gate: GateSettings, tasks: int, seed: int) -> bool:
     """Whether the first test promotes a candidate that is better by ten points."""
-    test = alpha_spending.next_test(gate.alpha, None, tasks)
-    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=power.GAIN)
+    test = following_test(gate.alpha, None, tasks)
+    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=GAIN)
     return decide(found, gate).promote
 
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Final
 
 from flywheel.config import Config
-from flywheel.training.data.samples import CallTokens, Row, timelines, token_counts
+from flywheel.training.data.samples import CallTokens, TrainingRow, timelines, token_counts
 
 POLICY: Final = Path(__file__).parent.parent / "demo" / "policy"
 TURNS: Final = 5
@@ -105,9 +105,9 @@ def _rollout(seed: int) -> list[CallTokens]:
 
 def _rows(
     rollouts: Sequence[list[CallTokens]], divided: Callable[[list[CallTokens]], list[list[CallTokens]]]
-) -> list[Row]:
+) -> list[TrainingRow]:
     return [
-        Row(number, sample, 1.0 if number % 2 else -1.0)
+        TrainingRow(number, sample, 1.0 if number % 2 else -1.0)
         for number, calls in enumerate(rollouts)
         for part in divided(calls)
         for sample in timelines(part).samples

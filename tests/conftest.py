@@ -25,8 +25,8 @@ import pytest
 from demo import small_model
 from flywheel.config import Config, parse
 from flywheel.records.round import Probe
-from flywheel.serving.server import inference_server
-from flywheel.serving.server.startup_adapters import alias_file, base_name
+from flywheel.serving.server import vllm_command
+from flywheel.serving.server.vllm_command import alias_file, base_name
 from flywheel.serving.server_keys import admin_key
 from flywheel.store.kernel.database import Store
 from tests import warm
@@ -147,8 +147,8 @@ def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
 
 def start_server(config: Config, log: Path) -> subprocess.Popen[bytes]:
     """Start what `flywheel serve` would become, in a process group of its own, and wait until it answers."""
-    arguments, environment = inference_server.command(config)
-    inference_server.prepare(config)
+    arguments, environment = vllm_command.command(config)
+    vllm_command.prepare(config)
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments,

@@ -26,7 +26,7 @@ from flywheel.judge.filters.rules import Rules
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.rubric.rubric import KINDS
 from flywheel.records.states import TRANSITIONS, SkipReason, TaskState
-from flywheel.serving.client.replica_errors import Condition
+from flywheel.serving.client.replica_client import Condition
 from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
 from flywheel.system.files import DOCUMENTATION_KINDS
 from flywheel.training.data.formats import FORMATS

@@ -29,8 +29,8 @@ from flywheel.errors import ExportError
 from flywheel.records.states import Split, TaskState
 from flywheel.system.files import whole_file
 from flywheel.system.terminal import escape_terminal, quantity
-from flywheel.training.data.formats import FORMATS, Format, FormatName, LeftOut, Sample, typed_columns
-from flywheel.training.data.formats.writer import Record
+from flywheel.training.data.formats import FORMATS, ExportSample, Format, FormatName, LeftOut, typed_columns
+from flywheel.training.data.formats.export_format import Record
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -209,8 +209,8 @@ async def _records(
             yield group, form.record(*(_sample(tasks[number]) for number in group))
 
 
-def _sample(one: ExportedTask) -> Sample:
-    return Sample(one.line, one.state, one.score)
+def _sample(one: ExportedTask) -> ExportSample:
+    return ExportSample(one.line, one.state, one.score)
 
 
 @contextlib.contextmanager

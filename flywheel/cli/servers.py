@@ -68,7 +68,7 @@ def serve(config: ConfigOption = None) -> None:
     It prints its address when it is ready.
     """
     from flywheel.serving.client.adapter_swap import version_name
-    from flywheel.serving.server.inference_server import serve as start
+    from flywheel.serving.server.vllm_command import serve as start
     from flywheel.store import deployments
 
     settings = load_config(config)

@@ -16,7 +16,7 @@ from flywheel.config import Config
 from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState
-from flywheel.serving.adapter_files import unsafe_weights
+from flywheel.serving.adapter_files import why_changed, why_unloadable
 from flywheel.serving.client.adapter_swap import (
     Proven,
     ReplicaReport,
@@ -24,18 +24,18 @@ from flywheel.serving.client.adapter_swap import (
     SwapReport,
     ask,
     look,
+    make_room,
     reconcile,
+    retire,
     rollback,
     swap,
 )
-from flywheel.serving.client.adapter_unloading import make_room, retire
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import deployments, rounds
 from flywheel.store.deployments import ReplicaState
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.system.files import tree_sha256
 from flywheel.system.lock import swap_lock
 
 log = logging.getLogger(__name__)
@@ -142,16 +142,15 @@ class Deployer:
         row = await self._store.read(rounds.adapter, adapter)
         if row is None:
             raise ServeError(attempted, "there is no such adapter", "`flywheel status` lists the adapters.")
-        found, why = await asyncio.to_thread(_hash_of, Path(row.path))
-        state = AdapterState(row.state)
-        if found != row.sha256:
-            if found and state not in (AdapterState.CORRUPT, AdapterState.REMOVED):
+        state, folder = AdapterState(row.state), Path(row.path)
+        if why := await asyncio.to_thread(why_unloadable, folder, sha256=row.sha256):
+            if why == why_changed(folder) and state not in (AdapterState.CORRUPT, AdapterState.REMOVED):
                 await self._store.write(move, row.id, state, AdapterState.CORRUPT, "files changed")
             if state is AdapterState.REMOVED:
                 why = f"the files in {row.path} were removed by retention"
             raise ServeError(
                 attempted,
-                why or f"the files in {row.path} are not those that were evaluated",
+                why,
                 "Restore them from a backup, or deploy another adapter. "
                 "`flywheel rollback --to base` lets the base model answer.",
             )
@@ -292,15 +291,3 @@ def _probe(row: Row[Any] | None, attempted: str) -> Probe | None:
         return Probe.model_validate(row.probe) if row is not None and row.probe else None
     except ValidationError:
         raise ServeError(attempted, NO_PROBE, "Deploy another adapter, or `base`.") from None
-
-
-def _hash_of(path: Path) -> tuple[str, str]:
-    """The hash of an adapter's files, or an empty hash and the reason."""
-    try:
-        if not path.is_dir():
-            return "", f"its directory {path} is not there"
-        if why := unsafe_weights(path):
-            return "", why
-        return tree_sha256(path), ""
-    except OSError as error:
-        return "", f"{error.filename or path} cannot be read: {error.strerror or error}"

@@ -20,8 +20,7 @@ from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import Comparison, GateTest, RoundSpec, RoundTask
 from flywheel.sources.jsonl.record import tasks_of_file
-from flywheel.training.gate.alpha_spending import alpha_of
-from flywheel.training.gate.gate import decide
+from flywheel.training.gate.gate import alpha_of, decide
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")

@@ -1,26 +1,63 @@
-"""Checks the files of a LoRA adapter for weights that are unsafe to load."""
+"""Checks the files of a LoRA adapter before anything loads them. The server uses it: standard library only."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Final
 
+from flywheel.system.files import tree_sha256
+
 PICKLED: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 """Suffixes of weights in the pickle format, which can run code when they are loaded."""
-CPU_LORA_VARIABLE: Final = "FLYWHEEL_CPU_LORA"
-"""An environment variable of Flywheel's own vLLM processes: on a CPU, its plugin computes the LoRA part of layers."""
 
 
-def unsafe_weights(folder: Path) -> str:
-    """Why the weights in a folder must not be loaded; empty if they may be. Only safetensors cannot hold code.
+def why_unloadable(folder: Path, *, sha256: str | None = None, base_model: str = "", max_rank: int = 0) -> str:
+    """Why the adapter in a folder must not be loaded; empty if it may be.
 
-    Raises OSError if the folder cannot be read.
+    Only safetensors cannot hold code. With `sha256`, the files must be those that were evaluated. With `base_model`,
+    which is for a server that answers with the adapter from its start, without verification, the weights must also be
+    whole, of a rank of at most `max_rank`, and trained on that model.
     """
-    for place, _, names in os.walk(folder, onerror=_raise):
-        for name in sorted(names):
-            if Path(name).suffix.lower() in PICKLED:
-                return f"{Path(place, name)} can hold code that runs when it is loaded: only safetensors are"
+    try:
+        if not folder.is_dir():
+            return f"its directory {folder} is not there"
+        for place, _, names in os.walk(folder, onerror=_raise):
+            for name in sorted(names):
+                if Path(name).suffix.lower() in PICKLED:
+                    return f"{Path(place, name)} can hold code that runs when it is loaded: only safetensors are"
+        if base_model and (why := _why_unfit(folder, base_model, max_rank)):
+            return why
+        if sha256 is not None and tree_sha256(folder) != sha256:
+            return why_changed(folder)
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read: {error.strerror or error}"
+    return ""
+
+
+def why_changed(folder: Path) -> str:
+    """The reason for readable files that are not those of the hash."""
+    return f"the files in {folder} are not those that were evaluated"
+
+
+def _why_unfit(folder: Path, base_model: str, max_rank: int) -> str:
+    try:
+        trained = json.loads((folder / "adapter_config.json").read_bytes())
+        rank, base = trained["r"], str(trained.get("base_model_name_or_path") or base_model)
+        weights = folder / "adapter_model.safetensors"
+        with weights.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(header))
+        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
+        if weights.stat().st_size != 8 + header + end:
+            return f"{weights} is cut short"
+        if rank > max_rank:
+            return f"rank {rank} > serving.max_lora_rank {max_rank}"
+        if os.path.realpath(base) != os.path.realpath(base_model):
+            return f"it was trained on {base}, and model.base is {base_model}"
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        return f"{folder} holds no readable adapter ({type(error).__name__}: {error})"
     return ""
 
 

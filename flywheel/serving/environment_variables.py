@@ -1,4 +1,4 @@
-"""Environment variables by which `flywheel serve` configures its middleware inside vLLM's process."""
+"""Environment variables by which Flywheel configures what runs inside vLLM's process."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ EXPOSE_VERSIONS_VARIABLE: Final = "FLYWHEEL_EXPOSE_VERSIONS"
 HOSTS_VARIABLE: Final = "FLYWHEEL_ALLOWED_HOSTS"
 """JSON: the permitted host names of requests. Not set: any."""
 MAX_BODY_VARIABLE: Final = "FLYWHEEL_MAX_BODY_BYTES"
+CPU_LORA_VARIABLE: Final = "FLYWHEEL_CPU_LORA"
+"""Of Flywheel's own vLLM processes: on a CPU, its plugin computes the LoRA part of layers."""
 CALL_LOG_VARIABLE: Final = "FLYWHEEL_CALL_LOG"
 """JSON: `path`, `keep_days` and `max_bytes` of the call log. Not set: nothing is recorded."""
 ADDRESS_VARIABLE: Final = "FLYWHEEL_ADDRESS"

@@ -20,6 +20,8 @@ SAGEMAKER_ADAPTERS: Final = "/adapters"
 MANAGEMENT: Final = "/flywheel/"
 """Prefix of the middleware's own endpoints."""
 ALIAS: Final = "/flywheel/alias"
+ALIAS_OWNER: Final = "flywheel"
+"""`owned_by` of the aliases in the list of models."""
 CALLS: Final = "/flywheel/calls"
 RESPONSES: Final = "/v1/responses"
 RECORDED: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES})

@@ -17,7 +17,7 @@ from flywheel.config import Config
 from flywheel.errors import ServeError
 from flywheel.records.trace import ModelCall
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
-from flywheel.serving.calls.call_log_page import Page
+from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.calls.parsing import parse
 from flywheel.store import ledger
@@ -92,7 +92,7 @@ class CallLogCopy(CallLog):
             rows = connection.execute(_SERVERS).fetchall()
         return {row[0]: PulledServer(*row) for row in rows}
 
-    def store_page(self, url: str, page: Page) -> bool:
+    def store_page(self, url: str, page: CallPage) -> bool:
         """Store a page of a server's log, and how far it was read; whether more may follow."""
         log = page.state
         with self.transaction() as connection:

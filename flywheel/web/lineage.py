@@ -45,7 +45,7 @@ async def show(request: Request) -> Response:
 
 
 ALIAS: Final = "alias"
-REPORTED: Final = ("url", "previous", "loaded", "flipped", "probe", "error", "serves", "condition")
+REPORTED: Final = ("url", "previous", "loaded", "pointed", "probe", "error", "serves", "condition")
 FIGURES: Final = (
     "tokens", "parent_slope", "adapter_slope", "standard_error", "noise", "residual", "indistinct", "passed",
 )  # fmt: skip

@@ -42,7 +42,7 @@ class Server:
     async def point(self, adapter: str) -> None:
         """Let the alias be answered by an adapter."""
         async with Replica(self.url) as replica:
-            await replica.flip("my-agent", adapter, None)
+            await replica.point("my-agent", adapter, None)
 
 
 @pytest.fixture

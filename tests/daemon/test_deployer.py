@@ -73,7 +73,7 @@ class Fleet:
         """Load an adapter on a replica behind the daemon's back, and point the alias at it."""
         async with Replica(self.config.serving.urls[number]) as each:
             await each.load(target, str(self.path(target.partition("@")[2])))
-            await each.flip("agent", target, before)
+            await each.point("agent", target, before)
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -114,7 +114,7 @@ async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them
     forgetful.loaded.clear()
     forgetful.weights[str(fleet.path("r0001"))] = PROBE.second.base
     async with Replica(fleet.config.serving.urls[0]) as restarted:
-        await restarted.flip("agent", BASE, R1)
+        await restarted.point("agent", BASE, R1)
     for _ in range(3):
         report = await fleet.deployer.reconcile()
         assert "prove agent@r0001" in report.errors[0]
@@ -216,10 +216,10 @@ async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
     assert await fleet.targets() == [f"agent@{adapter}"] * 2
 
 
-@pytest.mark.parametrize("flipped", [0, 1, 2])
+@pytest.mark.parametrize("pointed", [0, 1, 2])
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
-    fleet: Fleet, flipped: int, first: bool
+    fleet: Fleet, pointed: int, first: bool
 ) -> None:
     if not first:
         await fleet.deploy("r0001")
@@ -228,8 +228,8 @@ async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
     for number, url in enumerate(fleet.config.serving.urls):
         async with Replica(url) as each:
             await each.load(R2, str(fleet.path("r0002")))
-            if number < flipped:
-                await each.flip("agent", R2, before)
+            if number < pointed:
+                await each.point("agent", R2, before)
     await fleet.deployer.reconcile()
     assert await fleet.targets() == [before, before]
     assert (await fleet.states())[0] == "failed"
@@ -315,10 +315,10 @@ async def test_files_that_may_not_be_read(fleet: Fleet) -> None:
     def denied(_: Path) -> str:
         raise PermissionError(13, "Permission denied", "weights")
 
-    from flywheel.daemon import deployer
+    from flywheel.serving import adapter_files
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deployer, "tree_sha256", denied)
+        patch.setattr(adapter_files, "tree_sha256", denied)
         with pytest.raises(ServeError, match="Permission denied"):
             await fleet.deploy("r0001")
 
@@ -419,7 +419,7 @@ async def forget(fleet: Fleet, number: int, serves: str) -> None:
     """As a server that has restarted without its aliases."""
     fleet.apps[number].loaded.clear()
     async with Replica(fleet.config.serving.urls[number]) as restarted:
-        await restarted.flip("agent", BASE, serves)
+        await restarted.point("agent", BASE, serves)
 
 
 async def sightings(fleet: Fleet) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.daemon.rounds.worker_process import WorkerProcess
 from flywheel.records.round import ERROR_FILE, LOG_FILE, SPEC_FILE
-from flywheel.serving.server.alias_table import AliasTable, Target
+from flywheel.serving.server.alias_table import AliasTable, AliasTarget
 from flywheel.system.lock import instance_lock
 from tests.daemon.following import Following, exported
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
@@ -106,5 +106,5 @@ async def test_what_libraries_write_for_a_round_is_for_its_user_alone(tmp_path: 
 @pytest.mark.usefixtures("_umask")
 async def test_the_aliases_of_a_server_are_for_its_user_alone(tmp_path: Path) -> None:
     file = tmp_path / "aliases.json"
-    await AliasTable(["agent"], "base", file, ["r0001"], {}).point("agent", Target("r0001"))
+    await AliasTable(["agent"], "base", file, ["r0001"], {}).point("agent", AliasTarget("r0001"))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -18,7 +18,7 @@ from flywheel.config import Config, load
 from flywheel.records import exclusion
 from flywheel.records.request_id import new_request_id, request_id_in
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
-from flywheel.serving.calls.call_log_page import Page
+from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.store.kernel.schema import replies, sources, tasks
@@ -203,7 +203,7 @@ async def test_a_late_call_that_came_while_no_process_ran_is_found_at_the_next_s
         server.log.append([call(1, mark)])
         # Another process has pulled it, and died before it told the ledger.
         with CallLogCopy(call_log_copy_path(config.state_dir)) as call_log_copy:
-            call_log_copy.store_page(server.url, Page(server.log.state(), server.log.page(0, 9, 9_999)))
+            call_log_copy.store_page(server.url, CallPage(server.log.state(), server.log.page(0, 9, 9_999)))
         async with Following(config) as following:
             await until(lambda: is_included(following), "the call to be found")
         assert is_exact((await stored(config))["a1"][0], 1)

@@ -155,7 +155,7 @@ def put_deployment(conn: Connection, adapter: str | None, reason: str = "test", 
     report = {
         "alias": "agent", "target": f"agent@{adapter}",
         "replicas": [
-            {"url": "http://127.0.0.1:8000", "previous": "base", "loaded": True, "flipped": True, "error": "",
+            {"url": "http://127.0.0.1:8000", "previous": "base", "loaded": True, "pointed": True, "error": "",
              "serves": f"agent@{adapter}", "condition": "ok",
              "probe": {"tokens": 64, "parent_slope": None, "adapter_slope": 0.97, "standard_error": 0.0421,
                        "noise": 0.0001, "residual": 0.00015, "indistinct": False, "passed": True}}

@@ -13,7 +13,7 @@ from flywheel.records.states import Split
 from flywheel.records.task import exclusion_of_tools
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage
-from flywheel.training.recorded.recordings import Recording, results_of
+from flywheel.training.recorded.recordings import TraceRecording, results_of
 from tests.training.recorded.recordings import ADD, FINISH, call, said, steps, tool
 
 RESULT: ChatMessage = {"role": "tool", "tool_call_id": "c", "name": "add", "content": "3"}
@@ -59,7 +59,7 @@ def test_it_is_what_rollouts_find_in_the_same_trace(tools: list[dict[str, Any]],
     """The exclusion is stored when a reply is read; the recordings are read from its line when a round is planned."""
     told = steps(*((call(name, arguments), result) for name, arguments, result in made))
     found = exclusion_of_tools(tools, told)
-    results = results_of(Recording("t", "c", Split.TRAIN, tuple(tools), told), FINISH_FUNCTIONS)
+    results = results_of(TraceRecording("t", "c", Split.TRAIN, tuple(tools), told), FINISH_FUNCTIONS)
     assert (found is Exclusion.TOOLS) == results.trains(use_uncalled=False)
     if tools and found is not Exclusion.UNRECORDED:
         assert results.trains(use_uncalled=True)

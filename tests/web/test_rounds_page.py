@@ -18,8 +18,7 @@ from flywheel.store import rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import append_jsonl, write_atomic, write_json
-from flywheel.training.data.metrics import Metrics
-from flywheel.training.data.round_progress import Meter
+from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.web.rounds import LogEnd, log_end
 from tests.factories.state import write_state
 from tests.web.conftest import Check, Visitor

@@ -20,7 +20,7 @@ from flywheel.errors import FlywheelError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
-from flywheel.serving.server.inference_server import chat_arguments
+from flywheel.serving.server.vllm_command import chat_arguments
 from flywheel.sources.jsonl.reader import JsonlFile, files_of, is_listed
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio.database import Database
@@ -31,7 +31,7 @@ from flywheel.system.lock import holder
 from flywheel.system.terminal import byte_size, quantity
 from flywheel.training.data.groups import MIN_COMPLETE_SHARE
 from flywheel.training.recorded.expected_hits import ExpectedHits, HitRate, expected_hits
-from flywheel.training.recorded.recordings import Recording, recording_of, results_of
+from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
 
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
@@ -242,7 +242,7 @@ def _is_parsed(config: Config) -> bool:
     return bool(served_format(chat_arguments(config.model.base, config.serving)).tool_parser)
 
 
-def _sample(conn: Connection, config: Config) -> Iterator[Recording]:
+def _sample(conn: Connection, config: Config) -> Iterator[TraceRecording]:
     """The newest recordings, in the form that rounds use."""
     redact = redactor_of(config)
     room = SAMPLED_CHARACTERS
@@ -274,7 +274,7 @@ def _percentages(best: HitRate) -> dict[str, int]:
     return {name: round(100 * share) for name, share in shares.items() if share is not None}
 
 
-def _without_results(sample: list[Recording], config: Config) -> list[str]:
+def _without_results(sample: list[TraceRecording], config: Config) -> list[str]:
     """Offered tools of which the sample has no result."""
     finish = config.rollout.finish_tools
     offered = {name for recording in sample for name in functions_by_name(recording.tools)} - {

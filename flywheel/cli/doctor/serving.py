@@ -14,9 +14,8 @@ from flywheel.config import Config
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.server.inference_server import command
 from flywheel.serving.server.model_parsers import folder_of
-from flywheel.serving.server.startup_adapters import base_name, deployed
+from flywheel.serving.server.vllm_command import base_name, command, deployed
 from flywheel.serving.server_keys import admin_key
 from flywheel.system.server_limits import is_loopback
 from flywheel.system.terminal import byte_size

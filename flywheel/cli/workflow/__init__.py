@@ -71,7 +71,7 @@ async def _check(
 ) -> Checked:
     from flywheel.cli.workflow import checked_run
     from flywheel.serving.server_keys import agents_key
-    from flywheel.training.program.configured_program import program_of
+    from flywheel.training.program.program_pool import program_of
 
     attempted = "check the workflow"
     program = program_of(_with_function(config, function) if function is not None else config)

@@ -13,7 +13,7 @@ from flywheel.config import Config, GateSettings
 from flywheel.records.round import GateTest
 from flywheel.store import gate_tests
 from flywheel.system.terminal import quantity
-from flywheel.training.gate import alpha_spending, power
+from flywheel.training.gate.gate import alpha_of, expected_spread, following_test, power
 
 CONSIDERED: Final = 10
 """Tasks that are considered, as a multiple of `gate.max_tasks`: conversations have several."""
@@ -43,13 +43,13 @@ def next_test(conn: Connection, config: Config) -> NextTest:
     last = past[0] if past else None
     fresh = gate_tests.candidates(conn, most, takes)
     never_tested = len({conversation for _, conversation in fresh})
-    test = alpha_spending.next_test(gate.alpha, last, never_tested)
+    test = following_test(gate.alpha, last, never_tested)
     own = [] if test.number == 1 else gate_tests.candidates(conn, most, takes, test.epoch)
     asked = _spread_out([*own, *fresh])[: gate.max_tasks]
     conversations = len({conversation for _, conversation in asked})
 
     def power_of(conversations: int, alpha: float, tasks: int) -> float:
-        return power.power(conversations, power.spread(gate.samples_for(tasks), past), alpha)
+        return power(conversations, expected_spread(gate.samples_for(tasks), past), alpha)
 
     now = power_of(conversations, test.alpha, len(asked))
     missing: int | None = 0
@@ -58,7 +58,7 @@ def next_test(conn: Connection, config: Config) -> NextTest:
         ways = []
         if (needed := _first(most_asked, lambda n: power_of(n, test.alpha, n) >= gate.min_power)) is not None:
             ways.append(needed - conversations)
-        first = alpha_spending.alpha_of(gate.alpha, 1)
+        first = alpha_of(gate.alpha, 1)
         if last is not None and (needed := _first(most_asked, lambda n: power_of(n, first, n) >= gate.min_power)):
             ways.append(max(needed, last.conversations) - never_tested)
         # With several tasks per conversation each gets fewer samples: at least one conversation is missing.

@@ -21,8 +21,13 @@ from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import sends_reasoning
 from flywheel.store import rounds
 from flywheel.store.samples import recorded_lines
-from flywheel.training.recorded.call_key import tools_by_name
-from flywheel.training.recorded.recordings import RecordingPool, recording_of, results_of, trace_results
+from flywheel.training.recorded.recordings import (
+    RecordingPool,
+    recording_of,
+    results_of,
+    tools_by_name,
+    trace_results,
+)
 
 log = logging.getLogger(__name__)
 

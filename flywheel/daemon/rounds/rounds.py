@@ -32,7 +32,7 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import RoundResult
 from flywheel.records.states import RoundState
-from flywheel.serving.client.replica_errors import Condition
+from flywheel.serving.client.replica_client import Condition
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store

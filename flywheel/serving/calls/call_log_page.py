@@ -18,14 +18,14 @@ Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Text = str | tuple[str]
 
 
-class Page(NamedTuple):
+class CallPage(NamedTuple):
     """Calls with their numbers, and the state of the log they are from."""
 
     state: LogState
     calls: list[tuple[int, RecordedCall]]
 
 
-class _Call(msgspec.Struct):
+class _CallJson(msgspec.Struct):
     number: Number
     request_id: Name
     path: Name
@@ -41,19 +41,19 @@ class _Call(msgspec.Struct):
     response: Text
 
 
-class _Page(msgspec.Struct):
+class _PageJson(msgspec.Struct):
     log: Name
     oldest: Number
     newest: Number
     dropped: Number
     texts: list[Text]
-    calls: list[_Call]
+    calls: list[_CallJson]
 
 
-_decode: Final = msgspec.json.Decoder(_Page).decode
+_decode: Final = msgspec.json.Decoder(_PageJson).decode
 
 
-def read_page(text: str | bytes, after: int) -> Page:
+def read_page(text: str | bytes, after: int) -> CallPage:
     """Reads what `CallLog.page_json` wrote of the calls behind the number `after`. Raises ValueError for anything
     else, and for a page that repeats calls or leaves out those that it announces.
 
@@ -81,7 +81,7 @@ def read_page(text: str | bytes, after: int) -> Page:
         plain |= {"ended_ns": min(call.ended_ns, now), "started_ns": min(call.started_ns, call.ended_ns, now)}
         plain |= {"request": b"".join(texts[place] for place in call.request), "response": _bytes(call.response)}
         calls.append((call.number, RecordedCall(**plain)))
-    return Page(LogState(page.log, page.oldest, page.newest, page.dropped), calls)
+    return CallPage(LogState(page.log, page.oldest, page.newest, page.dropped), calls)
 
 
 def _bytes(text: Text) -> bytes:

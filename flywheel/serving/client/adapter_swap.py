@@ -1,7 +1,8 @@
 """The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
 
-Until the last replica has it, the old version serves, and it keeps serving after any failure. The caller records what
-is deployed; adapters' directories are never changed.
+Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
+longer needed are unloaded before it, for a free slot, and after it. The caller records what is deployed; adapters'
+directories are never changed.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
-from flywheel.serving.client.replica_client import Alias, Replica, every
-from flywheel.serving.client.replica_errors import Condition
+from flywheel.serving.client.replica_client import Alias, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
 
@@ -34,7 +34,7 @@ async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
         try:
             found = await replica.alias(alias)
             if found.waiting and found.target == found.base_model:
-                await replica.flip(alias, found.target, found.target)
+                await replica.point(alias, found.target, found.target)
         except ServeError as error:
             return ReplicaReport.failed(replica.url, error)
         if found.target != found.base_model:
@@ -69,7 +69,7 @@ class ReplicaReport:
     url: str
     previous: str = ""
     loaded: bool = False
-    flipped: bool = False
+    pointed: bool = False
     probe: ProbeFigures | None = None
     error: str = ""
     serves: str = ""
@@ -93,7 +93,7 @@ class SwapReport:
 
     @property
     def changed(self) -> tuple[ReplicaReport, ...]:
-        return tuple(replica for replica in self.replicas if replica.loaded or replica.flipped)
+        return tuple(replica for replica in self.replicas if replica.loaded or replica.pointed)
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -147,16 +147,16 @@ class _Step:
     target: str
     loaded: bool
     probe: ProbeFigures | None = None
-    flip_tried: bool = False
+    point_tried: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether the alias must be changed."""
         return self.before.target != self.target
 
-    async def flip(self, alias: str, adapter: AdapterRef | None) -> None:
+    async def point(self, alias: str, adapter: AdapterRef | None) -> None:
         path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
-        await self.replica.flip(alias, self.target, self.before.target, path, sha256)
+        await self.replica.point(alias, self.target, self.before.target, path, sha256)
 
     def report(self) -> ReplicaReport:
         """Mark the swap as complete."""
@@ -197,8 +197,8 @@ async def swap(
         if target:
             await every([_still_there(step) for step in steps])
         for step in steps:
-            step.flip_tried = True
-            await step.flip(alias, adapter)
+            step.point_tried = True
+            await step.point(alias, adapter)
         by_url = {step.replica.url: step for step in steps}
         report = SwapReport(alias, target, tuple(by_url[replica.url].report() for replica in replicas))
         await on_state(DeploymentState.ACTIVE, report)
@@ -303,7 +303,7 @@ async def _restore(
         if proven is not None:
             proven[replica.url] = state
         if step.moves or step.before.waiting:
-            await step.flip(alias, adapter)
+            await step.point(alias, adapter)
         return step.report()
     except ServeError as error:
         wanted = steps[0].target if steps else ""
@@ -344,19 +344,84 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
     left = []
     for step in steps:
         try:
-            if step.flip_tried:
+            if step.point_tried:
                 # A change whose response was lost may have taken effect, so ask the server.
                 before = step.before
                 if (step.moves or before.waiting) and (await step.replica.alias(alias)).target == step.target:
                     saved = before.path, before.sha256 or None, before.waiting
-                    await step.replica.flip(alias, before.target, step.target, *saved)
+                    await step.replica.point(alias, before.target, step.target, *saved)
             elif step.loaded:
                 # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
                 # is retired.
                 await step.replica.unload(step.target)
         except ServeError as error:
-            if step.flip_tried:
+            if step.point_tried:
                 left.append(f"{step.replica.url} may still answer with {step.target}: {error}")
             else:
                 log.warning("after a swap that failed: %s", error)
     return left
+
+
+async def retire(
+    replicas: Sequence[Replica], alias: str, keep: Collection[str], drain_seconds: float
+) -> dict[str, list[str]]:
+    """Unload versions of `alias` that are no longer needed. Returns the unloaded names per replica.
+
+    `keep` are names of adapters to keep (the deployed one and those to roll back to). The serving version is always
+    kept, and a version is unloaded only after it has not served for `drain_seconds`, so that requests in flight
+    complete. Must not run during a swap.
+    """
+
+    async def drain(replica: Replica) -> list[str]:
+        try:
+            return await _retire(replica, alias, keep, drain_seconds)
+        except ServeError as error:
+            # An adapter that stays loaded costs only memory; the next swap tries again.
+            log.warning("old versions stay loaded: %s", error)
+            return []
+
+    return dict(zip([r.url for r in replicas], await asyncio.gather(*map(drain, replicas)), strict=True))
+
+
+async def make_room(
+    replicas: Sequence[Replica],
+    alias: str,
+    adapter: str,
+    recent: Collection[str],
+    keep: Collection[str],
+    drain_seconds: float,
+) -> None:
+    """Unload versions of `alias` until each replica has a free slot for `adapter`, or nothing more can go.
+
+    First all that are not in `recent`; then, where no slot is free, also those that served until recently, after
+    `drain_seconds`; and at last the ones in `keep`, which a rollback loads again. Raises nothing.
+    """
+
+    async def free(replica: Replica) -> None:
+        try:
+            for kept, seconds in ((recent, 0.0), (keep, drain_seconds), ((), drain_seconds)):
+                await _retire(replica, alias, {*kept, adapter}, seconds)
+                there = await replica.alias(alias)
+                adapters = (await replica.models()).keys() - {there.base_model}
+                if there.max_adapters is None or len(adapters | {version_name(alias, adapter)}) <= there.max_adapters:
+                    break
+        except ServeError as error:
+            log.warning("old versions stay loaded: %s", error)
+
+    await asyncio.gather(*map(free, replicas))
+
+
+async def _retire(replica: Replica, alias: str, keep: Collection[str], drain_seconds: float) -> list[str]:
+    """Raises ServeError."""
+    kept = {version_name(alias, name) for name in keep}
+
+    async def idle() -> set[str]:
+        serving = (await replica.alias(alias)).target
+        loaded = [name for name in await replica.models() if name.startswith(version_name(alias, ""))]
+        return {name for name in loaded if name not in kept and name != serving}
+
+    old = await idle()
+    if old:
+        await asyncio.sleep(drain_seconds)
+        old &= await idle()
+    return [name for name in sorted(old) if await replica.unload(name)]

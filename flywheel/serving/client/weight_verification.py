@@ -15,8 +15,7 @@ from typing import Final
 
 from flywheel.errors import ServeError
 from flywheel.records.round import Probe
-from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.client.replica_errors import Condition
+from flywheel.serving.client.replica_client import Condition, Replica
 
 PLACES: Final = (64, 128, 256, 512)
 """Numbers of tokens, tried in this order until the standard error is small enough."""

@@ -1,7 +1,7 @@
-"""The aliases of one server and their target models, stored in a file so that they survive a restart.
+"""The aliases of one server: their target models, stored in a file that survives restarts, as clients see them.
 
 An alias whose target is not known or not loaded at the start waits: requests to it are refused with the reason until
-its target is set. Runs inside vLLM's process, so only the standard library (and `flywheel.system.files`) is imported.
+its target is set. Runs inside vLLM's process, so only the standard library is imported, and modules that do the same.
 Does not know what is loaded later.
 """
 
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
+from flywheel.serving import routes
+from flywheel.serving.server.asgi import error_json
 from flywheel.system.files import PRIVATE, write_json
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AliasTarget:
     """The target of an alias: a served model's name and, unless it is the base model, the adapter's directory and the
     hash of its verified files."""
 
@@ -35,12 +39,12 @@ class TargetMismatchError(Exception):
         self.current = current
 
 
-def read_aliases(file: Path) -> tuple[dict[str, Target], str]:
+def read_aliases(file: Path) -> tuple[dict[str, AliasTarget], str]:
     """The saved aliases, none if the file is missing; and why a damaged file cannot be read."""
     try:
         saved = json.loads(file.read_bytes())
         return {
-            alias: Target(str(entry["target"]), entry.get("path"), entry.get("sha256"))
+            alias: AliasTarget(str(entry["target"]), entry.get("path"), entry.get("sha256"))
             for alias, entry in saved.items()
         }, ""
     except FileNotFoundError:
@@ -66,7 +70,7 @@ class AliasTable:
         self._file = file
         self._change = asyncio.Lock()
         saved, damage = read_aliases(file) if file else ({}, "")
-        self._targets = {alias: Target(base_model) for alias in aliases} | saved
+        self._targets = {alias: AliasTarget(base_model) for alias in aliases} | saved
         self.waiting: Mapping[str, str] = {}
         """The aliases that are not answered, and why not."""
         for alias, target in self._targets.items():
@@ -75,7 +79,7 @@ class AliasTable:
         self._sources = {alias: "restored" if alias in saved else "base" for alias in aliases}
 
     @property
-    def targets(self) -> Mapping[str, Target]:
+    def targets(self) -> Mapping[str, AliasTarget]:
         return self._targets
 
     def counts(self) -> Counter[str]:
@@ -88,7 +92,7 @@ class AliasTable:
         target = self._targets.get(model)
         return target.name if target else None
 
-    async def point(self, alias: str, target: Target, expected: str | None = None, waiting: str = "") -> str:
+    async def point(self, alias: str, target: AliasTarget, expected: str | None = None, waiting: str = "") -> str:
         """Set the target of `alias` and return the previous model name. With a reason in `waiting`, requests to it
         are refused, as before a swap that is taken back.
 
@@ -96,7 +100,7 @@ class AliasTable:
         cannot be written; both change nothing.
         """
         async with self._change:
-            current = self._targets.get(alias, Target(self.base_model)).name
+            current = self._targets.get(alias, AliasTarget(self.base_model)).name
             if expected is not None and expected != current:
                 raise TargetMismatchError(current)
             changed = {**self._targets, alias: target}
@@ -111,3 +115,49 @@ class AliasTable:
 
     def _wait(self, alias: str, why: str) -> None:
         self.waiting = {name: reason for name, reason in {**self.waiting, alias: why}.items() if reason}
+
+
+_UNKNOWN: Final = re.compile(r"The model `(.*)` does not exist", re.DOTALL)
+
+
+def listed(
+    status: int,
+    body: bytes,
+    targets: Mapping[str, AliasTarget],
+    created: int,
+    may_ask: Callable[[str], bool],
+    model: str,
+) -> tuple[int, bytes]:
+    """The list of the models that the client `may_ask` for, with the aliases; or only `model` of these, if named.
+
+    `created` is the creation time of aliases in seconds since 1970.
+    """
+    try:
+        listing = json.loads(body)
+        cards: list[dict[str, Any]] = [card for card in listing["data"] if may_ask(card["id"])]
+    except (ValueError, KeyError, TypeError):
+        return status, body
+    cards += [
+        {"id": alias, "object": "model", "created": created, "owned_by": routes.ALIAS_OWNER, "root": target.name}
+        for alias, target in targets.items()
+    ]
+    if not model:
+        return status, json.dumps({**listing, "data": cards}).encode()
+    card = next((card for card in cards if card["id"] == model), None)
+    return (status, json.dumps(card).encode()) if card else (404, error_json(404, unknown_model(model, targets)))
+
+
+def unknown_model(model: str, aliases: Collection[str]) -> str:
+    return f"The model `{model[:100]}` does not exist. This server answers as {', '.join(aliases)}."
+
+
+def not_found(status: int, body: bytes, aliases: Collection[str]) -> tuple[int, bytes]:
+    """An answer of 404 or 405 in OpenAI's form. The text about an unknown model names the aliases."""
+    try:
+        refusal = json.loads(body)
+        if unknown := _UNKNOWN.match(refusal["error"]["message"]):
+            refusal["error"]["message"] = unknown_model(unknown[1], aliases)
+        return status, json.dumps(refusal).encode()
+    except (ValueError, KeyError, TypeError):  # of the web framework, for a path that vLLM does not have
+        why = "this server has no such path" if status == 404 else "this path does not take the method"
+        return status, error_json(status, why)

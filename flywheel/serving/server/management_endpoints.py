@@ -1,5 +1,4 @@
-"""The management endpoints: reading and setting the alias at /flywheel/alias, and pages of the call log at
-/flywheel/calls.
+"""The endpoints that manage a server: vLLM's own that loads adapters, the alias, pages of the call log.
 
 Requests have been authenticated with the admin key.
 """
@@ -7,18 +6,89 @@ Requests have been authenticated with the admin key.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
 
 from flywheel.errors import CallLogError
 from flywheel.serving import routes
+from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.calls.call_log import PAGE_BYTES, CallLog
-from flywheel.serving.server.alias_table import AliasTable, Target, TargetMismatchError
-from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path
+from flywheel.serving.environment_variables import MAX_ADAPTERS_VARIABLE
+from flywheel.serving.server.alias_table import AliasTable, AliasTarget, TargetMismatchError
+from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
-from flywheel.system.server_limits import Receive, RefusedError, Scope, Send, read_body
+from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, read_body
 
+MAX_BYTES: Final = 65536
 MAX_CALLS: Final = 1000
+
+
+class AdapterSlots:
+    def __init__(self, app: App, most: int | None) -> None:
+        """`most` adapters can be loaded at the same time; None: any number."""
+        self._app = app
+        self.most = most
+        self._one_at_a_time = asyncio.Lock()
+
+    @classmethod
+    def of_environment(cls, app: App) -> AdapterSlots:
+        most = os.environ.get(MAX_ADAPTERS_VARIABLE)
+        return cls(app, int(most) if most else None)
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request to vLLM if the adapter is a directory of safetensors and a slot is free for it. Raises
+        RefusedError.
+
+        vLLM itself would load pickled weights, and would look for other names on the hub. With more adapters than
+        slots it would move weights at each request, and on a CPU, where the last slot must stay empty, answer
+        requests for the base model with an adapter.
+        """
+        body = await read_body(receive)
+        if body is None:
+            return
+        wanted = parsed(body, MAX_BYTES)
+        path = wanted.get("lora_path") if isinstance(wanted, dict) else None
+        if not isinstance(path, str) or "\0" in path:
+            raise RefusedError(400, "expected {lora_name, lora_path}, both texts")
+        if not await asyncio.to_thread(os.path.isdir, path):
+            raise RefusedError(404, f"No adapter found for {path}")
+        if why := await asyncio.to_thread(why_unloadable, Path(path)):
+            raise RefusedError(400, f"the adapter is refused: {why}")
+        async with self._one_at_a_time:
+            if self.most is not None:
+                loaded = await self._loaded(scope)
+                if wanted.get("lora_name") not in loaded and len(loaded) >= self.most:
+                    raise RefusedError(409, f"all {self.most} slots for adapters are taken: {', '.join(loaded)}")
+                await _free_slots(scope)
+            await with_body(self._app, scope, body, receive, send)
+
+    async def _loaded(self, scope: Scope) -> list[str]:
+        """The names of vLLM's adapters, from its own list of models."""
+        answer: list[bytes] = []
+
+        async def nothing() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def kept(message: Message) -> None:
+            answer.append(message.get("body", b""))
+
+        path = str(scope["path"]).replace(routes.LOAD_ADAPTER, routes.MODELS)
+        await self._app({**scope, "method": "GET", "path": path}, nothing, kept)
+        return [str(card["id"]) for card in json.loads(b"".join(answer))["data"] if card.get("parent")]
+
+
+async def _free_slots(scope: Scope) -> None:
+    """Take adapters out of the engine that were unloaded: vLLM 0.32 only forgets their names, and their weights keep
+    a slot. At the next load, rather than at once, requests in flight have long ended."""
+    state: Any = getattr(scope.get("app"), "state", None)
+    engine, models = getattr(state, "engine_client", None), getattr(state, "openai_serving_models", None)
+    if engine is not None and models is not None:
+        named = {request.lora_int_id for request in models.lora_requests.values()}
+        for number in set(await engine.list_loras()) - named:
+            await engine.remove_lora(number)
 
 
 class CallEndpoint:
@@ -51,9 +121,6 @@ def _number(given: dict[str, list[str]], name: str, default: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise RefusedError(400, f"`{name}` must be a whole number, 0 or more")
     return int(text)
-
-
-MAX_BYTES = 65536
 
 
 class Management:
@@ -108,7 +175,7 @@ class Management:
         if not alias or not target or alias in (target, self._aliases.base_model):
             raise RefusedError(400, "an alias must have a name of its own")
         try:
-            previous = await self._aliases.point(alias, Target(target, path, sha256), expected, waiting or "")
+            previous = await self._aliases.point(alias, AliasTarget(target, path, sha256), expected, waiting or "")
         except TargetMismatchError as mismatch:
             raise RefusedError(409, f"{alias} is {mismatch.current}") from None
         except OSError as error:

@@ -36,13 +36,11 @@ from flywheel.serving.environment_variables import (
     MAX_BODY_VARIABLE,
     WAITING_VARIABLE,
 )
-from flywheel.serving.model_listing import listed, not_found, unknown_model
-from flywheel.serving.server.adapter_slots import AdapterSlots
-from flywheel.serving.server.alias_table import AliasTable
+from flywheel.serving.server.alias_table import AliasTable, listed, not_found, unknown_model
 from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, with_body, with_header
 from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
-from flywheel.serving.server.management_endpoints import Management
+from flywheel.serving.server.management_endpoints import AdapterSlots, Management
 from flywheel.system.server_limits import (
     App,
     Limited,

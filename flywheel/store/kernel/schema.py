@@ -430,7 +430,7 @@ gate_tests = Table(
     Column("spread", Float),
     Column("samples", Integer),
 )
-"""Which test of the gate each round is, see `flywheel.training.gate.alpha_spending`. `conversations` is how many it
+"""Which test of the gate each round is, see `flywheel.training.gate.gate`. `conversations` is how many it
 has used, NULL until its rewards were seen: the test is not spent."""
 
 gate_conversations = Table(

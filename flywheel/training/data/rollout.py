@@ -1,4 +1,4 @@
-"""Rollouts: what the policy did with a prompt, with its reward, and statistics of a batch.
+"""Rollouts: what the policy did with a prompt, how its calls were answered, its reward, statistics of a batch.
 
 Plain data and arithmetic; nothing here generates, grades or trains.
 """
@@ -9,16 +9,87 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, get_args
 
 from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
+from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange, Verdict
-from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
 from flywheel.training.data.groups import MIN_REWARDS, Drop, Scale, dropped_groups, group_advantages
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.samples import Row, Sample
+from flywheel.training.data.samples import Sample, TrainingRow
+
+
+class CallOutcome(StrEnum):
+    """How a call was answered."""
+
+    TRACE = "trace"
+    SHARED = "shared"
+    MISS = "miss"
+    UNKNOWN_TOOL = "unknown tool"
+    UNPARSEABLE = "unparseable arguments"
+    FINISH = "finish"
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A call of a rollout.
+
+    Attributes:
+        call_id: The rollout's own id of it.
+        result: What the policy was answered; None after a miss that ends the rollout, and for a finish tool.
+        repeats_trace: Whether tool and arguments equal those of a call in the task's own trace.
+    """
+
+    call_id: str
+    name: str
+    outcome: CallOutcome
+    result: ToolResult | None = None
+    repeats_trace: bool = False
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether a recorded result answers it."""
+        return self.outcome in (CallOutcome.TRACE, CallOutcome.SHARED)
+
+    @property
+    def is_miss(self) -> bool:
+        return self.outcome is CallOutcome.MISS
+
+
+def tool_metrics(rollouts: Sequence[Sequence[AnsweredCall]]) -> dict[str, Any]:
+    """The figures of rollouts, given the calls of each. A share is None where it would be one of nothing.
+
+    - `call_share`: rollouts with a call, finish tools aside. `miss_share`: rollouts with a miss.
+    - `hit_rate`, `hit_rate_by_tool`: well-formed calls of offered tools that a recorded result answers.
+    - `argument_accuracy`: calls of offered tools that equal a call of the task's own trace.
+    - `tool_calls`: number of calls by outcome.
+    """
+    outcomes: Counter[CallOutcome] = Counter()
+    hits: Counter[str] = Counter()
+    lookups: Counter[str] = Counter()
+    repeating = 0
+    for call in (call for calls in rollouts for call in calls):
+        outcomes[call.outcome] += 1
+        repeating += call.repeats_trace
+        hits[call.name] += call.is_hit
+        lookups[call.name] += call.is_hit or call.is_miss
+    calling = [any(call.outcome is not CallOutcome.FINISH for call in calls) for calls in rollouts]
+    missing = [any(call.is_miss for call in calls) for calls in rollouts]
+    return {
+        "call_share": _share(sum(calling), len(rollouts)),
+        "miss_share": _share(sum(missing), len(rollouts)),
+        "hit_rate": _share(hits.total(), lookups.total()),
+        "hit_rate_by_tool": {name: hits[name] / count for name, count in sorted(lookups.items()) if count},
+        "argument_accuracy": _share(repeating, lookups.total() + outcomes[CallOutcome.UNPARSEABLE]),
+        "tool_calls": {outcome.value: outcomes[outcome] for outcome in CallOutcome},
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +163,7 @@ class Completion:
     @property
     def has_called(self) -> bool:
         """Whether it called a tool other than those that end it."""
-        return any(call.outcome is not Outcome.FINISH for call in self.calls)
+        return any(call.outcome is not CallOutcome.FINISH for call in self.calls)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -225,7 +296,7 @@ def exchange(prompt: Prompt, completion: Completion) -> Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RolloutBatch:
     """The rollouts of one step in the order of their requests.
 
     Attributes:
@@ -285,11 +356,11 @@ class Batch:
         rewards = [None if each.request.group in left_out else each.reward for each in self.rollouts]
         return group_advantages(groups, rewards, scale)
 
-    def rows(self, scale: Scale = "group", *, mask_truncated: bool = False) -> list[Row]:
+    def rows(self, scale: Scale = "group", *, mask_truncated: bool = False) -> list[TrainingRow]:
         """The samples to train on, without those that have no trained token. `mask_truncated` leaves out truncated
         rollouts, whose rewards still count in their groups."""
         return [
-            Row(number, sample, advantage)
+            TrainingRow(number, sample, advantage)
             for number, (rollout, advantage) in enumerate(zip(self.rollouts, self.advantages(scale), strict=True))
             if advantage is not None and not (mask_truncated and rollout.completion.truncated)
             for sample in rollout.completion.samples

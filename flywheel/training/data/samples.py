@@ -154,7 +154,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainingRow:
     """A sample to train on. `rollout` is a number; all samples of a rollout have its advantage."""
 
     rollout: int
@@ -162,7 +162,7 @@ class Row:
     advantage: float
 
 
-def token_counts(rows: Iterable[Row]) -> Counter[int]:
+def token_counts(rows: Iterable[TrainingRow]) -> Counter[int]:
     """Number of trained tokens of each rollout, over all its samples."""
     counts: Counter[int] = Counter()
     for row in rows:
@@ -185,9 +185,9 @@ def token_weights(
     return dict.fromkeys(counts, weight)
 
 
-def micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+def micro_batches(rows: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRow]]:
     """The rows, longest first, in batches of at most `max_tokens` with padding. A longer row has its own batch."""
-    batches: list[list[Row]] = []
+    batches: list[list[TrainingRow]] = []
     for row in sorted(rows, key=lambda row: -len(row.sample.token_ids)):
         if batches and (len(batches[-1]) + 1) * len(batches[-1][0].sample.token_ids) <= max_tokens:
             batches[-1].append(row)

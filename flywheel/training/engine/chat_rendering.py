@@ -91,7 +91,7 @@ def served_format(arguments: Sequence[str], *, max_model_len: int | None = None)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedAnswer:
     """A completion as an agent receives it: `text` without reasoning, and the names of the called `tools`."""
 
     text: str
@@ -168,17 +168,17 @@ class ServedChat:
         """Whether the parsers need the special tokens in the text of an answer."""
         return not self._adjusted(_request(task)).skip_special_tokens
 
-    def answer(self, task: RoundTask, prompt: Sequence[int], text: str, tokens: Sequence[int]) -> Answer:
+    def answer(self, task: RoundTask, prompt: Sequence[int], text: str, tokens: Sequence[int]) -> ParsedAnswer:
         """The parsed completion of the task's prompt, as the server returns it."""
         if self._parser is None:
-            return Answer(text)
+            return ParsedAnswer(text)
         request = _request(task)
         parser = self._parser_for(request)
         parser.set_prompt_token_ids(list(prompt))
         _, content, calls = parser.parse(
             text, request, enable_auto_tools=bool(self._chat.tool_parser), model_output_token_ids=tokens
         )
-        return Answer(content or "", tuple(call.name for call in calls or ()))
+        return ParsedAnswer(content or "", tuple(call.name for call in calls or ()))
 
     def _parsers(self) -> Any:
         from vllm.parser import ParserManager

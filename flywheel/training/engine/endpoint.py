@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from flywheel.system.web_server import BackgroundServer, bound_socket
-from flywheel.training.engine.session import ModelReply, Session
+from flywheel.training.engine.session import Session, SessionReply
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
@@ -27,7 +27,7 @@ CLIENT_GONE: Final = 499
 """No one receives it."""
 
 
-class Endpoint:
+class RolloutEndpoint:
     """Call `start` in the loop that serves it, and `stop` at the end."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Endpoint:
         if session is None:
             return await _not_found()
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "flywheel"} for name in session.models]
-        return _json(ModelReply(200, {"object": "list", "data": models}))
+        return _json(SessionReply(200, {"object": "list", "data": models}))
 
 
 def _events(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
@@ -144,10 +144,10 @@ async def _not_found(*_: object) -> Response:
 
 
 def _error(status: int, message: str, kind: str) -> Response:
-    return _json(ModelReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}}))
+    return _json(SessionReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}}))
 
 
-def _json(reply: ModelReply) -> Response:
+def _json(reply: SessionReply) -> Response:
     return Response(json.dumps(reply.body), reply.status, media_type="application/json")
 
 

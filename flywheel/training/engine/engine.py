@@ -24,19 +24,18 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
-from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
+from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
-from flywheel.training.engine.endpoint import Endpoint
+from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.policy import base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.served_application import ServedApplication, unless_dead
 from flywheel.training.engine.session import Session
 from flywheel.training.program import program_rollout
-from flywheel.training.program.configured_program import program_of
-from flywheel.training.program.program_pool import ProgramPool
+from flywheel.training.program.program_pool import ProgramPool, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
 
@@ -70,6 +69,15 @@ class EngineSettings:
         return MAX_LOADED + self.more_adapters + SPARE_SLOTS
 
 
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """The device of an engine, its context in tokens (the server's, if memory allows), and the library versions."""
+
+    device: str
+    context: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+
 class Engine(RoundActor):
     """Runs as an asynchronous Ray actor: many calls at once, each one rollout. `start` comes first."""
 
@@ -79,14 +87,14 @@ class Engine(RoundActor):
         self._llm: Any = None
         self._chat: Any = None
         self._application: Any = None
-        self._endpoint = Endpoint()
+        self._endpoint = RolloutEndpoint()
         self._context = settings.max_model_len
         self._tools = self._gate_tools = ToolSetup()
         self._pool: ProgramPool | None = None
         self._program = ProgramSetup({}, "", 0)
 
-    async def start(self) -> dict[str, Any]:
-        """Start vLLM. Returns its device, its context (the server's, if memory allows), and the library versions.
+    async def start(self) -> StartedEngine:
+        """Start vLLM.
 
         Raises TrainError. (A method, because Ray passes on only the text of a constructor's error.)
         """
@@ -163,11 +171,7 @@ class Engine(RoundActor):
         self._chat = ServedChat(settings.chat, self._llm.model_config, self._llm.renderer, context)
         self._application = await ServedApplication.build(self._llm, settings.chat)
         await self._endpoint.start()
-        return {
-            "device": torch.cuda.get_device_name() if gpu else "cpu",
-            "context": context,
-            "versions": versions(),
-        }
+        return StartedEngine(torch.cuda.get_device_name() if gpu else "cpu", context, versions())
 
     def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
         """Set how tools answer in rollouts to learn from, and in those `as_served`."""

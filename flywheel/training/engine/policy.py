@@ -15,8 +15,8 @@ from typing import Any
 from flywheel.config import LoraSettings
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
-from flywheel.serving.adapter_files import unsafe_weights
-from flywheel.system.files import sync_directory, tree_sha256
+from flywheel.serving.adapter_files import why_unloadable
+from flywheel.system.files import sync_directory
 
 
 def base_dtype(base: str) -> str:
@@ -61,13 +61,8 @@ def check_frozen(frozen: Sequence[FrozenTarget]) -> None:
 
 
 def _check(adapter: AdapterRef, attempted: str, hint: str) -> None:
-    path = Path(adapter.path)
-    if not (path / "adapter_config.json").is_file():
-        raise TrainError(attempted, f"{path} holds no adapter", hint)
-    if why := unsafe_weights(path):
+    if why := why_unloadable(Path(adapter.path), sha256=adapter.sha256):
         raise TrainError(attempted, why, hint)
-    if tree_sha256(path) != adapter.sha256:
-        raise TrainError(attempted, f"the files in {path} have changed", hint)
 
 
 def rank(adapters: Iterable[AdapterRef | None], lora: LoraSettings) -> int:

@@ -32,7 +32,7 @@ NO_LOGPROB: Final = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class ModelReply:
+class SessionReply:
     """The response to a request: what the server would return, or its error."""
 
     status: int
@@ -56,10 +56,10 @@ class ModelReply:
 
 
 @dataclass(slots=True)
-class _Call:
+class _CallInFlight:
     """A call in flight, or the last one with this body. `waiting` clients have not received its reply."""
 
-    task: asyncio.Task[ModelReply]
+    task: asyncio.Task[SessionReply]
     waiting: int = 0
     is_delivered: bool = False
 
@@ -108,7 +108,7 @@ class Session:
             self._forced["temperature"] = temperature
         self._forced["model"] = _name(adapter)
         self._recorded: list[CallTokens] = []
-        self._known: dict[str, _Call] = {}
+        self._known: dict[str, _CallInFlight] = {}
         self._is_closed = False
 
     @property
@@ -121,7 +121,7 @@ class Session:
 
     async def complete(
         self, body: Mapping[str, Any], *, max_tokens: int | None = None, attempt: int | None = None
-    ) -> ModelReply:
+    ) -> SessionReply:
         """The response to a chat request, which generates at most `max_tokens`.
 
         A client's retry has the reply of its first attempt, and is no call of its own. `attempt` is the number of
@@ -139,7 +139,7 @@ class Session:
             refusal = None if self._is_frozen(body) else self._spent()
             if refusal is not None:
                 return refusal
-            call = _Call(asyncio.ensure_future(self._call(body, max_tokens)))
+            call = _CallInFlight(asyncio.ensure_future(self._call(body, max_tokens)))
             self._known.pop(key, None)
             self._known[key] = call
         call.waiting += 1
@@ -162,7 +162,7 @@ class Session:
         for call in self._known.values():
             call.task.cancel()
 
-    def _is_retry(self, key: str, call: _Call, attempt: int | None) -> bool:
+    def _is_retry(self, key: str, call: _CallInFlight, attempt: int | None) -> bool:
         if attempt:
             return True
         if not call.is_delivered and not call.waiting:
@@ -180,7 +180,7 @@ class Session:
             forced["temperature"] = self._forced["temperature"]
         return forced
 
-    def _spent(self) -> ModelReply | None:
+    def _spent(self) -> SessionReply | None:
         """A refusal if the rollout may make no more calls."""
         what = ""
         if self._turns is not None and len(self._recorded) >= self._turns:
@@ -192,7 +192,7 @@ class Session:
         self.is_truncated = True
         return _refusal(400, f"this rollout has reached its limit of {what}", "BadRequestError")
 
-    async def _call(self, body: Mapping[str, Any], max_tokens: int | None) -> ModelReply:
+    async def _call(self, body: Mapping[str, Any], max_tokens: int | None) -> SessionReply:
         is_frozen = self._is_frozen(body)
         request = {name: body[name] for name in PASSED if body.get(name) is not None}
         request |= self._as_deployed(body["model"]) if is_frozen else self._forced
@@ -211,7 +211,7 @@ class Session:
         status, answer = await self._app.chat(request, limits)
         if status == 200 and not is_frozen:
             self._record(body, answer)
-        reply = ModelReply(status, self._stripped(body, answer) if status == 200 else answer)
+        reply = SessionReply(status, self._stripped(body, answer) if status == 200 else answer)
         if not is_frozen:
             self.is_full = reply.is_too_long
         return reply
@@ -269,6 +269,6 @@ def _known_logprob(value: float) -> float | None:
     return value if value > NO_LOGPROB else None
 
 
-def _refusal(status: int, message: str, kind: str) -> ModelReply:
+def _refusal(status: int, message: str, kind: str) -> SessionReply:
     """An error as the server writes it."""
-    return ModelReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
+    return SessionReply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})

@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any, Final
 
-from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
+from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 
 log = logging.getLogger(__name__)
 

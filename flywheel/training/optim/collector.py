@@ -22,7 +22,7 @@ from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.signals import POLL_SECONDS, check_stopped
-from flywheel.training.data.rollout import Batch, Completion, RewardWeights, Rollout, RolloutRequest, exchange
+from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
 from flywheel.training.data.round_progress import Meter
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
         """One rollout per request, in the same order. Raises TrainError when an engine dies, and the judge's own
         error when it can never answer (a wrong key, for example)."""
         started = time.monotonic()
@@ -116,7 +116,7 @@ class Collector:
             Rollout(request, completions[place], verdicts.get(place), self._weights)
             for place, request in enumerate(requests)
         )
-        return Batch(rollouts, {"generate": generated - started, "grade": graded - generated})
+        return RolloutBatch(rollouts, {"generate": generated - started, "grade": graded - generated})
 
     def _is_graded(self, request: RolloutRequest) -> bool:
         return self._weights.rubric > 0 or request.prompt.task.agent != "program"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,11 +37,13 @@ from trl.trainer.utils import use_adapter
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.training.data.samples import Row, Sample, micro_batches, token_counts, token_weights
+from flywheel.training.data.samples import Sample, TrainingRow, micro_batches, token_counts, token_weights
 
+MicroBatch = dict[str, torch.Tensor]
+"""The inputs of TRL's loss by name."""
 PREFIX: Final = "rows/"
 """Prefix of the figures of an update that `RoundTrainer` adds to TRL's."""
-NOTHING: Final = Row(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
+NOTHING: Final = TrainingRow(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
 """A row without weight, for a process that has fewer of them than another."""
 
 
@@ -54,7 +56,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        roll_out: Callable[[int], Sequence[Row]],
+        roll_out: Callable[[int], Sequence[TrainingRow]],
         sync_weights: Callable[[], None],
         settings: Config,
         **arguments: Any,
@@ -66,11 +68,11 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
             or settings.training.micro_batch_size * settings.rollout.max_model_len
         )
         self._collected = -1
-        self._micro_batches: list[dict[str, Any]] = []
-        self._current: dict[str, Any] | None = None
+        self._micro_batches: list[MicroBatch] = []
+        self._current: MicroBatch | None = None
         super().__init__(reward_funcs=no_reward, **arguments)
 
-    def _prepare_inputs(self, generation_batch: Any) -> list[dict[str, Any]]:
+    def _prepare_inputs(self, generation_batch: Any) -> list[MicroBatch]:
         """The micro-batches of this step; those of the same step again for its further updates."""
         step = self.state.global_step // self.num_iterations
         if step != self._collected:
@@ -102,7 +104,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         self._report(stats)
         return loss
 
-    def _tensors(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    def _tensors(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         """The rows as inputs of TRL's loss, whose normaliser is the number of trained tokens of all processes."""
         counts = token_counts(rows)
         totals = torch.tensor([sum(counts.values()), len(counts)], device=self.accelerator.device)
@@ -122,7 +124,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
                 each["ref_per_token_logps"] = self._reference(each)
         return made
 
-    def _equally_many(self, batches: list[list[Row]]) -> list[list[Row]]:
+    def _equally_many(self, batches: list[list[TrainingRow]]) -> list[list[TrainingRow]]:
         """Adds rows without weight: TRL gathers a figure of each row, so all processes need as many of them."""
 
         def most(numbers: list[int]) -> list[int]:
@@ -136,7 +138,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         sizes = most([len(batch) for batch in batches])
         return [[*batch, *[NOTHING] * (size - len(batch))] for batch, size in zip(batches, sizes, strict=True)]
 
-    def _reference(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _reference(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities of the policy that the round started from, which TRL keeps as adapter `ref`."""
         policy = self.accelerator.unwrap_model(self.model)
         reference = "ref" if "ref" in policy.peft_config else None
@@ -161,7 +163,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
             self._correct(self._current, logps.detach(), entropies.detach())
         return logps, entropies, aux_loss
 
-    def _correct(self, batch: dict[str, Any], logps: torch.Tensor, entropies: torch.Tensor) -> None:
+    def _correct(self, batch: MicroBatch, logps: torch.Tensor, entropies: torch.Tensor) -> None:
         """Set the old policy and the importance weights of a micro-batch, once; and the figures of this update."""
         trained, engine = batch["tool_mask"] > 0, batch["engine_logps"]  # (B, T)
         if "first_logps" not in batch:
@@ -196,8 +198,8 @@ def no_reward(**_: Any) -> list[None]:
 
 
 def tensors(
-    rows: Sequence[Row], weights: dict[int, float], tokens: int, *, pad: int, device: torch.device | str
-) -> dict[str, Any]:
+    rows: Sequence[TrainingRow], weights: dict[int, float], tokens: int, *, pad: int, device: torch.device | str
+) -> MicroBatch:
     """A micro-batch as TRL's loss takes it. `weights` are those of each rollout's tokens, `tokens` the normaliser.
 
     Rows are padded on the right. TRL's prompt is as many tokens as are context in all rows; its tool mask has the
@@ -281,10 +283,10 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
     Raises TrainError when a figure of an update is not a number.
     """
 
-    def __init__(self, on_step: Callable[[int, dict[str, Any]], None]) -> None:
+    def __init__(self, on_step: Callable[[int, Mapping[str, float]], None]) -> None:
         self._on_step = on_step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any) -> None:
         if not logs or "loss" not in logs or "grad_norm" not in logs:
             return
         step, update = divmod(state.global_step - 1, args.num_iterations)

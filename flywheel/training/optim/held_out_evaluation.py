@@ -12,8 +12,8 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
-from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
-from flywheel.training.data.rollout_lines import append_answers
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.rollout_file import append_answers
 from flywheel.training.optim.collector import Collector
 
 CUT_AFTER = 0.9
@@ -24,7 +24,7 @@ Pairs = list[tuple[Rewards, Rewards]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class HeldOutAnswers:
     """The answers of candidate and deployed adapter.
 
     Attributes:
@@ -63,7 +63,7 @@ def answer(
     settings: Config,
     collector: Collector,
     directory: Path,
-) -> Answers:
+) -> HeldOutAnswers:
     """Let both adapters answer, in batches about as large as a training step. None is the base model. The answers are
     written to the round's directory.
 
@@ -78,9 +78,9 @@ def answer(
         batch = collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings, samples))
         append_answers(directory, batch, candidate=sides[0])
         rollouts += batch.rollouts
-    whole = Batch(tuple(rollouts))
+    whole = RolloutBatch(tuple(rollouts))
     whole.refuse_undecided(settings.training.max_undecided_share)
-    of_sides = [Batch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
+    of_sides = [RolloutBatch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
     of_sides[1].refuse_failed(settings.training.max_undecided_share)
     pairs = _paired(_scores(rollouts, samples), samples)
     decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
@@ -99,7 +99,7 @@ def answer(
     }
     at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
     missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
-    return Answers(pairs, at_bound, (missed[0], missed[1]), (failed[0], failed[1]), values, whole.usage())
+    return HeldOutAnswers(pairs, at_bound, (missed[0], missed[1]), (failed[0], failed[1]), values, whole.usage())
 
 
 def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:

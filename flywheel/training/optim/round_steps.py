@@ -15,23 +15,22 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.system.terminal import quantity
 from flywheel.training.data.groups import Reserve, growing_misses
-from flywheel.training.data.metrics import Metrics
 from flywheel.training.data.prompts import Prompt, schedule, seed_of
-from flywheel.training.data.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
-from flywheel.training.data.rollout_lines import append_rollouts
-from flywheel.training.data.round_progress import Meter
+from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, RolloutRequest, add_usage
+from flywheel.training.data.rollout_file import append_rollouts
+from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.optim.collector import Collector
 
 FIRST_LOOK = 2
 """Number of first steps without different rewards after which a round is refused; one could be chance."""
 
 
-class RefusedError(Exception):
+class RoundRefusedError(Exception):
     """This round's tasks have no training signal; the message says why."""
 
 
-def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
-    """Raise RefusedError when too few groups have few misses and rewards that differ: the others are dropped.
+def refuse_without_spread(batches: Sequence[RolloutBatch], min_share: float) -> None:
+    """Raise RoundRefusedError when too few groups have few misses and rewards that differ: the others are dropped.
 
     Raises TrainError when the judge gave no reward at all, in which case the tasks can be used by another round.
     """
@@ -52,25 +51,25 @@ def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
     dropped = Counter(why for batch in batches for why in batch.dropped.values())
     if dropped["misses"]:
         total = sum(len(batch.rollouts) for batch in batches)
-        raise RefusedError(
+        raise RoundRefusedError(
             f"nothing can be learned: {spread} of {groups} groups in the first steps can be trained on ({seen});"
             f" {dropped['misses']} were dropped because {missed} of {total} rollouts ended at a call without a"
             " recorded result: the policy calls tools differently from the traces (rollout.tools)"
         )
-    raise RefusedError(
+    raise RoundRefusedError(
         f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
         " the rubric may be too easy or too hard for these tasks"
     )
 
 
 def refuse_growing_misses(shares: Sequence[Sequence[float]], of_calling: Sequence[Sequence[float]]) -> None:
-    """Raise RefusedError when the share of misses grew over the steps, given that of each group of each step.
+    """Raise RoundRefusedError when the share of misses grew over the steps, given that of each group of each step.
 
     It must have grown among rollouts that called a tool, too: a policy that learns to call has more misses, although
     its arguments are no worse.
     """
     if (reason := growing_misses(shares)) and growing_misses(of_calling):
-        raise RefusedError(reason)
+        raise RoundRefusedError(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def roll_out_only(
     usage: dict[str, int] = {}
     system_prompts: Counter[str] = Counter()
     means: list[float | None] = []
-    batches: list[Batch] = []
+    batches: list[RolloutBatch] = []
     for step in range(steps):
         batch = round_steps.collect(step, adapter)
         batches.append(batch)
@@ -116,10 +115,10 @@ def roll_out_only(
     return DebugRun(steps, means[0], means[-1], _summary(batches), usage, system_prompts)
 
 
-def _summary(batches: Sequence[Batch]) -> str:
+def _summary(batches: Sequence[RolloutBatch]) -> str:
     """How many groups a round would train on, and what happened to the others."""
 
-    def total(figure: Callable[[Batch], int]) -> int:
+    def total(figure: Callable[[RolloutBatch], int]) -> int:
         return sum(map(figure, batches))
 
     spread, groups = total(lambda batch: batch.groups_with_spread), total(lambda batch: batch.groups)
@@ -147,7 +146,7 @@ class RoundSteps:
         self._plan = schedule(len(prompts), per_step=self.asked, steps=training.steps, seed=spec.seed)
         self._reserve = Reserve(self._plan, len(prompts), spec.seed)
 
-    def collect(self, step: int, adapter: LoadedAdapter | None) -> Batch:
+    def collect(self, step: int, adapter: LoadedAdapter | None) -> RolloutBatch:
         """The rollouts of a step, counted from 0.
 
         Groups that are dropped for their misses are replaced by prompts of the reserve, unless enough others are
@@ -170,9 +169,9 @@ class RoundSteps:
             if why == "misses":
                 self._reserve.drop(taken[group])
         seconds = {part: batch.seconds.get(part, 0.0) + further for part, further in more.seconds.items()}
-        return Batch((*batch.rollouts, *more.rollouts), seconds, most, replaced=len(replacements))
+        return RolloutBatch((*batch.rollouts, *more.rollouts), seconds, most, replaced=len(replacements))
 
-    def miss_shares(self, batch: Batch, *, of_calling: bool = False) -> list[float]:
+    def miss_shares(self, batch: RolloutBatch, *, of_calling: bool = False) -> list[float]:
         """The share of rollouts, or of those that called a tool, that ended by a miss, in each planned group that has
         any. The reserve prefers prompts with few misses, so replacements say nothing of how the share develops."""
         of_group: dict[int, list[bool]] = {}
@@ -182,7 +181,7 @@ class RoundSteps:
                 of_group.setdefault(rollout.request.group, []).append(rollout.missed)
         return [sum(missed) / len(missed) for missed in of_group.values()]
 
-    def _collect(self, indices: Sequence[int], step: int, first: int, adapter: LoadedAdapter | None) -> Batch:
+    def _collect(self, indices: Sequence[int], step: int, first: int, adapter: LoadedAdapter | None) -> RolloutBatch:
         prompts = [self._prompts[index] for index in indices]
         return self._collector.collect(step_requests(prompts, step, self._spec, self._settings, adapter, first=first))
 

@@ -19,19 +19,18 @@ import ray
 
 from flywheel.config import Config
 from flywheel.records.round import ADAPTER_DIR, RoundSpec
-from flywheel.training.data.metrics import UPDATE_FIGURES, Metrics
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Batch, LoadedAdapter, add_usage
-from flywheel.training.data.rollout_lines import append_rollouts
+from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage
+from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
-from flywheel.training.data.round_progress import Meter
-from flywheel.training.data.samples import Row
+from flywheel.training.data.round_progress import UPDATE_FIGURES, Meter, Metrics
+from flywheel.training.data.samples import TrainingRow
 from flywheel.training.engine.policy import load_policy, save_adapter
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
-    RefusedError,
+    RoundRefusedError,
     RoundSteps,
     refuse_growing_misses,
     refuse_without_spread,
@@ -97,7 +96,7 @@ class Trainer(RoundActor):
         asked = self._settings.rollout.prompts_asked(training.prompts_per_step)
         meter.enter("training", asked * training.group_size)
         with Collector.of(self._settings, engines, make_grade(meter.pause), meter) as collector:
-            run = Run(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
+            run = TrainingRun(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
             trainer = RoundTrainer(
                 roll_out=run.roll_out,
                 sync_weights=lambda: run.sync(self._model),
@@ -117,7 +116,7 @@ class Trainer(RoundActor):
             refusal = ""
             try:
                 trainer.train()
-            except RefusedError as reason:
+            except RoundRefusedError as reason:
                 refusal = str(reason)
         if not refusal:
             save_adapter(self._model, self._directory / ADAPTER_DIR)
@@ -133,7 +132,7 @@ class Trainer(RoundActor):
         )
 
 
-class Run:
+class TrainingRun:
     """The steps of one round, as TRL calls for them."""
 
     def __init__(
@@ -153,8 +152,8 @@ class Run:
         self.adapter: LoadedAdapter | None = None
         """The adapter that the engines have of the current step."""
         self._sync_seconds = 0.0
-        self._batch = Batch(())
-        self._first: list[Batch] = []
+        self._batch = RolloutBatch(())
+        self._first: list[RolloutBatch] = []
         self._miss_shares: list[list[float]] = []
         self._miss_shares_of_calling: list[list[float]] = []
         self._step_started = time.monotonic()
@@ -185,8 +184,8 @@ class Run:
             shutil.rmtree(old.path)
         self._sync_seconds = time.monotonic() - started
 
-    def roll_out(self, step: int) -> list[Row]:
-        """What to train on of one step's rollouts, counted from 0. Raises RefusedError and TrainError."""
+    def roll_out(self, step: int) -> list[TrainingRow]:
+        """What to train on of one step's rollouts, counted from 0. Raises RoundRefusedError and TrainError."""
         batch = self._batch = self._steps.collect(step, self.adapter)
         self.usage = add_usage(self.usage, batch.usage())
         self.system_prompts += batch.system_prompts
@@ -196,15 +195,15 @@ class Run:
         batch.refuse_undecided(training.max_undecided_share)
         try:
             self._refuse(step, batch)
-        except RefusedError:
+        except RoundRefusedError:
             self._write_metrics(step + 1, {})
             raise
         rows = batch.rows(training.scale_rewards, mask_truncated=training.mask_truncated)
         self.with_gradient |= {batch.rollouts[row.rollout].request.prompt.task.task_id for row in rows}
         return rows
 
-    def _refuse(self, step: int, batch: Batch) -> None:
-        """Raise RefusedError when the round must end after these rollouts."""
+    def _refuse(self, step: int, batch: RolloutBatch) -> None:
+        """Raise RoundRefusedError when the round must end after these rollouts."""
         training = self._settings.training
         if step < FIRST_LOOK:
             self._first.append(batch)
@@ -214,7 +213,7 @@ class Run:
         self._miss_shares_of_calling.append(self._steps.miss_shares(batch, of_calling=True))
         refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
 
-    def report(self, step: int, logs: dict[str, Any]) -> None:
+    def report(self, step: int, logs: Mapping[str, float]) -> None:
         """Write the metrics line of a completed step, which counts from 1."""
         reward = self._write_metrics(step, logs)
         self._meter.stepped(step, reward, collecting_seconds=sum(self._batch.seconds.values()))
@@ -222,7 +221,7 @@ class Run:
         self.reward_last = reward
         self.reward_first = reward if step == 1 else self.reward_first
 
-    def _write_metrics(self, step: int, logs: dict[str, Any]) -> float | None:
+    def _write_metrics(self, step: int, logs: Mapping[str, float]) -> float | None:
         """Write the metrics line of a step and return its mean reward. Without `logs`, it was not trained on."""
         batch = self._batch
         now = time.monotonic()

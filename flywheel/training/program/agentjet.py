@@ -117,7 +117,7 @@ class Response(str):
 
 
 @dataclass
-class Returned:
+class AgentJetResult:
     """What the contract reads."""
 
     reward: float | None
@@ -128,7 +128,7 @@ class Returned:
 def _workflow_function(cls: Any) -> Callable[..., Any]:
     async def workflow(
         task: Any, model: Any, auxiliary_models: Mapping[str, Any] | None = None, logger: Any = None
-    ) -> Returned:
+    ) -> AgentJetResult:
         instance = cls()
         tuner = Tuner(task, model, auxiliary_models or {}, getattr(instance, "trainable_targets", None))
         output = await instance.execute(_workflow_task(task), tuner)
@@ -138,7 +138,7 @@ def _workflow_function(cls: Any) -> Callable[..., Any]:
         response = None if answer is None else Response(answer)
         if response is not None:
             response.workflow_output = output
-        return Returned(_number(output.reward), response, _metrics(output))
+        return AgentJetResult(_number(output.reward), response, _metrics(output))
 
     workflow.__name__ = workflow.__qualname__ = cls.__name__
     return workflow
@@ -147,18 +147,18 @@ def _workflow_function(cls: Any) -> Callable[..., Any]:
 def _judge_function(cls: Any) -> Callable[..., Any]:
     judges: list[Any] = []
 
-    async def judge(task: Any, response: Any, auxiliary_models: Any = None, logger: Any = None) -> Returned:
+    async def judge(task: Any, response: Any, auxiliary_models: Any = None, logger: Any = None) -> AgentJetResult:
         output = getattr(response, "workflow_output", None)
         if output is None:
             output = sys.modules["ajet"].WorkflowOutput(metadata={"final_answer": str(response)})
         if output.reward is not None:
             # As in AgentJet: a workflow that rewards itself needs no judge.
-            return Returned(_number(output.reward))
+            return AgentJetResult(_number(output.reward))
         if not judges:
             judges.append(cls(None))
         found = await asyncio.to_thread(judges[0].compute_reward, _workflow_task(task), output)
         reward, *success = found if isinstance(found, tuple) else (found,)
-        return Returned(reward, metrics={"is_success": float(bool(success[0]))} if success else {})
+        return AgentJetResult(reward, metrics={"is_success": float(bool(success[0]))} if success else {})
 
     judge.__name__ = judge.__qualname__ = cls.__name__
     return judge

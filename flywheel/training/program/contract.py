@@ -1,8 +1,8 @@
-"""The contract of the user's functions: how they are named, which parameters they have, what they may return.
+"""The contract of the user's functions: their names, their parameters, the models they get, what they may return.
 
 It is that of AgentScope's tuner: `async def run(task, model, auxiliary_models=None, logger=None)` for a workflow and
 `async def judge(task, response, auxiliary_models=None, logger=None)` for a judge, called by keyword. It runs in the
-user's interpreter: only the standard library is imported.
+user's interpreter: only the standard library is imported, and AgentScope where that is installed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal
 
 from flywheel.records.program_run import FailureCause
 from flywheel.training.program import agent_program
-from flywheel.training.program.agent_program import FunctionName
+from flywheel.training.program.agent_program import FunctionName, ModelEndpoint
 
 Kind = Literal["workflow", "judge"]
 
@@ -288,3 +289,33 @@ def _finite(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise ResultError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
     return number
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """A model for agents of other frameworks: what an OpenAI client needs."""
+
+    base_url: str
+    model: str
+    api_key: str = field(repr=False)
+
+
+def chat_model(endpoint: ModelEndpoint) -> Any:
+    """The model of an endpoint for the user's function: AgentScope's `OpenAIChatModel`, of 2.x or 1.x, which does not
+    stream. Without AgentScope a `PlainModel`."""
+    if importlib.util.find_spec("agentscope") is None:
+        return PlainModel(endpoint.base_url, endpoint.model, endpoint.api_key)
+    chat = importlib.import_module("agentscope.model").OpenAIChatModel
+    parameters = inspect.signature(chat).parameters
+    if "credential" in parameters:  # 2.x
+        credential = importlib.import_module("agentscope.credential").OpenAICredential
+        return chat(
+            credential=credential(api_key=endpoint.api_key, base_url=endpoint.base_url),
+            model=endpoint.model,
+            stream=False,
+        )
+    # 1.x; its name for what the openai client gets has changed.
+    client = "client_kwargs" if "client_kwargs" in parameters else "client_args"
+    return chat(
+        model_name=endpoint.model, api_key=endpoint.api_key, stream=False, **{client: {"base_url": endpoint.base_url}}
+    )

@@ -34,12 +34,12 @@ from flywheel.records.program_run import FailureCause, RunResult
 from flywheel.system.child_process import IGNORED, Channel
 from flywheel.training.program import process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.agentscope_model import chat_model
 from flywheel.training.program.contract import (
     ContractError,
     Kind,
     ResultError,
     arguments_of,
+    chat_model,
     check_signature,
     described,
     fields_of,

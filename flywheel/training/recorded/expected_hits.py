@@ -11,9 +11,14 @@ from typing import Any
 
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, Tool, calls_in
 from flywheel.records.trace import ChatMessage, get_path
-from flywheel.training.recorded.call_key import tools_by_name, with_defaults
 from flywheel.training.recorded.recorded_rollout import RecordedTools
-from flywheel.training.recorded.recordings import Recording, TraceResults, results_of
+from flywheel.training.recorded.recordings import (
+    TraceRecording,
+    TraceResults,
+    results_of,
+    tools_by_name,
+    with_defaults,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class ExpectedHits:
         return self.repeated if self.repeated.calls else self.copied
 
 
-def expected_hits(recordings: Iterable[Recording], finish_tools: Collection[str] = ()) -> ExpectedHits:
+def expected_hits(recordings: Iterable[TraceRecording], finish_tools: Collection[str] = ()) -> ExpectedHits:
     """What to expect of rollouts on these tasks.
 
     A rollout and its task's trace are two replies to one question. Only traces with results take part, as in a round.
@@ -67,7 +72,7 @@ def expected_hits(recordings: Iterable[Recording], finish_tools: Collection[str]
     """
     finish_tools = FINISH_FUNCTIONS.union(finish_tools)
     offered = 0
-    same: defaultdict[str, list[tuple[Recording, TraceResults]]] = defaultdict(list)
+    same: defaultdict[str, list[tuple[TraceRecording, TraceResults]]] = defaultdict(list)
     for recording in recordings:
         offered += bool(recording.tools)
         results = results_of(recording, finish_tools)
@@ -99,7 +104,7 @@ def _summed(rollouts: Iterable[Sequence[tuple[str, bool]]]) -> HitRate:
 
 
 def _answered(
-    one: Recording, results: TraceResults, other: Recording, finish_tools: Collection[str]
+    one: TraceRecording, results: TraceResults, other: TraceRecording, finish_tools: Collection[str]
 ) -> Iterator[tuple[str, bool]]:
     """The calls of another trace, looked up in this one."""
     tools = RecordedTools(one.tools, results, on_miss="error")
@@ -111,7 +116,7 @@ def _answered(
                 yield call.name, call.is_hit
 
 
-def _copied(recording: Recording, finish_tools: Collection[str]) -> Iterator[tuple[str, bool]]:
+def _copied(recording: TraceRecording, finish_tools: Collection[str]) -> Iterator[tuple[str, bool]]:
     """The calls of a trace, and whether the conversation before shows their arguments."""
     tools = tools_by_name(recording.tools)
     text = "\n".join(map(_text, recording.messages))

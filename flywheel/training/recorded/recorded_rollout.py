@@ -13,11 +13,9 @@ from typing import Any, Final, Literal, Protocol
 
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, SharedRecordings, ToolResult, finish_answer
 from flywheel.records.trace import ChatMessage, get_path
-from flywheel.training.data.answered_calls import AnsweredCall, Outcome
-from flywheel.training.data.rollout import Completion, RolloutRequest
+from flywheel.training.data.rollout import AnsweredCall, CallOutcome, Completion, RolloutRequest
 from flywheel.training.data.samples import CallTokens, timelines
-from flywheel.training.recorded.call_key import call_key, tools_by_name
-from flywheel.training.recorded.recordings import TraceResults, trace_results
+from flywheel.training.recorded.recordings import TraceResults, call_key, tools_by_name, trace_results
 
 OnMiss = Literal["end", "error"]
 
@@ -84,11 +82,11 @@ class RecordedTools:
             if call.name in self._finish_tools and (answer := self._finish(call)) is not None:
                 if has_ended:
                     break
-                answered.append(AnsweredCall(call.id, call.name, Outcome.FINISH))
+                answered.append(AnsweredCall(call.id, call.name, CallOutcome.FINISH))
                 return ToolTurn(tuple(answered), "finish", answer)
             found = self._answer(call)
             answered.append(replace(found, result=None) if has_ended else found)
-            has_ended |= found.outcome is Outcome.MISS and self._on_miss == "end"
+            has_ended |= found.outcome is CallOutcome.MISS and self._on_miss == "end"
         return ToolTurn(tuple(answered), "miss" if has_ended else "")
 
     def _finish(self, call: Call) -> str | None:
@@ -99,27 +97,27 @@ class RecordedTools:
             return None
 
     def _answer(self, call: Call) -> AnsweredCall:
-        def answered(outcome: Outcome, result: ToolResult | None, repeats_trace: bool = False) -> AnsweredCall:
+        def answered(outcome: CallOutcome, result: ToolResult | None, repeats_trace: bool = False) -> AnsweredCall:
             return AnsweredCall(call.id, call.name, outcome, result, repeats_trace)
 
         if (tool := self._tools.get(call.name)) is None:
             available = ", ".join(sorted(self._tools)) or "none"
             text = f"ToolNotFoundError: there is no tool {call.name!r}. Available tools: {available}"
-            return answered(Outcome.UNKNOWN_TOOL, ToolResult(text, failed=True))
+            return answered(CallOutcome.UNKNOWN_TOOL, ToolResult(text, failed=True))
         try:
             key = call_key(tool, call.parsed)
         except ValueError as problem:
             text = f"InvalidArgumentsError: the arguments of {call.name} cannot be parsed: {problem}"
-            return answered(Outcome.UNPARSEABLE, ToolResult(text, failed=True))
+            return answered(CallOutcome.UNPARSEABLE, ToolResult(text, failed=True))
         self._times[key] += 1
         repeats = key in self._own.by_key
         if (own := self._own.kth(key, self._times[key])) is not None:
-            return answered(Outcome.TRACE, own, repeats)
+            return answered(CallOutcome.TRACE, own, repeats)
         # Where the own trace has different results, it contradicts any other trace.
         if not self._own.by_key.get(key) and (shared := self._shared.results.get(key)) is not None:
-            return answered(Outcome.SHARED, shared, repeats)
+            return answered(CallOutcome.SHARED, shared, repeats)
         error = ToolResult(f"ToolUnavailableError: {call.name} returned no result", failed=True)
-        return answered(Outcome.MISS, error if self._on_miss == "error" else None, repeats)
+        return answered(CallOutcome.MISS, error if self._on_miss == "error" else None, repeats)
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,9 @@
-"""The recorded results of tool calls: of one trace, and those on which traces of two conversations agree."""
+"""Recorded results of tool calls by key: those of one trace, and those on which traces of two conversations agree.
+
+Calls with equal keys ask the same of the same tool. A key is a hash of the tool's name, its definition, and the
+parsed arguments with the schema's defaults filled in. Types are kept: 1, 1.0, "1" and true are four values. A key
+that is too fine causes a miss; one that is too coarse would return the result of another call.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,68 @@ from typing import Any, Final, Literal
 
 from flywheel.records.states import Split
 from flywheel.records.task import conversation_key
-from flywheel.records.tool_calls import FINISH_FUNCTIONS, SharedRecordings, Tool, ToolResult, calls_in
-from flywheel.records.trace import ChatMessage
-from flywheel.training.recorded.call_key import call_key, tools_by_name
+from flywheel.records.tool_calls import (
+    FINISH_FUNCTIONS,
+    SharedRecordings,
+    Tool,
+    ToolResult,
+    calls_in,
+    functions_by_name,
+)
+from flywheel.records.trace import ChatMessage, get_path
+
+
+def tools_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Tool]:
+    """The offered tools (`functions_by_name`) with the digests of their definitions."""
+    return {name: Tool(name, function, _digest(function)) for name, function in functions_by_name(tools).items()}
+
+
+def call_key(tool: Tool, arguments: Mapping[str, Any]) -> str:
+    """The key of a call with these parsed arguments. Raises ValueError if they are nested too deeply."""
+    schema = tool.definition.get("parameters")
+    try:
+        return _digest([tool.name, tool.digest, with_defaults(arguments, schema)])
+    except RecursionError:
+        raise ValueError("they are nested too deeply") from None
+
+
+def with_defaults(value: Any, schema: Any, root: Any = None) -> Any:
+    """The value with the defaults of the properties that it leaves out, also in the objects within it.
+
+    Follows `properties`, `items` and references within the schema (`root`). A default is taken as it is written. The
+    branches of an `anyOf` are not followed.
+    """
+    root = schema if root is None else root
+    schema = _resolved(schema, root)
+    if isinstance(value, Mapping):
+        properties = get_path(schema, "properties")
+        if not isinstance(properties, dict):
+            return value
+        filled = {name: with_defaults(item, properties.get(name), root) for name, item in value.items()}
+        for name, about in properties.items():
+            if name not in filled and isinstance(about, dict) and "default" in about:
+                filled[name] = about["default"]
+        return filled
+    if isinstance(value, list) and isinstance(items := get_path(schema, "items"), dict):
+        return [with_defaults(item, items, root) for item in value]
+    return value
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """The schema that local references lead to; None for other references and for circles."""
+    seen: set[str] = set()
+    while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
+        if reference in seen or not reference.startswith("#"):
+            return None
+        seen.add(reference)
+        path = [part.replace("~1", "/").replace("~0", "~") for part in reference[1:].split("/")[1:]]
+        schema = get_path(root, *path)
+    return schema
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
 
 MAX_BYTES: Final = 8 << 20
 """Text of results that a specification has room for. First those that were called most often."""
@@ -43,7 +107,7 @@ class RecordingPool:
         )
         self._database.execute("BEGIN")
 
-    def add(self, recording: Recording, results: TraceResults) -> None:
+    def add(self, recording: TraceRecording, results: TraceResults) -> None:
         """Add a trace, with the results that `results_of` finds in it."""
         if self._reader is Split.TRAIN and recording.split is not Split.TRAIN:
             return
@@ -77,7 +141,7 @@ Share = Literal["agreeing", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class TraceRecording:
     """The steps of a traced reply.
 
     Attributes:
@@ -144,11 +208,11 @@ class TraceResults:
         return bool(self.results) or (accepted and not self.calls)
 
 
-def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
+def recording_of(line: Mapping[str, Any], split: Split) -> TraceRecording:
     """The recording in a line of `tasks.jsonl`, whose own split is provisional. Where the chain redacts tasks, the
     line must be redacted: the policy sees redacted questions, and its calls have redacted arguments."""
     metadata = line["metadata"]
-    return Recording(
+    return TraceRecording(
         line["task_id"],
         conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         split,
@@ -159,7 +223,7 @@ def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
     )
 
 
-def results_of(recording: Recording, finish_tools: Collection[str] = ()) -> TraceResults:
+def results_of(recording: TraceRecording, finish_tools: Collection[str] = ()) -> TraceResults:
     """The results of a recording (`trace_results`)."""
     return trace_results(recording.tools, recording.steps, recording.errors, finish_tools)
 

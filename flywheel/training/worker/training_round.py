@@ -29,16 +29,15 @@ from flywheel.records.round import (
     Sampling,
     SystemPrompt,
 )
-from flywheel.serving.server.inference_server import chat_arguments
+from flywheel.serving.server.vllm_command import chat_arguments
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
-from flywheel.training.data.metrics import Metrics
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
-from flywheel.training.data.round_progress import Meter
+from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.chat_rendering import ChatFormat, served_format
-from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import rank
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
@@ -47,7 +46,7 @@ from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_eno
 from flywheel.training.optim.probe_measurement import make_probe
 from flywheel.training.optim.round_steps import roll_out_only, step_requests
 from flywheel.training.optim.trainer import Trainer
-from flywheel.training.program.configured_program import program_of
+from flywheel.training.program.program_pool import program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 from flywheel.training.worker.rollout_grading import Pause, has_judge, rubric_of, without_judge
@@ -87,7 +86,7 @@ class Round:
         self.trainer: Any = None
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
-        self.about: dict[str, Any] = {}
+        self.about = StartedEngine("none", 0)
         self.left_out: dict[str, str] = {}
         self.inexact: dict[str, str] = {}
 
@@ -124,7 +123,7 @@ class Round:
         with self._mark() as mark:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
         started = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
-        self.about = {**started[0], "context": min(each["context"] for each in started)}
+        self.about = replace(started[0], context=min(engine.context for engine in started))
 
     def _use_tools(self) -> None:
         """Tell the engines how tools answer in training, and in the gate, where a miss always ends the rollout."""
@@ -193,7 +192,7 @@ class Round:
 
     def asked_as_served(self, tasks: Sequence[RoundTask]) -> Asked:
         """The held-out tasks that the server would answer."""
-        return asked_as_served(*self._encoded(tasks), context=self.about["context"])
+        return asked_as_served(*self._encoded(tasks), context=self.about.context)
 
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
         [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
@@ -270,7 +269,7 @@ class Round:
                 held_out,
                 candidate,
                 deployed,
-                max_model_len=self.about["context"],
+                max_model_len=self.about.context,
             )
         return self._result("trained", adapter=adapter, comparison=comparison, probe=probe, **figures)
 
@@ -409,7 +408,7 @@ class Round:
             inexact=self.inexact,
             seconds=self.seconds,
             usage=self.usage,
-            versions=self.about["versions"],
-            device=self.about["device"],
+            versions=self.about.versions,
+            device=self.about.device,
             **fields,
         )

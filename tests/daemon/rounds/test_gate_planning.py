@@ -29,7 +29,7 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256, write_json
-from flywheel.training.gate.alpha_spending import alpha_of
+from flywheel.training.gate.gate import alpha_of
 from tests import warm
 from tests.factories.config import BOXED_RUBRIC, make_config
 from tests.factories.round import debug_round, planned_round

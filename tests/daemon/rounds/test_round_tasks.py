@@ -24,7 +24,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded import recordings
-from flywheel.training.recorded.call_key import call_key, tools_by_name
+from flywheel.training.recorded.recordings import call_key, tools_by_name
 from tests.daemon.rounds.test_planner import made, with_chain
 from tests.factories.round import planned_round, spec_again
 from tests.factories.trace import put_replies, replies_on

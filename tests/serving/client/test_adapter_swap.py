@@ -15,8 +15,7 @@ from flywheel.config import ServingSettings
 from flywheel.errors import ServeError, StoreError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import TRANSITIONS, DeploymentState
-from flywheel.serving.client.adapter_swap import SwapReport, reconcile, rollback, swap
-from flywheel.serving.client.adapter_unloading import retire
+from flywheel.serving.client.adapter_swap import SwapReport, reconcile, retire, rollback, swap
 from flywheel.serving.client.replica_client import Replica
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
@@ -72,7 +71,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         fleet = Fleet(tmp_path, apps, replicas)
         for each in replicas:
             await each.load("agent@r0001", fleet.paths["r0001"])
-            await each.flip("agent", "agent@r0001", BASE, fleet.paths["r0001"])
+            await each.point("agent", "agent@r0001", BASE, fleet.paths["r0001"])
         yield fleet
 
 
@@ -88,7 +87,7 @@ async def test_a_swap(fleet: Fleet) -> None:
     assert shown["target"] == NEW
     for each, app in zip(shown["replicas"], fleet.apps, strict=True):
         assert each["previous"] == OLD
-        assert each["loaded"] and each["flipped"] and not each["error"]
+        assert each["loaded"] and each["pointed"] and not each["error"]
         assert each["probe"]["adapter_slope"] == pytest.approx(1, abs=0.01)
         assert (each["probe"]["parent_slope"], each["probe"]["passed"]) == (None, True)
         assert set(app.loaded) == {OLD, NEW}
@@ -164,7 +163,7 @@ async def test_the_second_flip_fails(fleet: Fleet, tmp_path: Path, lost: bool) -
     with running(faulty) as url:
         async with Replica(url, timeout_seconds=30) as third:
             await third.load(OLD, fleet.paths["r0001"])
-            await third.flip("agent", OLD, BASE, fleet.paths["r0001"])
+            await third.point("agent", OLD, BASE, fleet.paths["r0001"])
             faulty.times = 1
             fleet.replicas.append(third)
             with pytest.raises(ServeError, match="no flip"):
@@ -198,15 +197,15 @@ async def test_the_store_fails_after_the_flips(fleet: Fleet) -> None:
 
 
 async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
-    flipped = asyncio.Event()
+    pointed = asyncio.Event()
 
     async def on_state(state: DeploymentState, _: SwapReport | None = None) -> None:
         if state == DeploymentState.ACTIVE:  # not written down yet when the stop comes
-            flipped.set()
+            pointed.set()
             await asyncio.sleep(600)
 
     swapping = asyncio.create_task(swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, on_state))
-    await asyncio.wait_for(flipped.wait(), 60)
+    await asyncio.wait_for(pointed.wait(), 60)
     assert await fleet.answers() == [NEW, NEW]
     swapping.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -219,7 +218,7 @@ async def test_a_rollback_reloads_what_was_unloaded(fleet: Fleet) -> None:
     assert await retire(fleet.replicas, "agent", [], 0) == {r.url: [OLD] for r in fleet.replicas}
     report = await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
     assert await fleet.answers() == [OLD, OLD]
-    assert all(each.loaded and each.flipped for each in report.replicas)
+    assert all(each.loaded and each.pointed for each in report.replicas)
     await rollback(fleet.replicas, "agent", None)
     assert await fleet.answers() == [BASE, BASE]
 
@@ -245,8 +244,11 @@ async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> 
 
 async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> None:
     await fleet.swap()
+    for app in fleet.apps:
+        app.calls.clear()
     retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], 0.5))
-    await asyncio.sleep(0.1)
+    while not all(app.calls for app in fleet.apps):  # the versions that serve are known now
+        await asyncio.sleep(0.01)
     await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
     await retiring
     assert await fleet.answers() == [OLD, OLD]
@@ -263,10 +265,10 @@ async def test_a_server_that_forgot_is_brought_back(fleet: Fleet) -> None:
     await fleet.swap()
     forgetful = fleet.replicas[0]
     fleet.apps[0].loaded.clear()
-    await forgetful.flip("agent", BASE, NEW)
+    await forgetful.point("agent", BASE, NEW)
     report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
     assert await fleet.answers() == [NEW, NEW]
-    assert [(each.loaded, each.flipped) for each in report.replicas] == [(True, True), (False, False)]
+    assert [(each.loaded, each.pointed) for each in report.replicas] == [(True, True), (False, False)]
     assert report.replicas[0].probe is not None
     again = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE)
     assert not again.changed

@@ -40,7 +40,7 @@ async def test_load_flip_unload(client: Replica, tmp_path: Path) -> None:
     assert await client.models() == {BASE: "/models/tiny", "agent@r0001": path}
     instance = (await client.alias("agent")).instance
     assert await client.alias("agent") == Alias(BASE, None, BASE, "", instance)
-    await client.flip("agent", "agent@r0001", BASE, path, "a hash")
+    await client.point("agent", "agent@r0001", BASE, path, "a hash")
     assert await client.alias("agent") == Alias("agent@r0001", path, BASE, "a hash", instance)
     assert await client.alias("never-set") == Alias(BASE, None, BASE, "", instance)
     assert await client.unload("agent@r0001") is True
@@ -56,7 +56,7 @@ async def test_a_name_never_changes_its_weights(client: Replica, app: FakeVllm, 
 
 async def test_a_flip_that_something_else_has_overtaken(client: Replica) -> None:
     with pytest.raises(ServeError, match=f"agent is {BASE}, not agent@r0001") as refused:
-        await client.flip("agent", "agent@r0002", "agent@r0001")
+        await client.point("agent", "agent@r0002", "agent@r0001")
     assert refused.value.retryable
 
 
@@ -163,7 +163,7 @@ async def test_too_large_a_rank(client: Replica, app: FakeVllm, tmp_path: Path) 
 async def test_a_server_without_the_alias_middleware(app: FakeVllm) -> None:
     with running(app) as url:
         async with Replica(url) as client:
-            for call in (client.alias("agent"), client.flip("agent", "agent@r0001", BASE)):
+            for call in (client.alias("agent"), client.point("agent", "agent@r0001", BASE)):
                 with pytest.raises(ServeError, match="no alias middleware") as refused:
                     await call
                 assert "--middleware" in refused.value.hint

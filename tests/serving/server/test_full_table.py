@@ -16,10 +16,10 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.errors import ServeError
-from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
-from flywheel.serving.client.adapter_unloading import make_room
+from flywheel.serving.client.adapter_swap import make_room
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.server import inference_server
+from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
+from flywheel.serving.server import vllm_command
 from flywheel.serving.server_keys import admin_key
 from tests.conftest import MadeAdapter, free_port, serve_config, start_server, stop_server
 
@@ -32,9 +32,9 @@ DEPLOYED = 8
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
     home = tmp_path_factory.mktemp("full-table")
     config = serve_config(home / "state", free_port(), max_loras=2)
-    arguments, environment = inference_server.command(config)
+    arguments, environment = vllm_command.command(config)
     environment.pop(CPU_LORA_VARIABLE)
-    with mock.patch.object(inference_server, "command", lambda _: (arguments, environment)):
+    with mock.patch.object(vllm_command, "command", lambda _: (arguments, environment)):
         process = start_server(config, home / "vllm.log")
     yield config
     stop_server(process)
@@ -78,7 +78,7 @@ async def test_many_deployments_leave_the_base_model_its_answers(
         await make_room([replica], "test-agent", path.name, (), (), 0)
         serves = (await replica.alias("test-agent")).target
         await replica.load(f"test-agent@{path.name}", str(path))
-        await replica.flip("test-agent", f"test-agent@{path.name}", serves, str(path))
+        await replica.point("test-agent", f"test-agent@{path.name}", serves, str(path))
     last = [f"test-agent@r{number:04}" for number in (DEPLOYED - 1, DEPLOYED)]
     assert (await replica.models()).keys() - {base} == set(last)
     mixed = await answers(server, [base, last[0], base, last[1]] * 4)

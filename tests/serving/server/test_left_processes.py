@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.config import Config
-from flywheel.serving.server import inference_server
+from flywheel.serving.server import vllm_command
 from flywheel.serving.server.left_processes import left_processes
 from tests.conftest import free_port, serve_config
 from tests.waiting import wait_for
@@ -92,7 +92,7 @@ def test_what_a_killed_server_leaves_is_named_and_then_ended(
 
     monkeypatch.setattr("flywheel.serving.server.left_processes.PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    inference_server.serve(config)
+    vllm_command.serve(config)
     assert f"process {engine} was left by the server {server.pid}" in caplog.text
     wait_for(lambda: not is_there(engine), "the engine's end", seconds=60)
     assert is_there(living.pid) and is_there(its_engine)

@@ -19,7 +19,7 @@ from flywheel.system.server_limits import Message, Receive, Send
 from tests.serving.fake_vllm import BASE, FakeVllm, answer, running, with_middleware
 
 
-def flip(url: str, target: str, **more: str) -> httpx2.Response:
+def point(url: str, target: str, **more: str) -> httpx2.Response:
     return httpx2.put(f"{url}/flywheel/alias", json={"alias": "agent", "target": target, **more})
 
 
@@ -123,7 +123,7 @@ def test_the_request_id_says_which_version_answers(app: FakeVllm, url: str) -> N
 
     versions = []
     for target in (BASE, "agent@r0001"):
-        flip(url, target)
+        point(url, target)
         # What the client says of it is replaced.
         for headers in ({}, {"X-Request-Id": "mine"}, {"x-request-id": str(sent("agent"))}):
             mark = mark_of(sent("agent", **headers) or "")
@@ -168,7 +168,7 @@ def test_a_streamed_answer_is_passed_on_as_it_comes(app: FakeVllm, url: str) -> 
         lines = answer.iter_lines()
         assert next(lines) == BASE
         # The version changes while the answer is under way; the request keeps its own.
-        assert flip(url, "agent@r0001").status_code == 200
+        assert point(url, "agent@r0001").status_code == 200
         app.proceed.set()
         assert list(lines) == [BASE]
 
@@ -193,18 +193,18 @@ def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, ur
 
 def test_the_list_of_models_names_the_alias(app: FakeVllm, url: str) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
-    flip(url, "agent@r0001")
+    point(url, "agent@r0001")
     cards = httpx2.get(f"{url}/v1/models").json()["data"]
     assert [card["id"] for card in cards] == [BASE, "agent@r0001", "agent"]
     assert cards[-1]["root"] == "agent@r0001"
 
 
 def test_compare_and_set(url: str) -> None:
-    assert flip(url, "agent@r0001", expected=BASE).json()["previous"] == BASE
-    refused = flip(url, "agent@r0002", expected=BASE)
+    assert point(url, "agent@r0001", expected=BASE).json()["previous"] == BASE
+    refused = point(url, "agent@r0002", expected=BASE)
     assert refused.status_code == 409
     assert "agent is agent@r0001" in refused.text
-    assert flip(url, "agent@r0002", expected="agent@r0001").status_code == 200
+    assert point(url, "agent@r0002", expected="agent@r0001").status_code == 200
     assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": "agent@r0002"}
 
 
@@ -237,7 +237,7 @@ def test_a_restart_answers_with_the_same_version(tmp_path: Path) -> None:
     file = tmp_path / "aliases.json"
     settings = {"FLYWHEEL_ALIAS_FILE": str(file)}
     with running(with_middleware(FakeVllm(), **settings)) as url:
-        flip(url, "agent@r0003", path="/adapters/r0003", sha256="a hash")
+        point(url, "agent@r0003", path="/adapters/r0003", sha256="a hash")
     saved = {"target": "agent@r0003", "path": "/adapters/r0003", "sha256": "a hash"}
     assert json.loads(file.read_text()) == {"agent": saved}
     with running(with_middleware(FakeVllm(), FLYWHEEL_LOADED_ADAPTERS='["agent@r0003"]', **settings)) as url:
@@ -259,13 +259,13 @@ def test_a_damaged_alias_file_is_survived(tmp_path: Path, content: bytes) -> Non
         refused = httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
         assert refused.status_code == 503
         assert f"the saved aliases in {file} cannot be read" in refused.json()["error"]["message"]
-        assert flip(url, "agent@r0001").status_code == 200
+        assert point(url, "agent@r0001").status_code == 200
     assert json.loads(file.read_text())["agent"]["target"] == "agent@r0001"
 
 
 def test_a_change_that_cannot_be_kept_does_not_happen(tmp_path: Path) -> None:
     with running(with_middleware(FakeVllm(), FLYWHEEL_ALIAS_FILE=str(tmp_path / "gone" / "a.json"))) as url:
-        assert flip(url, "agent@r0001").status_code == 500
+        assert point(url, "agent@r0001").status_code == 500
         assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
 
 
@@ -330,5 +330,5 @@ def test_each_alias_of_a_server_has_a_target_of_its_own(app: FakeVllm) -> None:
             httpx2.put(f"{url}/flywheel/alias", json={"alias": "other", "target": "other@r0002"}).status_code == 200
         )
         assert answered_by(url) == [BASE, "other@r0002"]
-        flip(url, "agent@r0001")
+        point(url, "agent@r0001")
         assert answered_by(url) == ["agent@r0001", "other@r0002"]

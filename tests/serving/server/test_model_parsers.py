@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.serving.server.inference_server import _known
 from flywheel.serving.server.model_parsers import _FAMILIES, _FORMATS, Parsers, parsers_of
+from flywheel.serving.server.vllm_command import _known
 from tests.conftest import POLICY
 
 

@@ -19,8 +19,7 @@ from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.records.round import AdapterRef
 from flywheel.records.states import DeploymentState
 from flywheel.serving.calls.call_log import RecordedCall
-from flywheel.serving.client.adapter_swap import SwapReport, rollback, swap
-from flywheel.serving.client.adapter_unloading import retire
+from flywheel.serving.client.adapter_swap import SwapReport, retire, rollback, swap
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.client.weight_verification import prove
 from flywheel.sources.calls.parsing import parse
@@ -202,7 +201,7 @@ async def test_swaps_under_load_lose_nothing(
             answered += 1
 
     swapping = False
-    await replica.flip("load-agent", vllm_server.base_model, vllm_server.base_model)
+    await replica.point("load-agent", vllm_server.base_model, vllm_server.base_model)
     async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(8)]
         for number in range(1, 6):

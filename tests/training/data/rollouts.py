@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.records.round import RoundTask
-from flywheel.records.verdict import Outcome as Judged
-from flywheel.records.verdict import Verdict
-from flywheel.training.data.answered_calls import AnsweredCall, Outcome
+from flywheel.records.verdict import Outcome, Verdict
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Batch, Completion, LoadedAdapter, Rollout, RolloutRequest, reply
+from flywheel.training.data.rollout import (
+    AnsweredCall,
+    CallOutcome,
+    Completion,
+    LoadedAdapter,
+    Rollout,
+    RolloutBatch,
+    RolloutRequest,
+    reply,
+)
 
 
 def task(name: str = "t-1", query: str = "What is 3 plus 4?") -> RoundTask:
@@ -34,8 +41,8 @@ def request(
 
 def verdict(score: float | None) -> Verdict:
     if score is None:
-        return Verdict(Judged.UNDECIDED, None, error="the judge was away", calls=1)
-    return Verdict(Judged.ACCEPTED if score > 0.5 else Judged.REJECTED, score, calls=1, prompt_tokens=10)
+        return Verdict(Outcome.UNDECIDED, None, error="the judge was away", calls=1)
+    return Verdict(Outcome.ACCEPTED if score > 0.5 else Outcome.REJECTED, score, calls=1, prompt_tokens=10)
 
 
 def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) -> Rollout:
@@ -51,7 +58,7 @@ def failed(group: int, error: str = "the engine failed") -> Rollout:
 def missed(group: int, *, of: Prompt | None = None) -> Rollout:
     """A rollout that ended by a miss."""
     error = 'no recorded result for add({"a": 1})'
-    calls = (AnsweredCall("c-1", "add", Outcome.MISS),)
+    calls = (AnsweredCall("c-1", "add", CallOutcome.MISS),)
     return Rollout(request(group, of=of), Completion(calls=calls, missed=True, error=error), None)
 
 
@@ -60,6 +67,6 @@ def recorded(name: str = "t-1") -> Prompt:
     return Prompt(task(name).model_copy(update={"agent": "recorded"}), (5, 6, 7))
 
 
-def batch(*groups: Sequence[float | None]) -> Batch:
+def batch(*groups: Sequence[float | None]) -> RolloutBatch:
     """A batch with these rewards, one list per group; None is undecided."""
-    return Batch(tuple(rollout(group, score) for group, scores in enumerate(groups) for score in scores))
+    return RolloutBatch(tuple(rollout(group, score) for group, scores in enumerate(groups) for score in scores))

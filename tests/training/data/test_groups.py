@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import TrainError
 from flywheel.training.data.groups import dropped_groups
-from flywheel.training.data.rollout import Batch, Rollout
+from flywheel.training.data.rollout import Rollout, RolloutBatch
 from tests.cases import for_each
 from tests.training.data.rollouts import failed, missed, recorded, rollout
 
@@ -18,8 +18,8 @@ def group(number: int, *rewards: float | None, misses: int = 0, failures: int = 
     return [*done, *(missed(number) for _ in range(misses)), *(failed(number) for _ in range(failures))]
 
 
-def joined(*groups: list[Rollout], most: int | None = None) -> Batch:
-    return Batch(tuple(each for rollouts in groups for each in rollouts), most_groups=most)
+def joined(*groups: list[Rollout], most: int | None = None) -> RolloutBatch:
+    return RolloutBatch(tuple(each for rollouts in groups for each in rollouts), most_groups=most)
 
 
 @for_each(
@@ -103,7 +103,7 @@ def test_a_judge_that_fails_is_seen_beside_misses() -> None:
 def test_the_metrics_have_the_figures_of_tools_of_rollouts_that_can_call_them() -> None:
     assert "tools" not in joined(group(0, 0, 1, 0, 1)).summary()
     of = recorded()
-    mixed = Batch((*group(0, 0, 1, 0, 1), *(missed(1, of=of) for _ in range(4))), replaced=1)
+    mixed = RolloutBatch((*group(0, 0, 1, 0, 1), *(missed(1, of=of) for _ in range(4))), replaced=1)
     figures = mixed.summary()
     assert figures["tools"]["miss_share"] == figures["tools"]["call_share"] == 1.0
     assert figures["tools"]["hit_rate_by_tool"] == {"add": 0.0}

@@ -9,8 +9,16 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
-from flywheel.training.data.rollout import Batch, Completion, Rollout, deviation, exchange, mean, system_prompts_of
-from flywheel.training.optim.round_steps import RefusedError, refuse_without_spread, step_requests
+from flywheel.training.data.rollout import (
+    Completion,
+    Rollout,
+    RolloutBatch,
+    deviation,
+    exchange,
+    mean,
+    system_prompts_of,
+)
+from flywheel.training.optim.round_steps import RoundRefusedError, refuse_without_spread, step_requests
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout, task
 
 
@@ -27,7 +35,7 @@ def test_groups_with_spread_are_those_whose_decided_rewards_differ() -> None:
 
 
 def test_one_failed_rollout_leaves_its_group_with_one_less() -> None:
-    some = Batch((rollout(0, 1), failed(0), *(rollout(0, 0) for _ in range(3))))
+    some = RolloutBatch((rollout(0, 1), failed(0), *(rollout(0, 0) for _ in range(3))))
     assert (some.undecided, some.groups_with_spread, some.rewards) == (1, 1, [1, 0, 0, 0])
     assert some.rollouts[1].failure == "the engine failed"
     assert some.summary()["completion_tokens_mean"] == 2
@@ -57,7 +65,7 @@ def test_system_prompts_are_those_of_the_tasks_or_of_the_calls_of_the_users_agen
     asked = replace(prompt("t-9"), task=task("t-9").model_copy(update={"agent": "program"}))
     completions = [Completion(system_prompts=found) for found in (("Plan.", "Write.", "Plan."), ("Plan.",), ())]
     of_agent = [Rollout(request(9, of=asked), completion, None) for completion in completions]
-    some = Batch((rollout(0, 1), failed(0), *of_agent))
+    some = RolloutBatch((rollout(0, 1), failed(0), *of_agent))
     assert some.system_prompts == {"Be brief.": 2, "Plan.": 2, "Write.": 1, "": 1}
     assert list(system_prompts_of([{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}])) == [
         "Be brief."
@@ -65,7 +73,7 @@ def test_system_prompts_are_those_of_the_tasks_or_of_the_calls_of_the_users_agen
 
 
 def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
-    assert Batch((rollout(0, 1), rollout(0, None), failed(0))).usage() == {
+    assert RolloutBatch((rollout(0, 1), rollout(0, None), failed(0))).usage() == {
         "rollouts": 3,
         "rollout_tokens": 4,
         "judge_calls": 2,
@@ -75,14 +83,14 @@ def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
 
 
 def test_a_round_without_spread_is_refused_with_the_figures() -> None:
-    with pytest.raises(RefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
+    with pytest.raises(RoundRefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
         refuse_without_spread([batch([0] * 4, [1] * 4), batch([0, 1, 1, None], [None, None])], 0.0)
     with pytest.raises(TrainError, match="no rollout has a reward") as caught:
         refuse_without_spread([batch([None, None])], 0.0)
     assert caught.value.retryable
     some = [batch([0] * 4, [0] * 4), batch([0, 1, 0, 0], [0] * 4)]
     refuse_without_spread(some, 0.0)
-    with pytest.raises(RefusedError):
+    with pytest.raises(RoundRefusedError):
         refuse_without_spread(some, 0.25)
 
 

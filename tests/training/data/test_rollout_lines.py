@@ -10,8 +10,8 @@ from typing import Any
 
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, reply
-from flywheel.training.data.rollout_lines import append_answers, append_rollouts, rollout_line
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, reply
+from flywheel.training.data.rollout_file import append_answers, append_rollouts, rollout_line
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
 from tests.training.data.rollouts import batch, failed, missed, prompt, request, rollout, task, verdict
 from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
@@ -68,7 +68,7 @@ def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_pa
 
 def test_all_rollouts_of_a_dropped_group_are_written_with_the_reason_and_without_advantage(tmp_path: Path) -> None:
     group = *(rollout(0, score) for score in (0, 1, 0, 1)), *(missed(0) for _ in range(2))
-    append_rollouts(tmp_path, 1, Batch(group), "group")
+    append_rollouts(tmp_path, 1, RolloutBatch(group), "group")
     written = lines(tmp_path / "rollouts.jsonl")
     assert [(line["reward"], line["advantage"], line["dropped"]) for line in written] == [
         *((score, None, "misses") for score in (0, 1, 0, 1, None, None))
@@ -84,7 +84,7 @@ def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
             Rollout(request(0, 7, of=prompt("t-1"), adapter=side), done.completion, done.verdict)
             for side in (candidate, other)
         ]
-        append_answers(tmp_path, Batch(tuple(sides)), candidate)
+        append_answers(tmp_path, RolloutBatch(tuple(sides)), candidate)
     written = lines(tmp_path / "evaluation.jsonl")
     assert [line["side"] for line in written] == ["candidate", "deployed"] * 2
     assert written[0] == {
@@ -118,7 +118,7 @@ def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path
         assert sample["text"][-len(turn.texts) :] == list(turn.texts)
     assert [step["role"] for step in line["steps"]] == ["assistant", "tool"]
     assert line["steps"][1] == {"role": "tool", "tool_call_id": "r-1", "name": "add", "content": "1"}
-    append_answers(tmp_path, Batch((made,)), None)
+    append_answers(tmp_path, RolloutBatch((made,)), None)
     [answer] = lines(tmp_path / "evaluation.jsonl")
     assert (answer["steps"], answer["answer"]) == (line["steps"], "It is 1.")
 

@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from flywheel.training.data.groups import group_advantages
-from flywheel.training.data.rollout import Batch, Rollout, reply
-from flywheel.training.data.samples import Row, Sample, micro_batches, token_counts, token_weights
+from flywheel.training.data.rollout import Rollout, RolloutBatch, reply
+from flywheel.training.data.samples import Sample, TrainingRow, micro_batches, token_counts, token_weights
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout, verdict
 
 
@@ -17,9 +17,9 @@ def advantages(*rewards: float | None) -> list[float | None]:
     return group_advantages([0] * len(rewards), rewards)
 
 
-def row(number: int, length: int, trained: int = 1) -> Row:
+def row(number: int, length: int, trained: int = 1) -> TrainingRow:
     mask = (*(False for _ in range(length - trained)), *(True for _ in range(trained)))
-    return Row(number, Sample((1,) * length, mask, tuple(-0.5 if own else None for own in mask)), 1.0)
+    return TrainingRow(number, Sample((1,) * length, mask, tuple(-0.5 if own else None for own in mask)), 1.0)
 
 
 def test_an_advantage_is_the_distance_to_the_mean_in_deviations() -> None:
@@ -67,14 +67,14 @@ def test_groups_are_compared_within_themselves_and_scaled_as_configured() -> Non
 
 def test_dropped_groups_failed_and_undecided_rollouts_are_no_rows() -> None:
     some = batch([1, 0, None, 0, 1], [1, 1, 1, 1], [1, 0, 0])
-    whole = Batch((*some.rollouts, failed(0)))
+    whole = RolloutBatch((*some.rollouts, failed(0)))
     assert [row.rollout for row in whole.rows()] == [0, 1, 3, 4]
     assert whole.groups_with_spread == 1
 
 
 def test_truncated_rollouts_are_left_out_on_request_and_still_count_in_their_group() -> None:
     cut = Rollout(request(0), reply(prompt(), (8, 9), (-0.5, -0.5), "sev", truncated=True), verdict(1))
-    some = Batch((cut, *(rollout(0, 0) for _ in range(3))))
+    some = RolloutBatch((cut, *(rollout(0, 0) for _ in range(3))))
     assert len(some.rows()) == 4
     left = some.rows(mask_truncated=True)
     assert [each.rollout for each in left] == [1, 2, 3]
@@ -85,7 +85,7 @@ def test_context_missing_logprobs_and_a_first_token_carry_no_loss() -> None:
     sample = Sample((1, 2, 3, 4, 5), (True, True, False, True, True), (-1.0, -1.0, None, None, -1.0))
     assert sample.trained == [1, 4]
     unknown = Rollout(request(0), reply(prompt(), (8, 9), (None, None), "seven"), verdict(1))
-    some = Batch((unknown, *(rollout(0, 0) for _ in range(3))))
+    some = RolloutBatch((unknown, *(rollout(0, 0) for _ in range(3))))
     assert [each.rollout for each in some.rows()] == [1, 2, 3]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import parse
-from flywheel.training.data.metrics import Metrics, TensorBoardEvents
+from flywheel.training.data.round_progress import Metrics, TensorBoardEvents
 
 FIGURES = {"reward_mean": 0.5, "loss": None, "why": "a text", "program": {"failures": {"timeout": 2}}}
 

@@ -18,7 +18,7 @@ from flywheel.config import Config
 from flywheel.errors import ServeError, TrainError
 from flywheel.records.round import RoundSpec, RoundTask
 from flywheel.training.data.rollout import Completion, RolloutRequest
-from flywheel.training.engine.chat_rendering import Answer, ChatFormat, ServedChat, served_format
+from flywheel.training.engine.chat_rendering import ChatFormat, ParsedAnswer, ServedChat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings
 from flywheel.training.worker.training_round import chat_of
 from tests.conftest import VllmServer
@@ -202,7 +202,7 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "7"}}\n</tool_call>'
 PARSERS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1"]
 
 
-def handed_on(chat: ServedChat, some: RoundTask, text: str) -> Answer:
+def handed_on(chat: ServedChat, some: RoundTask, text: str) -> ParsedAnswer:
     tokens = chat._renderer.get_tokenizer().encode(text, add_special_tokens=False)
     return chat.answer(some, asyncio.run(chat.encode(some)), text, tokens)
 
@@ -211,10 +211,10 @@ def handed_on(chat: ServedChat, some: RoundTask, text: str) -> Answer:
 def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts: Served) -> None:
     offered = asked("t-1", called("search", "{}"), [SEARCH])
     without = served_with_thoughts.chat(served_format([]))
-    assert handed_on(without, offered, THOUGHT) == Answer(THOUGHT)
+    assert handed_on(without, offered, THOUGHT) == ParsedAnswer(THOUGHT)
     chat = served_with_thoughts.chat(served_format(PARSERS))
     assert handed_on(chat, task(), THOUGHT).text.strip() == "It is 7."
-    assert handed_on(chat, task(), "<think>\n3 and 4 and") == Answer(""), "it has not begun to answer"
+    assert handed_on(chat, task(), "<think>\n3 and 4 and") == ParsedAnswer(""), "it has not begun to answer"
     assert handed_on(chat, offered, f"<think>\nI search.\n</think>\n{CALL}").tools == ("search",)
     # An agent that offered no tools gets the text of a call as its answer.
     assert handed_on(chat, task(), f"<think></think>{CALL}").text.strip() == CALL

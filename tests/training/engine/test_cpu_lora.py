@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
+from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.training.engine import vllm_plugin
 from tests.conftest import POLICY, ROOT, MadeAdapter
 

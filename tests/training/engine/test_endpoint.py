@@ -12,15 +12,15 @@ import httpx2
 import openai
 import pytest
 
-from flywheel.training.engine.endpoint import Endpoint
+from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.session import Session
 from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message
 from tests.training.engine.test_session import QUESTION, asking, session, started
 
 
 @asynccontextmanager
-async def listening(*sessions: Session) -> AsyncIterator[tuple[Endpoint, list[str]]]:
-    endpoint = Endpoint()
+async def listening(*sessions: Session) -> AsyncIterator[tuple[RolloutEndpoint, list[str]]]:
+    endpoint = RolloutEndpoint()
     await endpoint.start()
     try:
         yield endpoint, [endpoint.open(each) for each in sessions]
@@ -175,10 +175,11 @@ async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 async def test_the_endpoint_is_reached_from_this_machine_alone_and_ends() -> None:
-    async with listening(session(ScriptedApplication(hold=True))) as (endpoint, [url]):
+    app = ScriptedApplication(hold=True)
+    async with listening(session(app)) as (endpoint, [url]):
         assert url.startswith("http://127.0.0.1:")
         asked = asyncio.create_task(post(url, asking("?")))
-        await asyncio.sleep(0.1)
+        await started(app)
     assert (await asked).status_code == 410
     with pytest.raises(httpx2.ConnectError):
         await post(url, asking("?"))

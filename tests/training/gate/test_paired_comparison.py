@@ -10,7 +10,7 @@ from scipy import stats
 from benchmarks.gate import Traffic, promotes_one
 from flywheel.config import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison
-from flywheel.training.gate.alpha_spending import alpha_of
+from flywheel.training.gate.gate import alpha_of
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
 
 

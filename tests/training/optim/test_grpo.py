@@ -17,7 +17,7 @@ import pytest
 
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
-from flywheel.training.data.samples import Row, Sample
+from flywheel.training.data.samples import Sample, TrainingRow
 from tests.training.data.rollouts import batch
 from tests.training.data.test_round_directory import POLICY
 
@@ -98,17 +98,17 @@ def sample(*parts: Sequence[int], missing: Sequence[int] = (), shifted: bool = T
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[TrainingRow, ...]:
     """Five rollouts: some of several samples, turns with observations between them, and tokens without a logprob."""
     return (
-        Row(0, sample((1, 20, 21, 22, 23), (40, 41, 42, 2), (70, 71, 72), (44, 45, 2)), 1.2),
-        Row(0, sample((1, 20, 21, 22, 23, 24), (50, 51, 2)), 1.2),
-        Row(1, sample((1, 20, 21), (43, 2), missing=(3,)), -0.7),
-        Row(2, sample((1, 30, 31), (60, 61, 62, 63, 64, 65, 66, 2)), -1.1),
-        Row(3, sample((1, 30, 31), (67, 2)), 0.6),
-        Row(3, sample((1, 30, 31, 67, 2, 80), (68, 69, 2), (81, 82), (2,)), 0.6),
-        Row(3, sample((1, 33), (90, 91, 92, 93), missing=(3,)), 0.6),
-        Row(5, sample((1, 30, 31), (94, 2)), 0.0),
+        TrainingRow(0, sample((1, 20, 21, 22, 23), (40, 41, 42, 2), (70, 71, 72), (44, 45, 2)), 1.2),
+        TrainingRow(0, sample((1, 20, 21, 22, 23, 24), (50, 51, 2)), 1.2),
+        TrainingRow(1, sample((1, 20, 21), (43, 2), missing=(3,)), -0.7),
+        TrainingRow(2, sample((1, 30, 31), (60, 61, 62, 63, 64, 65, 66, 2)), -1.1),
+        TrainingRow(3, sample((1, 30, 31), (67, 2)), 0.6),
+        TrainingRow(3, sample((1, 30, 31, 67, 2, 80), (68, 69, 2), (81, 82), (2,)), 0.6),
+        TrainingRow(3, sample((1, 33), (90, 91, 92, 93), missing=(3,)), 0.6),
+        TrainingRow(5, sample((1, 30, 31), (94, 2)), 0.0),
     )
 
 
@@ -118,7 +118,7 @@ class Trained:
     def __init__(
         self,
         directory: Path,
-        given: Sequence[Row] | Callable[[int], Sequence[Row]] = (),
+        given: Sequence[TrainingRow] | Callable[[int], Sequence[TrainingRow]] = (),
         model: Any = None,
         **training: Any,
     ) -> None:
@@ -140,7 +140,7 @@ class Trained:
         def sync() -> None:
             self.synced += 1
 
-        def roll_out(step: int) -> Sequence[Row]:
+        def roll_out(step: int) -> Sequence[TrainingRow]:
             self.steps.append(step)
             return given(step) if callable(given) else given
 
@@ -170,7 +170,7 @@ def gradients(model: Any) -> dict[str, Any]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def expected(given: Sequence[Row], *, loss_type: str, importance: str, cap: float = 3.0) -> dict[str, Any]:
+def expected(given: Sequence[TrainingRow], *, loss_type: str, importance: str, cap: float = 3.0) -> dict[str, Any]:
     """The gradient of the first update, from the definition: token by token, sample by sample."""
     model = policy()
     trained = {
@@ -296,7 +296,7 @@ def test_the_metrics_are_means_over_the_steps_trained_tokens(tmp_path: Path) -> 
         assert logs["grad_norm"] > 0
 
 
-def trl_alone(directory: Path, given: Sequence[Row], group: int, **arguments: Any) -> dict[str, Any]:
+def trl_alone(directory: Path, given: Sequence[TrainingRow], group: int, **arguments: Any) -> dict[str, Any]:
     """The gradient of TRL's own GRPOTrainer on one sample per rollout, with its own forward pass for its correction
     and its own padding, advantages and normaliser."""
     from datasets import Dataset
@@ -366,14 +366,14 @@ def trl_alone(directory: Path, given: Sequence[Row], group: int, **arguments: An
 def test_the_gradient_is_trls_where_trl_can_express_the_step(tmp_path: Path, loss_type: str) -> None:
     """Prompts x group rollouts of one sample each; advantages that have a mean of 0 in their group."""
     given = [
-        Row(0, sample((1, 20, 21, 22, 23), (40, 41, 42, 2), (70, 71, 72), (44, 45, 2)), 0.75),
-        Row(1, sample((1, 20, 21, 22, 23), (50, 51, 2)), -0.25),
-        Row(2, sample((1, 20, 21, 22, 23), (43, 2)), -0.25),
-        Row(3, sample((1, 20, 21, 22, 23), (60, 61, 62, 63, 64, 65, 66, 2)), -0.25),
-        Row(4, sample((1, 30, 31), (67, 2)), 0.5),
-        Row(5, sample((1, 30, 31), (68, 69, 2), (81, 82), (2,)), 0.5),
-        Row(6, sample((1, 30, 31), (90, 91, 92, 93)), -0.5),
-        Row(7, sample((1, 30, 31), (94, 2)), -0.5),
+        TrainingRow(0, sample((1, 20, 21, 22, 23), (40, 41, 42, 2), (70, 71, 72), (44, 45, 2)), 0.75),
+        TrainingRow(1, sample((1, 20, 21, 22, 23), (50, 51, 2)), -0.25),
+        TrainingRow(2, sample((1, 20, 21, 22, 23), (43, 2)), -0.25),
+        TrainingRow(3, sample((1, 20, 21, 22, 23), (60, 61, 62, 63, 64, 65, 66, 2)), -0.25),
+        TrainingRow(4, sample((1, 30, 31), (67, 2)), 0.5),
+        TrainingRow(5, sample((1, 30, 31), (68, 69, 2), (81, 82), (2,)), 0.5),
+        TrainingRow(6, sample((1, 30, 31), (90, 91, 92, 93)), -0.5),
+        TrainingRow(7, sample((1, 30, 31), (94, 2)), -0.5),
     ]
     wanted = trl_alone(tmp_path / "trl", given, 4, loss_type=loss_type)
     done = Trained(tmp_path / "own", given, loss_type=loss_type, micro_batch_tokens=40)
@@ -473,7 +473,7 @@ def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
     """All its groups were dropped. The optimizer's momentum must not move the weights either."""
     moved: list[dict[str, Any]] = []
 
-    def given(step: int) -> Sequence[Row]:
+    def given(step: int) -> Sequence[TrainingRow]:
         moved.append(done_model_weights())
         return rows() if step in (0, 2) else batch([1, 1, 1, 1], [1, 0, 0]).rows()
 
@@ -491,13 +491,13 @@ def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_a_number_ends_the_round(tmp_path: Path) -> None:
-    broken = Row(0, Sample((1, 2, 3), (False, True, True), (None, -0.5, float("nan"))), 1.0)
+    broken = TrainingRow(0, Sample((1, 2, 3), (False, True, True), (None, -0.5, float("nan"))), 1.0)
     with pytest.raises(TrainError, match="cannot take step 1 of the round: loss is nan"):
         Trained(tmp_path, [*rows(), broken])
 
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
-    from flywheel.training.data.metrics import UPDATE_FIGURES
+    from flywheel.training.data.round_progress import UPDATE_FIGURES
     from flywheel.training.engine.policy import save_adapter
 
     done = Trained(tmp_path / "trl", rows(), beta=0.1, micro_batch_tokens=30)

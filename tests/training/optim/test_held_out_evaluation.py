@@ -16,8 +16,8 @@ from flywheel.errors import TrainError
 from flywheel.records.round import Comparison, GateTest, RoundSpec
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.prompts import seed_of
-from flywheel.training.data.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
-from flywheel.training.optim.held_out_evaluation import Answers, answer
+from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, answer
 from flywheel.training.worker.training_round import Round
 from tests.training.data.rollouts import missed, prompt, rollout, verdict
 
@@ -32,8 +32,8 @@ class Missing:
     def __init__(self, undecided: bool = False) -> None:
         self.other = None if undecided else 1.0
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
-        return Batch(tuple(map(self._answer, requests)))
+    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
+        return RolloutBatch(tuple(map(self._answer, requests)))
 
     def _answer(self, request: RolloutRequest) -> Rollout:
         of_candidate = request.adapter == CANDIDATE
@@ -51,10 +51,10 @@ class Noted:
     def __init__(self) -> None:
         self.requests: list[RolloutRequest] = []
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
         self.requests += requests
         done = rollout(0, 1.0)
-        return Batch(tuple(Rollout(request, done.completion, done.verdict) for request in requests))
+        return RolloutBatch(tuple(Rollout(request, done.completion, done.verdict) for request in requests))
 
 
 def spec_of(settings: Config) -> RoundSpec:
@@ -71,7 +71,7 @@ def asked(directory: Path, **sections: object) -> list[RolloutRequest]:
     return noted.requests
 
 
-def answered(collector: Any, settings: Config, directory: Path) -> Answers:
+def answered(collector: Any, settings: Config, directory: Path) -> HeldOutAnswers:
     prompts = [prompt("t-1", (1,)), prompt("t-2", (2,))]
     return answer(prompts, (CANDIDATE, None), spec_of(settings), settings, collector, directory)
 

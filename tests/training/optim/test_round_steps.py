@@ -13,15 +13,14 @@ from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
-from flywheel.training.data.answered_calls import AnsweredCall, Outcome
 from flywheel.training.data.groups import WINDOW, growing_misses
-from flywheel.training.data.rollout import Batch, Rollout, RolloutRequest
+from flywheel.training.data.rollout import AnsweredCall, CallOutcome, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.optim import trainer
 from flywheel.training.optim.round_steps import (
     DebugRun,
-    RefusedError,
+    RoundRefusedError,
     RoundSteps,
     refuse_without_spread,
     roll_out_only,
@@ -42,9 +41,9 @@ class Scripted:
         self.act, self.silent = act, silent
         self.asked: list[list[str]] = []
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
         self.asked.append([request.prompt.task.task_id for request in requests[::GROUP]])
-        return Batch(
+        return RolloutBatch(
             tuple(self._rollout(request, place % GROUP) for place, request in enumerate(requests)),
             {"generate": 1.0, "grade": 0.5},
         )
@@ -53,7 +52,7 @@ class Scripted:
         reward = self.act(request, number)
         if reward is None:
             return Rollout(request, missed(0).completion, None)
-        calls = () if self.silent(request, number) else (AnsweredCall("c-1", "add", Outcome.TRACE),)
+        calls = () if self.silent(request, number) else (AnsweredCall("c-1", "add", CallOutcome.TRACE),)
         return Rollout(request, replace(rollout(0, reward).completion, calls=calls), verdict(reward))
 
 
@@ -166,14 +165,14 @@ def test_the_share_among_rollouts_that_called_leaves_out_the_others() -> None:
     assert silent.miss_shares(silent.collect(0, None), of_calling=True) == []
 
 
-def run_of(directory: Path, act: Act, *, steps: int, prompts: int = 48, **silent: Any) -> trainer.Run:
+def run_of(directory: Path, act: Act, *, steps: int, prompts: int = 48, **silent: Any) -> trainer.TrainingRun:
     collector: Any = Scripted(act, **silent)
     meter = Meter(directory, steps=steps)
     some = [recorded(f"t-{n}") for n in range(prompts)]
-    return trainer.Run(spec(), settings(steps=steps), directory, some, [], collector, meter)
+    return trainer.TrainingRun(spec(), settings(steps=steps), directory, some, [], collector, meter)
 
 
-def train(run: trainer.Run, steps: int) -> None:
+def train(run: trainer.TrainingRun, steps: int) -> None:
     for step in range(steps):
         run.roll_out(step)
         run.report(step + 1, LOGS)
@@ -186,7 +185,7 @@ def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_s
         return None if done >= WINDOW and number >= 2 else float(number % 2)
 
     run = run_of(tmp_path, growing, steps=24)
-    with pytest.raises(RefusedError, match=r"grew from 0% in the first 4 steps to 50% in the last 4"):
+    with pytest.raises(RoundRefusedError, match=r"grew from 0% in the first 4 steps to 50% in the last 4"):
         for step in range(24):
             done = step
             run.roll_out(step)
@@ -257,15 +256,15 @@ def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: P
 def test_a_round_of_misses_is_refused_with_that_reason_and_not_as_if_the_judge_were_down(tmp_path: Path) -> None:
     run = run_of(tmp_path, lambda request, number: None, steps=3)
     with pytest.raises(
-        RefusedError, match=r"0 of 16 groups .*\(no rewards\); 16 were dropped because 64 of 64"
+        RoundRefusedError, match=r"0 of 16 groups .*\(no rewards\); 16 were dropped because 64 of 64"
     ) as why:
         train(run, 3)
     assert "without a recorded result" in str(why.value)
-    some = [Batch((*(missed(0) for _ in range(4)), *(rollout(1, 1.0) for _ in range(4))))]
-    with pytest.raises(RefusedError, match=r"\(rewards from 1 to 1\); 1 were dropped because 4 of 8"):
+    some = [RolloutBatch((*(missed(0) for _ in range(4)), *(rollout(1, 1.0) for _ in range(4))))]
+    with pytest.raises(RoundRefusedError, match=r"\(rewards from 1 to 1\); 1 were dropped because 4 of 8"):
         refuse_without_spread(some, 0.0)
 
 
 def test_a_judge_that_is_down_is_still_told_from_misses() -> None:
     with pytest.raises(TrainError, match="no rollout has a reward"):
-        refuse_without_spread([Batch((missed(0), *(rollout(0, None) for _ in range(3))))], 0.0)
+        refuse_without_spread([RolloutBatch((missed(0), *(rollout(0, None) for _ in range(3))))], 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.training.data.rollout import Batch, Completion, Rollout
+from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch
 from flywheel.training.data.samples import CallTokens, Sample, timelines
 from tests.training.data.rollouts import request, verdict
 from tests.training.optim.test_grpo import SHIFTS, Trained, assert_equal, exact, gradients, logps_of, policy
@@ -47,13 +47,13 @@ def rollouts() -> list[list[CallTokens]]:
 REWARDS = (1.0, 0.0, 0.4, 0.2)
 
 
-def batch() -> Batch:
+def batch() -> RolloutBatch:
     made = []
     for calls, reward in zip(rollouts(), REWARDS, strict=True):
         found = timelines(calls)
         completion = Completion("seven", found.samples, found.texts, turns=len(calls), forks=found.forks)
         made.append(Rollout(request(0), completion, verdict(reward)))
-    return Batch(tuple(made))
+    return RolloutBatch(tuple(made))
 
 
 def expected(loss_type: str) -> dict[str, Any]:

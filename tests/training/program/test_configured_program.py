@@ -10,7 +10,7 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.configured_program import program_of
+from flywheel.training.program.program_pool import program_of
 from tests.cases import for_each
 
 AGENT = {"workflow": "agents/helper.py:run", "python": "env/bin/python"}

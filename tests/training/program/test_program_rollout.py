@@ -12,8 +12,8 @@ from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
 from flywheel.records.round import RoundTask
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import Batch, Completion, RewardWeights, Rollout, RolloutRequest, exchange
-from flywheel.training.data.rollout_lines import rollout_line
+from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
+from flywheel.training.data.rollout_file import rollout_line
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_rollout import ProgramSetup, roll_out
@@ -145,7 +145,7 @@ async def test_the_reward_is_the_weighted_mean(weights: RewardWeights, reward: f
 async def test_failures_are_counted_and_refused_if_they_are_many() -> None:
     done = await made(RunResult(reward=1.0, response="7", metrics={"boxes": 2.0}, seconds=1.5), call(QUESTION))
     bad = await made(RunResult(cause="timeout", error="it ran longer than 5 s"), call(QUESTION))
-    batch = Batch((*(Rollout(request(), done, verdict(1.0)) for _ in range(3)), Rollout(request(), bad, None)))
+    batch = RolloutBatch((*(Rollout(request(), done, verdict(1.0)) for _ in range(3)), Rollout(request(), bad, None)))
     assert batch.summary()["program"] == {
         "failures": {"timeout": 1},
         "reward_mean": 1.0,

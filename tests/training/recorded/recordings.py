@@ -11,8 +11,7 @@ from typing import Any
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage
-from flywheel.training.recorded.call_key import tools_by_name
-from flywheel.training.recorded.recordings import Recording, RecordingPool, results_of
+from flywheel.training.recorded.recordings import RecordingPool, TraceRecording, results_of, tools_by_name
 
 _numbers = itertools.count()
 
@@ -59,13 +58,13 @@ def recording(
     tools: tuple[dict[str, Any], ...] = (ADD, FINISH),
     errors: tuple[str, ...] = (),
     question: str = "",
-) -> Recording:
+) -> TraceRecording:
     asked: tuple[ChatMessage, ...] = ({"role": "user", "content": question},)
-    return Recording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors, asked)
+    return TraceRecording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors, asked)
 
 
 def shared_recordings(
-    recordings: Sequence[Recording], reader: Split, *, offered: Collection[str] | None = None
+    recordings: Sequence[TraceRecording], reader: Split, *, offered: Collection[str] | None = None
 ) -> SharedRecordings:
     """What rollouts of tasks in a split may use of these traces; by default they are offered all tools of all."""
     tools = {tool.digest for each in recordings for tool in tools_by_name(each.tools).values()}

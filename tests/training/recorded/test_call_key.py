@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.recorded.call_key import call_key, tools_by_name, with_defaults
+from flywheel.training.recorded.recordings import call_key, tools_by_name, with_defaults
 from tests.cases import for_each
 from tests.training.recorded.recordings import ADD, identity, tool
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from flywheel.records.states import Split
-from flywheel.training.data.answered_calls import Outcome
+from flywheel.training.data.rollout import CallOutcome
 from flywheel.training.recorded.recorded_rollout import RecordedTools
 from flywheel.training.recorded.recordings import results_of
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool
@@ -31,10 +31,10 @@ def test_each_call_of_the_example_is_answered_as_the_page_says() -> None:
         (found,) = tools.answer(made).calls
         expected = row["answer"].strip("`")
         if expected.startswith("none"):
-            assert found.outcome is Outcome.MISS, row[0]
+            assert found.outcome is CallOutcome.MISS, row[0]
         else:
             assert found.result is not None, row[0]
             assert found.result.content.startswith(expected.partition(": …")[0]), row[0]
         if "two other conversations" in expected:
             (shared,) = sharing.answer(made).calls
-            assert (shared.outcome, shared.result and shared.result.content) == (Outcome.SHARED, "42")
+            assert (shared.outcome, shared.result and shared.result.content) == (CallOutcome.SHARED, "42")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flywheel.judge.rubric.checks.tool_calls import calls_of
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
-from flywheel.training.data.answered_calls import Outcome
+from flywheel.training.data.rollout import CallOutcome
 from flywheel.training.recorded.recorded_rollout import Budgets, End, RecordedLoop, RecordedTools
 from flywheel.training.recorded.recordings import results_of
 from tests.training.recorded.recordings import call, recording, said
@@ -76,7 +76,7 @@ def test_a_finish_tool_is_the_answer_and_no_step() -> None:
     rollout.advance(said(first, done, call("add", {"a": 9})), tokens=1)
     assert (rollout.end, rollout.answer) == (End.FINISHED, "1")
     assert [step.get("tool_calls") for step in rollout.steps] == [[first], None]
-    assert rollout.calls[-1].outcome is Outcome.FINISH
+    assert rollout.calls[-1].outcome is CallOutcome.FINISH
     for content, steps in (("", []), ("Now:", [{"role": "assistant", "content": "Now:"}])):
         rollout = loop()
         rollout.advance(said(done, content=content), tokens=1)

@@ -9,10 +9,9 @@ import pytest
 
 from flywheel.records.tool_calls import SharedRecordings, ToolResult
 from flywheel.records.trace import ChatMessage
-from flywheel.training.data.answered_calls import Outcome
-from flywheel.training.data.rollout import Completion, exchange
-from flywheel.training.recorded.call_key import call_key, tools_by_name
+from flywheel.training.data.rollout import CallOutcome, Completion, exchange
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+from flywheel.training.recorded.recordings import call_key, tools_by_name
 from tests.training.engine.scripted_session import (
     END,
     ScriptedSession,
@@ -46,7 +45,7 @@ def run(
     return asyncio.run(roll_out(asked, session, setup)), session
 
 
-def outcomes(completion: Completion) -> list[Outcome]:
+def outcomes(completion: Completion) -> list[CallOutcome]:
     return [each.outcome for each in completion.calls]
 
 
@@ -65,7 +64,7 @@ def test_turns_of_model_and_tools_are_one_sample() -> None:
     assert (completion.steps[3]["status"], "status" in completion.steps[1]) == ("error", False)
     shown = exchange(rollout_request(TASK).prompt, completion)
     assert (shown.trajectory, shown.answer) == (completion.steps, "It is 1.")
-    assert outcomes(completion) == [Outcome.TRACE] * 2
+    assert outcomes(completion) == [CallOutcome.TRACE] * 2
     assert all(body["tools"] == [ADD, FINISH] for body in session.bodies)
 
 
@@ -84,14 +83,14 @@ def test_a_miss_has_a_reason_and_no_answer_but_its_tokens() -> None:
     assert completion.error == 'no recorded result for add({"a": 9})'
     assert len(session.bodies) == 1
     assert sum(completion.samples[0].loss_mask) == len(completion.token_ids) > 0
-    assert outcomes(completion) == [Outcome.TRACE, Outcome.MISS]
+    assert outcomes(completion) == [CallOutcome.TRACE, CallOutcome.MISS]
 
 
 def test_a_miss_can_be_an_error_of_the_tool() -> None:
     setup = ToolSetup(on_miss="error", max_turns=5)
     completion, session = run(said(call("add", {"a": 9})), answered("No."), setup=setup)
     assert "ToolUnavailableError" in session.bodies[1]["messages"][-1]["content"]
-    assert (completion.text, completion.missed, outcomes(completion)) == ("No.", False, [Outcome.MISS])
+    assert (completion.text, completion.missed, outcomes(completion)) == ("No.", False, [CallOutcome.MISS])
 
 
 def test_results_of_other_traces_answer() -> None:
@@ -99,7 +98,7 @@ def test_results_of_other_traces_answer() -> None:
     setup = ToolSetup(shared=SharedRecordings({key: ToolResult("nine")}))
     completion, session = run(said(call("add", {"a": 9})), answered(), setup=setup)
     assert session.bodies[1]["messages"][-1]["content"] == "nine"
-    assert outcomes(completion) == [Outcome.SHARED]
+    assert outcomes(completion) == [CallOutcome.SHARED]
 
 
 def test_recorded_failures_are_those_that_the_task_names() -> None:

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, SharedRecordings, ToolResult, finish_answer
-from flywheel.training.data.answered_calls import AnsweredCall, Outcome, tool_metrics
-from flywheel.training.recorded.call_key import tools_by_name
+from flywheel.training.data.rollout import AnsweredCall, CallOutcome, tool_metrics
 from flywheel.training.recorded.recorded_rollout import RecordedTools, ToolTurn
-from flywheel.training.recorded.recordings import Recording, results_of
+from flywheel.training.recorded.recordings import TraceRecording, results_of, tools_by_name
 from tests.cases import for_each
 from tests.training.recorded.recordings import ADD, FINISH, call, identity, recording, said, shared_recordings, tool
 
@@ -21,7 +20,7 @@ ARGUMENTS = st.sampled_from([{"a": 1, "b": 2}, {"a": 2, "b": 2}, {"a": "1", "b":
 TRACES = st.lists(st.tuples(ARGUMENTS, st.sampled_from(["3", "4"])), max_size=6)
 
 
-def tools_for(*recordings: Recording, **values: Any) -> RecordedTools:
+def tools_for(*recordings: TraceRecording, **values: Any) -> RecordedTools:
     """The tools of a rollout of the first recording's task."""
     finish = {"generate_response"}
     own = results_of(recordings[0], finish)
@@ -30,13 +29,13 @@ def tools_for(*recordings: Recording, **values: Any) -> RecordedTools:
     return RecordedTools(recordings[0].tools, own, finish_tools=finish, **values)
 
 
-def ask(tools: RecordedTools, *arguments: Any) -> list[tuple[Outcome, str | None]]:
+def ask(tools: RecordedTools, *arguments: Any) -> list[tuple[CallOutcome, str | None]]:
     """One call of `add` after the other."""
     turns = [tools.answer([call("add", each)]) for each in arguments]
     return [(turn.calls[0].outcome, turn.calls[0].result and turn.calls[0].result.content) for turn in turns]
 
 
-MISS = (Outcome.MISS, None)
+MISS = (CallOutcome.MISS, None)
 
 
 # --- own results
@@ -46,16 +45,16 @@ def test_the_kth_identical_call_gets_the_kth_result_and_then_none() -> None:
     two = {"a": 1, "b": 1}
     tools = tools_for(recording((call("add", two), "2"), (call("add", {"a": 3}), "3"), (call("add", two), "two")))
     assert ask(tools, two, two, {"a": 3}, two) == [
-        (Outcome.TRACE, "2"),
-        (Outcome.TRACE, "two"),
-        (Outcome.TRACE, "3"),
+        (CallOutcome.TRACE, "2"),
+        (CallOutcome.TRACE, "two"),
+        (CallOutcome.TRACE, "3"),
         MISS,
     ]
 
 
 def test_equal_results_last_for_any_number_of_calls() -> None:
     tools = tools_for(recording((call("add", {"a": 1}), "1"), (call("add", {"a": 1}), "1")))
-    assert ask(tools, *[{"a": 1}] * 5) == [(Outcome.TRACE, "1")] * 5
+    assert ask(tools, *[{"a": 1}] * 5) == [(CallOutcome.TRACE, "1")] * 5
 
 
 @given(TRACES, st.lists(ARGUMENTS, max_size=12))
@@ -67,7 +66,7 @@ def test_answers_are_those_of_the_rule(trace: list[tuple[dict[str, Any], str]], 
         expected = results[earlier] if earlier < len(results) else None
         if expected is None and len(set(results)) == 1:
             expected = results[-1]
-        assert ask(tools, arguments) == [MISS if expected is None else (Outcome.TRACE, expected)]
+        assert ask(tools, arguments) == [MISS if expected is None else (CallOutcome.TRACE, expected)]
 
 
 @given(TRACES)
@@ -76,12 +75,12 @@ def test_a_rollout_that_repeats_its_trace_gets_the_results_of_its_trace(
 ) -> None:
     tools = tools_for(recording(*((call("add", arguments), result) for arguments, result in trace)))
     found = ask(tools, *(arguments for arguments, _ in trace))
-    assert found == [(Outcome.TRACE, result) for _, result in trace]
+    assert found == [(CallOutcome.TRACE, result) for _, result in trace]
 
 
 def test_rollouts_of_a_task_do_not_count_each_others_calls() -> None:
     trace = recording((call("add", {"a": 1}), "1"), (call("add", {"a": 1}), "one"))
-    assert ask(tools_for(trace), {"a": 1}) == ask(tools_for(trace), {"a": 1}) == [(Outcome.TRACE, "1")]
+    assert ask(tools_for(trace), {"a": 1}) == ask(tools_for(trace), {"a": 1}) == [(CallOutcome.TRACE, "1")]
 
 
 def test_parallel_calls_are_answered_in_order_under_the_rollouts_own_ids() -> None:
@@ -98,8 +97,8 @@ def test_parallel_calls_are_answered_in_order_under_the_rollouts_own_ids() -> No
 def test_results_of_calls_in_one_recorded_message_are_found_by_their_ids() -> None:
     one, two = call("add", {"a": 1}, "0"), call("add", {"a": 2}, "1")
     answers = [{"role": "tool", "tool_call_id": each, "name": "add", "content": each} for each in ("1", "0")]
-    trace = Recording("t", "", Split.TRAIN, (ADD,), (said(one, two), *answers))
-    assert ask(tools_for(trace), {"a": 1}, {"a": 2}) == [(Outcome.TRACE, "0"), (Outcome.TRACE, "1")]
+    trace = TraceRecording("t", "", Split.TRAIN, (ADD,), (said(one, two), *answers))
+    assert ask(tools_for(trace), {"a": 1}, {"a": 2}) == [(CallOutcome.TRACE, "0"), (CallOutcome.TRACE, "1")]
 
 
 def test_a_recorded_error_is_a_result_that_stays_marked() -> None:
@@ -110,7 +109,7 @@ def test_a_recorded_error_is_a_result_that_stays_marked() -> None:
     )
     tools = tools_for(trace)
     turn = tools.answer([call("add", {"a": 1}, "r"), call("add", {"a": 2}), call("add", {"a": 1})])
-    assert [each.outcome for each in turn.calls] == [Outcome.TRACE] * 3
+    assert [each.outcome for each in turn.calls] == [CallOutcome.TRACE] * 3
     assert turn.messages[0] == {
         "role": "tool",
         "tool_call_id": "r",
@@ -125,13 +124,13 @@ def test_what_has_no_key_or_no_result_is_not_answered() -> None:
     own = results_of(trace)
     assert (own.calls, list(own.by_key.values()), own.results) == (3, [()], ())
     (found,) = tools_for(trace).answer([call("add", {"a": 1})]).calls
-    assert (found.outcome, found.repeats_trace) == (Outcome.MISS, True)
+    assert (found.outcome, found.repeats_trace) == (CallOutcome.MISS, True)
 
 
 # --- results of other traces
 
 
-def heard(result: str, conversation: str, split: Split = Split.TRAIN) -> Recording:
+def heard(result: str, conversation: str, split: Split = Split.TRAIN) -> TraceRecording:
     return recording((call("add", {"a": 7}), result), conversation=conversation, split=split)
 
 
@@ -140,15 +139,15 @@ def heard(result: str, conversation: str, split: Split = Split.TRAIN) -> Recordi
     [
         ([("7", "x")], MISS),
         ([("7", "x"), ("7", "x")], MISS),
-        ([("7", "x"), ("7", "y")], (Outcome.SHARED, "7")),
+        ([("7", "x"), ("7", "y")], (CallOutcome.SHARED, "7")),
         ([("7", "x"), ("7", "y"), ("8", "z")], MISS),
         ([("7", "x"), ("7", "y"), ("8", "x")], MISS),
-        ([("7", ""), ("7", "")], (Outcome.SHARED, "7")),
-        ([("7", "own"), ("7", "y")], (Outcome.SHARED, "7")),
+        ([("7", ""), ("7", "")], (CallOutcome.SHARED, "7")),
+        ([("7", "own"), ("7", "y")], (CallOutcome.SHARED, "7")),
     ],
 )
 def test_results_are_shared_where_conversations_agree_and_none_differs(
-    others: list[tuple[str, str]], expected: tuple[Outcome, str | None]
+    others: list[tuple[str, str]], expected: tuple[CallOutcome, str | None]
 ) -> None:
     own = recording((call("add", {"a": 1}), "1"), conversation="own")
     tools = tools_for(own, *(heard(*other) for other in others))
@@ -162,7 +161,7 @@ def test_an_error_and_a_result_with_the_same_text_differ() -> None:
 
 def test_the_own_result_counts_also_where_others_agree_on_another_one() -> None:
     own = heard("seven", "own")
-    assert ask(tools_for(own, heard("7", "x"), heard("7", "y")), {"a": 7}) == [(Outcome.TRACE, "seven")]
+    assert ask(tools_for(own, heard("7", "x"), heard("7", "y")), {"a": 7}) == [(CallOutcome.TRACE, "seven")]
     own = recording((call("add", {"a": 7}), "7"), (call("add", {"a": 7}), "8"))
     shared = shared_recordings([heard("7", "x"), heard("7", "y")], Split.TRAIN)
     tools = RecordedTools(own.tools, results_of(own), shared=shared)
@@ -198,13 +197,13 @@ RECORDINGS = st.lists(
 
 
 @given(RECORDINGS)
-def test_training_does_not_depend_on_held_out_traces(some: list[Recording]) -> None:
+def test_training_does_not_depend_on_held_out_traces(some: list[TraceRecording]) -> None:
     train = [each for each in some if each.split is Split.TRAIN]
     assert shared_recordings(some, Split.TRAIN) == shared_recordings(train, Split.TRAIN)
 
 
 @given(RECORDINGS, st.randoms())
-def test_what_is_shared_is_what_two_say_and_nobody_denies(some: list[Recording], order: Any) -> None:
+def test_what_is_shared_is_what_two_say_and_nobody_denies(some: list[TraceRecording], order: Any) -> None:
     shared = shared_recordings(some, Split.HELD_OUT).results
     said_by: dict[str, set[tuple[ToolResult, str]]] = {}
     for each in some:
@@ -226,22 +225,22 @@ def test_what_is_shared_is_what_two_say_and_nobody_denies(some: list[Recording],
 @for_each(
     ("made", "outcome", "text"),
     [
-        (call("divide", {}), Outcome.UNKNOWN_TOOL, "no tool 'divide'. Available tools: add, generate_response"),
-        ({"id": "r"}, Outcome.UNKNOWN_TOOL, "no tool ''"),
-        (call("add", "{"), Outcome.UNPARSEABLE, "the arguments of add cannot be parsed: Expecting"),
-        (call("add", "[1]"), Outcome.UNPARSEABLE, "they are not an object"),
-        (call("add", '{"a": NaN}'), Outcome.UNPARSEABLE, "NaN is not valid in JSON"),
-        (call("add", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"), Outcome.UNPARSEABLE, "nested too deeply"),
-        (call("add", '{"a": ' + "1" * 5000 + "}"), Outcome.UNPARSEABLE, "cannot be parsed"),
-        (call("generate_response", "{"), Outcome.UNPARSEABLE, "the arguments of generate_response"),
+        (call("divide", {}), CallOutcome.UNKNOWN_TOOL, "no tool 'divide'. Available tools: add, generate_response"),
+        ({"id": "r"}, CallOutcome.UNKNOWN_TOOL, "no tool ''"),
+        (call("add", "{"), CallOutcome.UNPARSEABLE, "the arguments of add cannot be parsed: Expecting"),
+        (call("add", "[1]"), CallOutcome.UNPARSEABLE, "they are not an object"),
+        (call("add", '{"a": NaN}'), CallOutcome.UNPARSEABLE, "NaN is not valid in JSON"),
+        (call("add", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"), CallOutcome.UNPARSEABLE, "nested too deeply"),
+        (call("add", '{"a": ' + "1" * 5000 + "}"), CallOutcome.UNPARSEABLE, "cannot be parsed"),
+        (call("generate_response", "{"), CallOutcome.UNPARSEABLE, "the arguments of generate_response"),
     ],
 )
 def test_unknown_tools_and_unparseable_arguments_get_an_error_text(
-    made: dict[str, Any], outcome: Outcome, text: str
+    made: dict[str, Any], outcome: CallOutcome, text: str
 ) -> None:
     turn = tools_for(recording((call("add", {"a": 1}), "1"))).answer([made, call("add", {"a": 1})])
     (bad, good) = turn.calls
-    assert (bad.outcome, turn.ended_by, good.outcome) == (outcome, "", Outcome.TRACE)
+    assert (bad.outcome, turn.ended_by, good.outcome) == (outcome, "", CallOutcome.TRACE)
     assert bad.result is not None
     assert text in bad.result.content
     assert turn.steps[0]["status"] == "error"
@@ -250,7 +249,7 @@ def test_unknown_tools_and_unparseable_arguments_get_an_error_text(
 def test_the_own_error_texts_count_as_failures_where_steps_are_checked() -> None:
     tools = tools_for(recording(), on_miss="error")
     calls = [call("divide"), call("add", "{"), call("add", {"a": 1})]
-    made = Recording("t", "", Split.TRAIN, (ADD, tool("divide")), (said(*calls), *tools.answer(calls).messages))
+    made = TraceRecording("t", "", Split.TRAIN, (ADD, tool("divide")), (said(*calls), *tools.answer(calls).messages))
     assert [example.result.failed for example in results_of(made).results] == [True, True]
 
 
@@ -258,7 +257,7 @@ def test_the_own_error_texts_count_as_failures_where_steps_are_checked() -> None
 def test_no_arguments_are_an_empty_object(arguments: str) -> None:
     trace = recording((call("add", {}), "0"))
     (found,) = tools_for(trace).answer([call("add", arguments)]).calls
-    assert found.outcome is Outcome.TRACE
+    assert found.outcome is CallOutcome.TRACE
 
 
 # --- misses
@@ -267,7 +266,7 @@ def test_no_arguments_are_an_empty_object(arguments: str) -> None:
 def test_a_miss_ends_the_rollout_and_the_calls_after_it_are_counted_but_not_answered() -> None:
     calls = [call("add", {"a": each}) for each in (1, 9, 1)] + [call("generate_response", {"response": "!"})]
     turn = tools_for(recording((call("add", {"a": 1}), "1"))).answer(calls)
-    assert [each.outcome for each in turn.calls] == [Outcome.TRACE, Outcome.MISS, Outcome.TRACE]
+    assert [each.outcome for each in turn.calls] == [CallOutcome.TRACE, CallOutcome.MISS, CallOutcome.TRACE]
     assert (turn.ended_by, turn.answer, len(turn.messages)) == ("miss", "", 1)
 
 
@@ -285,7 +284,7 @@ def test_a_finish_tool_ends_the_rollout_with_its_argument() -> None:
     calls = [call("add", {"a": 1}), call("generate_response", {"response": "It is 1."}), call("add", {"a": 9})]
     turn = tools_for(recording((call("add", {"a": 1}), "1"))).answer(calls)
     assert (turn.ended_by, turn.answer) == ("finish", "It is 1.")
-    assert [each.outcome for each in turn.calls] == [Outcome.TRACE, Outcome.FINISH]
+    assert [each.outcome for each in turn.calls] == [CallOutcome.TRACE, CallOutcome.FINISH]
     assert len(turn.messages) == 1
 
 
@@ -314,7 +313,7 @@ def test_agentscopes_finish_functions_end_the_rollout_without_being_configured(n
 
 def test_a_finish_tool_that_is_not_offered_is_unknown() -> None:
     turn = tools_for(recording(tools=(ADD,))).answer([call("generate_response", {"response": "x"})])
-    assert (turn.ended_by, turn.calls[0].outcome) == ("", Outcome.UNKNOWN_TOOL)
+    assert (turn.ended_by, turn.calls[0].outcome) == ("", CallOutcome.UNKNOWN_TOOL)
 
 
 # --- which tasks are asked
@@ -330,7 +329,7 @@ def test_a_finish_tool_that_is_not_offered_is_unknown() -> None:
         (recording((call("other", {"a": 1}), "1")), [False] * 4),
     ],
 )
-def test_tasks_are_asked_that_have_results_or_made_no_call(trace: Recording, expected: list[bool]) -> None:
+def test_tasks_are_asked_that_have_results_or_made_no_call(trace: TraceRecording, expected: list[bool]) -> None:
     own = results_of(trace, {"generate_response"})
     training = [own.trains(use_uncalled=each) for each in (False, True)]
     assert [*training, *(own.gates(accepted=each) for each in (False, True))] == expected

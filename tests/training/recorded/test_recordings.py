@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 from flywheel.records.states import Split
 from flywheel.records.task import task_line
 from flywheel.records.tool_calls import SharedRecordings
-from flywheel.training.data.answered_calls import Outcome
+from flywheel.training.data.rollout import CallOutcome
 from flywheel.training.recorded.expected_hits import HitRate, expected_hits
 from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools
-from flywheel.training.recorded.recordings import Recording, recording_of, results_of
+from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
 from tests.sources.studio.reading import read_all
 from tests.training.recorded.recordings import ADD, call, recording, shared_recordings, tool
 
@@ -23,15 +23,15 @@ STUDIO = Path(__file__).parents[2] / "data" / "studio"
 
 
 @pytest.fixture(scope="module")
-def traces() -> list[Recording]:
+def traces() -> list[TraceRecording]:
     """The replies of real agents with tools, as a database of the current version has them."""
     replies, _, _ = read_all(STUDIO / "new_v2.sqlite")
     lines = [task_line(reply, "studio") for reply in replies if reply.skip is None and reply.tools]
     return [recording_of(line, Split.TRAIN) for line in lines]
 
 
-def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[Recording]) -> None:
-    outcomes: list[tuple[str, Outcome]] = []
+def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[TraceRecording]) -> None:
+    outcomes: list[tuple[str, CallOutcome]] = []
     for trace in traces:
         loop = RecordedLoop([], RecordedTools(trace.tools, results_of(trace)), Budgets(99, 10_000))
         for step in trace.steps:
@@ -42,21 +42,23 @@ def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[Recordin
         assert [each for each in again if each[0] == "tool"] == [each for each in told if each[0] == "tool"]
         outcomes += [(each.name, each.outcome) for each in loop.calls]
     assert len(outcomes) == 18
-    assert {each for each in outcomes if each[1] is not Outcome.TRACE} == {("no_such_tool", Outcome.UNKNOWN_TOOL)}
+    assert {each for each in outcomes if each[1] is not CallOutcome.TRACE} == {
+        ("no_such_tool", CallOutcome.UNKNOWN_TOOL)
+    }
 
 
-def test_errors_of_real_traces_are_marked(traces: list[Recording]) -> None:
+def test_errors_of_real_traces_are_marked(traces: list[TraceRecording]) -> None:
     failed = [each for trace in traces for each in results_of(trace).results if each.result.failed]
     assert {example.tool.name for example in failed} >= {"flaky_lookup"}
 
 
-def test_the_split_is_that_of_the_ledger(traces: list[Recording]) -> None:
+def test_the_split_is_that_of_the_ledger(traces: list[TraceRecording]) -> None:
     replies, _, _ = read_all(STUDIO / "new_v2.sqlite")
     assert recording_of(task_line(replies[0], "studio"), Split.HELD_OUT).split is Split.HELD_OUT
     assert all(trace.conversation and trace.question for trace in traces)
 
 
-def test_shared_recordings_are_written_and_read_as_json(traces: list[Recording]) -> None:
+def test_shared_recordings_are_written_and_read_as_json(traces: list[TraceRecording]) -> None:
     again = [replace(trace, conversation=f"again {trace.conversation}") for trace in traces]
     shared = shared_recordings([*traces, *again], Split.TRAIN)
     assert shared.results

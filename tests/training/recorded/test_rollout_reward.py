@@ -23,7 +23,7 @@ from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
 from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, RecordedTools, ToolSetup, roll_out
-from flywheel.training.recorded.recordings import Recording, results_of
+from flywheel.training.recorded.recordings import TraceRecording, results_of
 from tests.cases import for_each
 from tests.factories.judge_server import JudgeServer, nonce_of
 from tests.judge.rubric.test_shipped_rubrics import COMPLETION, INVENTED, SHIPPED
@@ -45,7 +45,7 @@ RIGHT = call("add", {"a": 1, "b": 2})
 LOST = call("search", {"q": "x"})
 
 
-def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace: Recording = TRACE) -> Exchange:
+def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace: TraceRecording = TRACE) -> Exchange:
     """What the judge is given of a rollout with these calls, one list for each message, and this answer."""
     finish = {"generate_response"}
     tools = RecordedTools(trace.tools, results_of(trace, finish), finish_tools=finish)

@@ -25,10 +25,7 @@ def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: A
     )  # fmt: skip
     whole = Round(spec, directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 
-    def start() -> None:
-        whole.about = {"versions": {}, "device": "none"}
-
-    monkeypatch.setattr(whole, "start", start)
+    monkeypatch.setattr(whole, "start", lambda: None)
     monkeypatch.setattr(whole, "asked", lambda _: train)
     monkeypatch.setattr(whole, "asked_as_served", lambda _: gate)
     return whole

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from flywheel.training.data.formats import agentscope, trl
+from flywheel.training.data.formats.export_format import ExportSample as ExportSample
 from flywheel.training.data.formats.export_format import Format as Format
 from flywheel.training.data.formats.export_format import FormatName as FormatName
+from flywheel.training.data.formats.export_format import JsonLinesWriter
 from flywheel.training.data.formats.export_format import LeftOut as LeftOut
-from flywheel.training.data.formats.export_format import Sample as Sample
 from flywheel.training.data.formats.export_format import typed_columns as typed_columns
-from flywheel.training.data.formats.verl import verl
-from flywheel.training.data.formats.writer import JsonLinesWriter, VerlWriter
+from flywheel.training.data.formats.verl import VerlWriter, verl
 
 FORMATS: Final = {
     known.name: known

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 
 from flywheel.training.data.formats import messages
-from flywheel.training.data.formats.export_format import Sample
-from flywheel.training.data.formats.writer import Record
+from flywheel.training.data.formats.export_format import ExportSample, Record
 
 AGENTJET = ("main_query", "init_messages", "task_id", "env_type", "metadata")
 
 
-def agentjet(sample: Sample) -> Record:
+def agentjet(sample: ExportSample) -> Record:
     """The fields of AgentJet's `Task`, for its `jsonl` task reader."""
     return {key: sample.line[key] for key in AGENTJET}
 
 
-def trinity(sample: Sample) -> Record:
+def trinity(sample: ExportSample) -> Record:
     """A row for Trinity-RFT: `question` and `answer` for its workflows, `messages` for its SFT reader.
 
     `messages` and `tools` are JSON text, which its formatter decodes: lists of objects would be aligned to one schema

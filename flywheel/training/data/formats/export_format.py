@@ -8,7 +8,9 @@ from enum import StrEnum
 from typing import Any, BinaryIO
 
 from flywheel.records.states import TaskState
-from flywheel.training.data.formats.writer import JsonLinesWriter, Record
+from flywheel.system.files import json_line
+
+Record = dict[str, Any]
 
 _TEXT_MESSAGE = frozenset({"role", "content"})
 """The keys of a message that is only text."""
@@ -24,13 +26,26 @@ class FormatName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ExportSample:
     """A task line with its verdict."""
 
     line: dict[str, Any]
     state: TaskState
     score: float | None
     """0…1, None without a verdict."""
+
+
+class JsonLinesWriter:
+    """Writes one JSON object per line, UTF-8."""
+
+    def __init__(self, file: BinaryIO, typed: frozenset[str]) -> None:
+        self._file = file
+
+    def write(self, record: Record) -> None:
+        self._file.write(json_line(record))
+
+    def close(self) -> None:
+        """Write what is left. The file stays open."""
 
 
 class LeftOut(Exception):  # noqa: N818 - not an error: the format has no place for this task

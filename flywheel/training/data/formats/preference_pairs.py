@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.training.data.formats import messages
-from flywheel.training.data.formats.export_format import LeftOut, Sample
+from flywheel.training.data.formats.export_format import ExportSample, LeftOut
 
 ALONE = "no reply with the other verdict to the same prompt"
 SAME = "the accepted and the rejected replies to the prompt say the same"
@@ -21,7 +21,7 @@ USED_UP = "more replies with this verdict than with the other to the same prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PairCandidate:
     """A reply that can be in a pair. `prompt` and `answer` are hashes."""
 
     id: int
@@ -30,14 +30,14 @@ class Candidate:
     score: float
 
 
-def candidate(number: int, sample: Sample) -> Candidate:
+def candidate(number: int, sample: ExportSample) -> PairCandidate:
     """Raises LeftOut for a reply that cannot be in a pair."""
     line = sample.line
     messages.reply(line)
     if sample.score is None:
         raise LeftOut("there is no score")
     given = [messages.prompt(line), messages.tools(line)]
-    return Candidate(
+    return PairCandidate(
         number, _digest(json.dumps(given, sort_keys=True)), _digest(line["answer"].strip()), sample.score
     )
 
@@ -51,14 +51,14 @@ class Pairing:
 
     def __init__(self, margin: float) -> None:
         self._margin = margin
-        self._rejected: dict[bytes, list[Candidate]] = defaultdict(list)
-        self._accepted: dict[bytes, list[Candidate]] = defaultdict(list)
+        self._rejected: dict[bytes, list[PairCandidate]] = defaultdict(list)
+        self._accepted: dict[bytes, list[PairCandidate]] = defaultdict(list)
         self.left_out: Counter[str] = Counter()
 
-    def add_rejected(self, one: Candidate) -> None:
+    def add_rejected(self, one: PairCandidate) -> None:
         self._rejected[one.prompt].append(one)
 
-    def add_accepted(self, one: Candidate) -> None:
+    def add_accepted(self, one: PairCandidate) -> None:
         if one.prompt in self._rejected:
             self._accepted[one.prompt].append(one)
         else:
@@ -75,10 +75,10 @@ class Pairing:
                 self.left_out[ALONE] += len(rejected)
         return sorted(found)
 
-    def _match(self, accepted: Sequence[Candidate], rejected: Sequence[Candidate]) -> list[tuple[int, int]]:
+    def _match(self, accepted: Sequence[PairCandidate], rejected: Sequence[PairCandidate]) -> list[tuple[int, int]]:
         """Pair the best with the worst, then the next ones: few pairs far apart teach more than many close ones."""
         free = sorted(rejected, key=lambda one: (one.score, one.id))
-        rest: list[Candidate] = []
+        rest: list[PairCandidate] = []
         found = []
         for better in sorted(accepted, key=lambda one: (-one.score, one.id)):
             worse = next((one for one in free if self._differ(better, one)), None)
@@ -93,12 +93,12 @@ class Pairing:
             self.left_out[self._why([(other, one) for other in accepted])] += 1
         return found
 
-    def _differ(self, better: Candidate, worse: Candidate) -> bool:
+    def _differ(self, better: PairCandidate, worse: PairCandidate) -> bool:
         # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
         gap = round(better.score - worse.score, 9)
         return better.answer != worse.answer and gap > 0 and gap >= self._margin
 
-    def _why(self, possible: Sequence[tuple[Candidate, Candidate]]) -> str:
+    def _why(self, possible: Sequence[tuple[PairCandidate, PairCandidate]]) -> str:
         """Why a reply is in no pair, from all pairs that were possible for it."""
         if all(better.answer == worse.answer for better, worse in possible):
             return SAME

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from flywheel.training.data.formats import messages
-from flywheel.training.data.formats.export_format import Sample
-from flywheel.training.data.formats.writer import Record
+from flywheel.training.data.formats.export_format import ExportSample, Record
 
 
-def grpo(sample: Sample) -> Record:
+def grpo(sample: ExportSample) -> Record:
     """A prompt; the other columns are what reward functions get as keyword arguments."""
     line = sample.line
     return {
@@ -21,7 +20,7 @@ def grpo(sample: Sample) -> Record:
     }
 
 
-def sft(sample: Sample) -> Record:
+def sft(sample: ExportSample) -> Record:
     """Prompt and completion, so that the loss is on this reply alone: earlier turns had verdicts of their own."""
     line = sample.line
     return {
@@ -33,7 +32,7 @@ def sft(sample: Sample) -> Record:
     }
 
 
-def dpo(chosen: Sample, rejected: Sample) -> Record:
+def dpo(chosen: ExportSample, rejected: ExportSample) -> Record:
     """One prompt with a better and a worse reply."""
     return {
         "prompt": messages.prompt(chosen.line),

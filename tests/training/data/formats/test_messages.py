@@ -8,7 +8,7 @@ import pytest
 
 from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
-from flywheel.training.data.formats import FORMATS, FormatName, LeftOut, Sample
+from flywheel.training.data.formats import FORMATS, ExportSample, FormatName, LeftOut
 from flywheel.training.data.formats.messages import messages
 from tests.factories.trace import reply
 from tests.training.data.formats.conftest import Exported
@@ -44,7 +44,7 @@ def test_ids_and_names_are_texts() -> None:
 @pytest.mark.parametrize("name", [each for each in FormatName if each not in TEXTS and not FORMATS[each].paired])
 def test_a_call_of_another_shape_is_left_out(name: FormatName, where: str, calls: Any) -> None:
     told = reply(1, **{where: (said(calls),)})
-    sample = Sample(task_line(told, "/a", "t"), TaskState.ACCEPTED, 1.0)
+    sample = ExportSample(task_line(told, "/a", "t"), TaskState.ACCEPTED, 1.0)
     if where == "trajectory" and name in (FormatName.TRL_GRPO, FormatName.VERL):
         assert FORMATS[name].record(sample)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data.formats.preference_pairs import Candidate, Pairing
+from flywheel.training.data.formats.preference_pairs import PairCandidate, Pairing
 
 candidates = st.lists(
     st.tuples(
@@ -23,7 +23,7 @@ def test_pairs_are_of_one_prompt_distinct_wide_and_disjoint(
     told: list[tuple[bool, bytes, bytes, float]], margin: float
 ) -> None:
     pairing = Pairing(margin)
-    every = {number: Candidate(number, *values) for number, (_, *values) in enumerate(told)}
+    every = {number: PairCandidate(number, *values) for number, (_, *values) in enumerate(told)}
     accepted = {number for number, (is_accepted, *_) in enumerate(told) if is_accepted}
     for number in every.keys() - accepted:
         pairing.add_rejected(every[number])

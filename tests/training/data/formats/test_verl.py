@@ -8,9 +8,8 @@ import json
 import pytest
 
 from flywheel.records.states import TaskState
-from flywheel.training.data.formats.export_format import Sample
-from flywheel.training.data.formats.verl import verl
-from flywheel.training.data.formats.writer import ROW_GROUP, VerlWriter
+from flywheel.training.data.formats.export_format import ExportSample
+from flywheel.training.data.formats.verl import ROW_GROUP, VerlWriter, verl
 from tests.conftest import POLICY
 from tests.training.data.formats.conftest import TEMPLATES, Exported, Load
 from tests.training.data.formats.filling import (
@@ -74,7 +73,7 @@ def test_rows_are_written_in_groups_and_all_of_them() -> None:
     table = VerlWriter(file, frozenset({"prompt"}))
     kinds = [reply(1), with_tools(2), after_tools(3)]
     for number in range(ROW_GROUP * 2 + 7):
-        table.write(verl(Sample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
+        table.write(verl(ExportSample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
     table.close()
     import pyarrow.parquet as pq
 

@@ -12,6 +12,7 @@ from flywheel.cli.demo import judge
 from flywheel.records.round import RoundResult, RoundTask
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.engine import StartedEngine
 from flywheel.training.optim.trainer import Trainer
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import Round
@@ -37,7 +38,7 @@ def run_round(
         whole = Round(spec, directory, settings_of(spec), build_grade)
 
         def start() -> None:
-            whole.engines, whole.about = [engine], {"context": 192, "versions": {}, "device": "cpu"}
+            whole.engines, whole.about = [engine], StartedEngine("cpu", 192)
             whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
             ray_cluster.wait([whole.trainer.start.remote()])
 

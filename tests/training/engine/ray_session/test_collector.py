@@ -20,7 +20,7 @@ from flywheel.config import Config
 from flywheel.errors import FlywheelError, JudgeError, TrainError
 from flywheel.records.verdict import CriterionResult, Exchange, Verdict
 from flywheel.training.data.prompts import seed_of
-from flywheel.training.data.rollout import Batch, Completion, RolloutRequest, reply
+from flywheel.training.data.rollout import Completion, RolloutBatch, RolloutRequest, reply
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
@@ -63,7 +63,7 @@ def engine() -> Iterator[Any]:
     ray.kill(actor)
 
 
-def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, timeout: float = 60) -> Batch:
+def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, timeout: float = 60) -> RolloutBatch:
     with Collector([engine], grade, max_thread=threads, timeout_seconds=timeout) as collector:
         return collector.collect([request(place // 2, seed) for place, seed in enumerate(seeds)])
 
@@ -134,13 +134,13 @@ def test_a_dead_engine_ends_the_round_which_can_be_tried_again() -> None:
 
 
 def test_judging_overlaps_and_never_has_more_in_flight_than_allowed(engine: Any) -> None:
-    lock, running, most = threading.Lock(), [0], [0]
+    lock, running, most, together = threading.Lock(), [0], [0], threading.Barrier(4)
 
     def slow(shown: Exchange) -> Verdict:
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
-        time.sleep(0.2)
+        together.wait(60)
         with lock:
             running[0] -= 1
         return by_answer(shown)

@@ -23,10 +23,10 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.optim.round_steps import step_requests
-from flywheel.training.optim.trainer import Run
+from flywheel.training.optim.trainer import TrainingRun
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import Round
 from tests.training.data.rollouts import task
@@ -72,7 +72,7 @@ def engine(model: Path) -> Iterator[Any]:
     actor = ray_cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
     [about] = ray_cluster.wait([actor.start.remote()])
     # The server's, which is the model's own, although rollouts to learn from need less.
-    assert about["context"] == 2048
+    assert about.context == 2048
     yield actor
     ray_cluster.stop([actor])
     ray.kill(actor)
@@ -180,7 +180,7 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
         return [call for request in requests(prompts, run.adapter) for call in asked(engine, request)]
 
     spec = round_spec("http://127.0.0.1:9/v1")
-    run = Run(spec, settings_of(spec), tmp_path, prompts, [engine], None, None)
+    run = TrainingRun(spec, settings_of(spec), tmp_path, prompts, [engine], None, None)
     model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=5)
     weights = [weight for name, weight in model.named_parameters() if "lora_B" in name]
     for _ in range(3):
@@ -314,7 +314,7 @@ def test_a_debug_round_rolls_out_and_trains_nothing(
         whole = Round(spec, tmp_path, settings_of(spec), build_grade)
 
         def start() -> None:
-            whole.engines, whole.about = [engine], {"context": 2048, "versions": {}, "device": "cpu"}
+            whole.engines, whole.about = [engine], StartedEngine("cpu", 2048)
 
         monkeypatch.setattr(whole, "start", start)
         result = whole.run()

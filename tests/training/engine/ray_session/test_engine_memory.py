@@ -31,7 +31,7 @@ def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs
     AutoModelForCausalLM.from_config(config).save_pretrained(wide)
     actor = ray_cluster.start(Engine, settings(str(wide)), gpus=0)
     [about] = ray_cluster.wait([actor.start.remote()])
-    assert 1000 < about["context"] < 4000
+    assert 1000 < about.context < 4000
     ray_cluster.stop([actor])
     ray.kill(actor)
     actor = ray_cluster.start(Engine, replace(settings(str(wide)), max_model_len=6000), gpus=0)

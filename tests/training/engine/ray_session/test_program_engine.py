@@ -372,7 +372,7 @@ def test_an_agent_that_always_fails_is_refused_before_training(
 
 
 def test_settings_reach_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from flywheel.training.program.configured_program import program_of
+    from flywheel.training.program.program_pool import program_of
 
     assert program_of(Config()) is None
     given = {

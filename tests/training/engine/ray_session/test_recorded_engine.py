@@ -16,16 +16,15 @@ from flywheel.cli.demo.questions import questions
 from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.records.verdict import Exchange, Verdict
-from flywheel.training.data.answered_calls import Outcome
 from flywheel.training.data.prompts import Prompt, schedule
-from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.data.rollout import CallOutcome, Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
-from flywheel.training.optim.trainer import Run
+from flywheel.training.optim.trainer import TrainingRun
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 from tests.training.data.rollouts import verdict
 from tests.training.data.test_round_directory import POLICY
@@ -77,7 +76,7 @@ def test_two_turns_and_the_tools_answer_between_them_are_one_sample(engine: Any,
     assert len(made) > len(prompts) / 2
     assert {each.error for each in made} == {""}
     for each in made:
-        assert [call.outcome for call in each.calls] == [Outcome.TRACE]
+        assert [call.outcome for call in each.calls] == [CallOutcome.TRACE]
         assert [step["role"] for step in each.steps] == ["assistant", "tool"]
         assert (each.turns, len(each.samples)) == (2, 1 + each.forks)
         assert all(logprob is not None and logprob <= 0 for logprob in each.logprobs)
@@ -206,7 +205,7 @@ def test_a_step_replaces_groups_of_misses_and_trains_on_the_others(
         for place, each in enumerate(prompts)
     ]
     with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
-        run = Run(spec, config, tmp_path, some, [engine], collector, Meter(tmp_path, steps=2))
+        run = TrainingRun(spec, config, tmp_path, some, [engine], collector, Meter(tmp_path, steps=2))
         rows = run.roll_out(0)
         run.report(1, {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0})
     written = list(read_rollouts(tmp_path / "rollouts.jsonl"))

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from flywheel.errors import ServeError
-from flywheel.serving.adapter_files import unsafe_weights
+from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.client.replica_client import Replica
 from tests.serving.fake_vllm import FakeVllm, replica, with_middleware
 
@@ -81,10 +81,9 @@ def test_what_is_no_request_is_refused(app: FakeVllm, url: str, body: bytes) -> 
     assert app.calls == []
 
 
-def test_weights_that_cannot_be_looked_at_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="gone"):
-        unsafe_weights(tmp_path / "gone")
-    assert unsafe_weights(tmp_path) == ""
+def test_a_folder_that_is_gone_is_not_loadable(tmp_path: Path) -> None:
+    assert why_unloadable(tmp_path / "gone") == f"its directory {tmp_path / 'gone'} is not there"
+    assert why_unloadable(tmp_path) == ""
 
 
 class SlowVllm(FakeVllm):

@@ -1,6 +1,6 @@
-"""The inference server: vLLM's OpenAI server with LoRA, the alias middleware and the deployed adapters.
+"""The command of `flywheel serve`: vLLM's OpenAI server with LoRA, the alias middleware and the deployed adapters.
 
-Builds the command line and the environment of `flywheel serve`. It never imports vLLM, which is a separate program.
+Checks and builds its arguments and its environment. It never imports vLLM, which is a separate program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
-from flywheel.serving.adapter_files import CPU_LORA_VARIABLE
+from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
     ADMIN_KEY_FILE_VARIABLE,
@@ -30,6 +30,7 @@ from flywheel.serving.environment_variables import (
     API_KEY_VARIABLE,
     BASE_VARIABLE,
     CALL_LOG_VARIABLE,
+    CPU_LORA_VARIABLE,
     EXPOSE_VERSIONS_VARIABLE,
     FILE_VARIABLE,
     HOSTS_VARIABLE,
@@ -40,11 +41,11 @@ from flywheel.serving.environment_variables import (
     VLLM_KEY_VARIABLE,
     WAITING_VARIABLE,
 )
+from flywheel.serving.server.alias_table import read_aliases
 from flywheel.serving.server.left_processes import environment as server_environment
 from flywheel.serving.server.left_processes import left_processes
 from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.serving.server.model_parsers import Parsers, parsers_of
-from flywheel.serving.server.startup_adapters import alias_file, base_name, call_log_file, deployed
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.system.files import make_private
 from flywheel.system.server_limits import is_loopback
@@ -310,3 +311,47 @@ def _check_machine(config: Config) -> None:
             os.strerror(number) if number > 0 else (error.strerror or str(error)),
             "Stop what listens there, or change serving.port and serving.urls.",
         ) from error
+
+
+def base_name(base: str) -> str:
+    """The served name of the base model: a local model's directory, else the hub name."""
+    return Path(base).name if Path(base).is_absolute() else base
+
+
+def alias_file(config: Config) -> Path:
+    return config.state_dir / "serving" / f"aliases-{config.serving.port}.json"
+
+
+def call_log_file(config: Config) -> Path:
+    """The call log of this machine's server."""
+    return config.state_dir / "serving" / f"calls-{config.serving.port}.db"
+
+
+def deployed(config: Config, versions: Mapping[str, str] | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """The valid adapters among the targets of the saved aliases, name → directory; and the aliases that the server
+    cannot answer yet, with the reason. `versions` are those that the state says are deployed, by alias."""
+    adapters: dict[str, str] = {}
+    waiting = {}
+    saved, damage = read_aliases(alias_file(config))
+    for alias in () if damage else config.aliases:
+        if alias in saved:
+            continue
+        if version := (versions or {}).get(alias):
+            waiting[alias] = f"{version} is deployed, and this server has not served it yet"
+        elif config.serving.start == "wait":
+            waiting[alias] = "the daemon has not confirmed what it stands for (serving.start: wait)"
+    # Those of aliases that the configuration does not name any more come last: there may be no slot for them.
+    for alias, target in sorted(saved.items(), key=lambda entry: entry[0] not in config.aliases):
+        if target.name == base_name(config.model.base):
+            continue
+        why = "its directory was not written down"
+        if target.path:
+            rank, sha256 = config.serving.max_lora_rank, target.sha256 or None
+            why = why_unloadable(Path(target.path), sha256=sha256, base_model=config.model.base, max_rank=rank)
+        if not why and target.name not in adapters and len(adapters) >= config.max_adapters:
+            why = f"all {config.max_adapters} slots for adapters are taken (serving.max_loras)"
+        if why:
+            waiting[alias] = f"{target.name} cannot be served again: {why}"
+        elif target.path:
+            adapters[target.name] = target.path
+    return adapters, waiting

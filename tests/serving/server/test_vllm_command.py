@@ -14,8 +14,8 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError, ServeError
-from flywheel.serving.server import inference_server
-from flywheel.serving.server.startup_adapters import alias_file
+from flywheel.serving.server import vllm_command
+from flywheel.serving.server.vllm_command import alias_file
 from flywheel.system.files import tree_sha256
 from tests.conftest import free_port
 
@@ -49,7 +49,7 @@ def after(arguments: list[str], flag: str) -> str:
 @pytest.mark.training
 def test_the_command(make: Callable[..., Config]) -> None:
     config = make(port=8123, max_loras=3, max_lora_rank=32, max_model_len=777, extra_args=["--enforce-eager"])
-    arguments, environment = inference_server.command(config)
+    arguments, environment = vllm_command.command(config)
     assert after(arguments, "--served-model-name") == "tiny"
     assert after(arguments, "--model") == config.model.base
     assert after(arguments, "--port") == "8123"
@@ -73,7 +73,7 @@ def test_the_command(make: Callable[..., Config]) -> None:
 
 
 def test_a_hub_name_keeps_the_hub(make: Callable[..., Config]) -> None:
-    arguments, environment = inference_server.command(make(base="Qwen/Qwen3-4B"))
+    arguments, environment = vllm_command.command(make(base="Qwen/Qwen3-4B"))
     assert after(arguments, "--served-model-name") == "Qwen/Qwen3-4B"
     assert "HF_HUB_OFFLINE" not in environment
 
@@ -83,25 +83,23 @@ def test_the_key_is_handed_over_by_environment_only(
 ) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
     monkeypatch.setenv("ADMIN", "admin-s3cret")
-    arguments, environment = inference_server.command(
-        make(host="0.0.0.0", api_key_env="MY_KEY", admin_key_env="ADMIN")
-    )
+    arguments, environment = vllm_command.command(make(host="0.0.0.0", api_key_env="MY_KEY", admin_key_env="ADMIN"))
     assert environment["FLYWHEEL_API_KEY"] == "s3cret"
     assert environment["FLYWHEEL_ADMIN_KEY"] == "admin-s3cret"
     internal = environment["VLLM_API_KEY"]
     assert len(internal) >= 32
     assert "--api-key" not in arguments
     assert not any(secret in " ".join(arguments) for secret in ("s3cret", internal))
-    assert inference_server.command(make())[1]["VLLM_API_KEY"] != internal
+    assert vllm_command.command(make())[1]["VLLM_API_KEY"] != internal
 
 
 def test_who_has_vllm_ask_for_a_key_means_the_agents(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert inference_server.command(make())[1]["FLYWHEEL_API_KEY"] == ""
+    assert vllm_command.command(make())[1]["FLYWHEEL_API_KEY"] == ""
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
-    environment = inference_server.command(make())[1]
+    environment = vllm_command.command(make())[1]
     assert environment["FLYWHEEL_API_KEY"] == "s3cret"
     assert environment["VLLM_API_KEY"] != "s3cret"
 
@@ -110,7 +108,7 @@ def test_the_agents_key_cannot_be_the_admin_key(make: Callable[..., Config], mon
     monkeypatch.setenv("ONE", "s3cret")
     monkeypatch.setenv("TWO", "s3cret")
     with pytest.raises(ServeError, match="every agent could load adapters") as refused:
-        inference_server.command(make(api_key_env="ONE", admin_key_env="TWO"))
+        vllm_command.command(make(api_key_env="ONE", admin_key_env="TWO"))
     assert "s3cret" not in str(refused.value)
 
 
@@ -119,7 +117,7 @@ def test_an_admin_key_is_made_once_and_for_its_owner_alone(make: Callable[..., C
     file = config.state_dir / "serving" / "admin.key"
     before = os.umask(0)
     try:
-        inference_server.prepare(config)
+        vllm_command.prepare(config)
     finally:
         os.umask(before)
     key = file.read_text()
@@ -127,24 +125,24 @@ def test_an_admin_key_is_made_once_and_for_its_owner_alone(make: Callable[..., C
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     file.chmod(0o644)
-    inference_server.prepare(config)
+    vllm_command.prepare(config)
     assert file.read_text() == key
     assert file.stat().st_mode & 0o777 == 0o600
-    assert inference_server.command(config)[1]["FLYWHEEL_ADMIN_KEY_FILE"] == str(file)
+    assert vllm_command.command(config)[1]["FLYWHEEL_ADMIN_KEY_FILE"] == str(file)
     assert [path.name for path in file.parent.iterdir()] == ["admin.key"]
 
 
 def test_an_admin_key_of_ones_own(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADMIN", "admin-s3cret")
     config = make(admin_key_env="ADMIN")
-    inference_server.prepare(config)
+    vllm_command.prepare(config)
     assert list((config.state_dir / "serving").iterdir()) == []
-    assert "FLYWHEEL_ADMIN_KEY_FILE" not in inference_server.command(config)[1]
+    assert "FLYWHEEL_ADMIN_KEY_FILE" not in vllm_command.command(config)[1]
 
 
 def test_hosts_are_looked_at_on_loopback_alone(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     def hosts(**serving: Any) -> Any:
-        return json.loads(inference_server.command(make(**serving))[1].get("FLYWHEEL_ALLOWED_HOSTS", "null"))
+        return json.loads(vllm_command.command(make(**serving))[1].get("FLYWHEEL_ALLOWED_HOSTS", "null"))
 
     assert set(hosts()) == {"localhost", "127.0.0.1", "::1"}
     assert set(hosts(host="127.0.0.2", allowed_hosts=["Agents.Internal", "[::2]"])) == {
@@ -161,31 +159,31 @@ def test_what_is_no_host_name(make: Callable[..., Config], name: str) -> None:
 
 
 def test_what_the_middleware_is_told(make: Callable[..., Config]) -> None:
-    environment = inference_server.command(make(max_body_mb=1.5, open_metrics=True, port=8123))[1]
+    environment = vllm_command.command(make(max_body_mb=1.5, open_metrics=True, port=8123))[1]
     assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "1500000"
     assert environment["FLYWHEEL_OPEN_METRICS"] == "1"
     assert environment["FLYWHEEL_ADDRESS"] == "http://127.0.0.1:8123"
     encrypted = make(extra_args=["--ssl_certfile=/etc/cert.pem", "--ssl-keyfile", "/etc/key.pem"])
-    assert inference_server.command(encrypted)[1]["FLYWHEEL_ADDRESS"] == "https://127.0.0.1:8000"
-    assert "FLYWHEEL_OPEN_METRICS" not in inference_server.command(make())[1]
+    assert vllm_command.command(encrypted)[1]["FLYWHEEL_ADDRESS"] == "https://127.0.0.1:8000"
+    assert "FLYWHEEL_OPEN_METRICS" not in vllm_command.command(make())[1]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "inference.local"])
 def test_no_open_server_without_a_key(make: Callable[..., Config], host: str) -> None:
     with pytest.raises(ServeError, match="no key is set") as refused:
-        inference_server.command(make(host=host))
+        vllm_command.command(make(host=host))
     assert "serving.api_key_env" in refused.value.hint
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_loopback_needs_no_key(make: Callable[..., Config], host: str) -> None:
-    inference_server.command(make(host=host))
+    vllm_command.command(make(host=host))
 
 
 def test_a_key_that_is_not_there(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ServeError, match="MY_KEY, which is not set"):
-        inference_server.command(make(api_key_env="MY_KEY"))
+        vllm_command.command(make(api_key_env="MY_KEY"))
 
 
 @pytest.mark.parametrize(
@@ -212,26 +210,26 @@ def test_arguments_that_would_break_the_promises(
     make: Callable[..., Config], arguments: list[str], hint: str
 ) -> None:
     with pytest.raises(ServeError) as refused:
-        inference_server.command(make(extra_args=arguments))
+        vllm_command.command(make(extra_args=arguments))
     assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize("argument", ["--model-impl", "--max-num-seqs", "--dtype=float32", "--middleware", "-O3"])
 def test_other_arguments_are_passed_on(make: Callable[..., Config], argument: str) -> None:
-    assert inference_server.command(make(extra_args=[argument]))[0][-1] == argument
+    assert vllm_command.command(make(extra_args=[argument]))[0][-1] == argument
 
 
 def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path: Path) -> None:
-    assert "--enable-auto-tool-choice" not in inference_server.command(make())[0], "nothing is known of this model"
+    assert "--enable-auto-tool-choice" not in vllm_command.command(make())[0], "nothing is known of this model"
     (tmp_path / "tiny" / "config.json").write_text('{"model_type": "qwen3"}')
-    arguments, _ = inference_server.command(make())
+    arguments, _ = vllm_command.command(make())
     assert "--enable-auto-tool-choice" in arguments
     assert after(arguments, "--tool-call-parser") == "hermes"
     assert after(arguments, "--reasoning-parser") == "qwen3"
-    arguments, _ = inference_server.command(make(tool_call_parser="pythonic", reasoning_parser="none"))
+    arguments, _ = vllm_command.command(make(tool_call_parser="pythonic", reasoning_parser="none"))
     assert after(arguments, "--tool-call-parser") == "pythonic"
     assert "--reasoning-parser" not in arguments
-    arguments, _ = inference_server.command(make(tool_call_parser="none"))
+    arguments, _ = vllm_command.command(make(tool_call_parser="none"))
     assert "--enable-auto-tool-choice" not in arguments
 
 
@@ -240,11 +238,11 @@ def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path:
 def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str) -> None:
     setting = f"{kind}_parser"
     with pytest.raises(ServeError, match="no parser called qwne") as refused:
-        inference_server.command(make(**{setting: "qwne"}))
+        vllm_command.command(make(**{setting: "qwne"}))
     assert f"serving.{setting}" in refused.value.hint
     assert "mistral" in refused.value.hint
     plugin = "--tool-parser-plugin" if kind == "tool_call" else "--reasoning-parser-plugin"
-    arguments, _ = inference_server.command(make(**{setting: "qwne"}, extra_args=[plugin, "/my/parsers.py"]))
+    arguments, _ = vllm_command.command(make(**{setting: "qwne"}, extra_args=[plugin, "/my/parsers.py"]))
     assert "qwne" in arguments
 
 
@@ -253,10 +251,10 @@ def test_a_model_whose_tool_calls_nobody_can_read_is_named(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    inference_server.serve(make(port=free_port()))
+    vllm_command.serve(make(port=free_port()))
     assert "serving.tool_call_parser" in caplog.text
     caplog.clear()
-    inference_server.serve(make(port=free_port(), tool_call_parser="hermes"))
+    vllm_command.serve(make(port=free_port(), tool_call_parser="hermes"))
     assert "parser" not in caplog.text
 
 
@@ -268,13 +266,13 @@ def test_the_call_log_is_announced_with_its_place(
     monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
     port = free_port()
     with caplog.at_level("INFO", logger="flywheel"):
-        inference_server.serve(make(port=port, call_log={"keep_days": 3}))
+        vllm_command.serve(make(port=port, call_log={"keep_days": 3}))
     path = tmp_path / "state" / "serving" / f"calls-{port}.db"
     assert f"requests to agent and their responses are recorded in {path}: for 3 days, up to 5 GB" in caplog.text
     assert json.loads(started[-1]["FLYWHEEL_CALL_LOG"]) == {"path": str(path), "keep_days": 3, "max_bytes": 5 * 10**9}
     caplog.clear()
     with caplog.at_level("INFO", logger="flywheel"):
-        inference_server.serve(make(port=free_port(), call_log=False))
+        vllm_command.serve(make(port=free_port(), call_log=False))
     assert "recorded" not in caplog.text
     assert "FLYWHEEL_CALL_LOG" not in started[-1]
 
@@ -292,7 +290,7 @@ def test_no_more_is_loaded_again_than_there_are_slots_for(
     config = make(max_loras=2)
     path = str(adapter(tmp_path / "r0007"))
     save(config, {alias: {"target": f"{alias}@r0007", "path": path} for alias in ("former", "older", "agent")})
-    _, environment = inference_server.command(config)
+    _, environment = vllm_command.command(config)
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007", "former@r0007"]
     assert environment["FLYWHEEL_MAX_ADAPTERS"] == "2"
     assert environment["FLYWHEEL_CPU_LORA"] == "1"
@@ -303,7 +301,7 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     config = make()
     path = str(adapter(tmp_path / "a,=b" / "r0007"))
     save(config, {"agent": {"target": "agent@r0007", "path": path}, "spare": {"target": "tiny", "path": None}})
-    arguments, environment = inference_server.command(config)
+    arguments, environment = vllm_command.command(config)
     assert json.loads(after(arguments, "--lora-modules")) == {"name": "agent@r0007", "path": path}
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
 
@@ -317,7 +315,7 @@ def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], 
     config = parse(raw, "test", tmp_path)
     paths = {name: str(adapter(tmp_path / name)) for name in ("r0007", "r0008")}
     save(config, {a: {"target": f"{a}@{n}", "path": paths[n]} for a, n in (("plan", "r0007"), ("doer", "r0008"))})
-    arguments, environment = inference_server.command(config)
+    arguments, environment = vllm_command.command(config)
     assert environment["FLYWHEEL_ALIAS"].splitlines() == ["plan", "doer"]
     assert after(arguments, "--max-loras") == str(2 * config.serving.max_loras + 1)
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["plan@r0007", "doer@r0008"]
@@ -351,7 +349,7 @@ def test_a_damaged_adapter_is_left_out_loudly(
     folder = adapter(tmp_path / "r0007")
     damage(folder)
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
-    arguments, environment = inference_server.command(config)
+    arguments, environment = vllm_command.command(config)
     assert "--lora-modules" not in arguments
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
     (told,) = json.loads(environment["FLYWHEEL_WAITING_ALIASES"]).items()
@@ -371,7 +369,7 @@ def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
     for base, fits in ((config.model.base, True), (str(tmp_path / "link"), True), ("Qwen/Qwen3-4B", False)):
         told = {"r": 8, "base_model_name_or_path": base}
         (folder / "adapter_config.json").write_text(json.dumps(told))
-        arguments, _ = inference_server.command(config)
+        arguments, _ = vllm_command.command(config)
         assert ("--lora-modules" in arguments) is fits
     assert f"it was trained on Qwen/Qwen3-4B, and model.base is {config.model.base}" in caplog.text
 
@@ -382,18 +380,18 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
     config = make()
     folder = adapter(tmp_path / "r0007")
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder), "sha256": tree_sha256(folder)}})
-    assert "--lora-modules" in inference_server.command(config)[0]
+    assert "--lora-modules" in vllm_command.command(config)[0]
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
-    arguments, environment = inference_server.command(config)
+    arguments, environment = vllm_command.command(config)
     assert "--lora-modules" not in arguments
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
-    assert f"the files in {folder} are not those that were proven" in caplog.text
+    assert f"the files in {folder} are not those that were evaluated" in caplog.text
     assert "agent is not answered" in caplog.text
 
 
 def waiting(config: Config, **versions: str) -> Any:
-    return json.loads(inference_server.command(config, versions)[1]["FLYWHEEL_WAITING_ALIASES"])
+    return json.loads(vllm_command.command(config, versions)[1]["FLYWHEEL_WAITING_ALIASES"])
 
 
 def test_without_a_record_of_a_deployment_the_base_model_answers_or_waits(make: Callable[..., Config]) -> None:
@@ -427,19 +425,19 @@ def test_what_the_servers_own_file_names_is_not_waited_for(
 def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
-    inference_server.serve(make(host="::1", port=free_port()))
+    vllm_command.serve(make(host="::1", port=free_port()))
     assert after(became[1], "--host") == "::1"
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match=rf"listen on \[::1\]:{port}: Address already in use"):
-            inference_server.serve(make(host="::1", port=port))
+            vllm_command.serve(make(host="::1", port=port))
 
 
 @pytest.mark.training
 def test_a_host_that_has_no_address(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
     with pytest.raises(ServeError, match=r"listen on no-such-host\.invalid:8000: (?!Unknown error)"):
-        inference_server.serve(make(host="no-such-host.invalid", api_key_env="MY_KEY"))
+        vllm_command.serve(make(host="no-such-host.invalid", api_key_env="MY_KEY"))
 
 
 @pytest.mark.training
@@ -447,7 +445,7 @@ def test_a_port_in_use(make: Callable[..., Config]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match="Address already in use") as refused:
-            inference_server.serve(make(port=port))
+            vllm_command.serve(make(port=port))
     assert str(port) in refused.value.attempted
     assert "serving.port" in refused.value.hint
 
@@ -457,13 +455,13 @@ def test_a_port_in_use(make: Callable[..., Config]) -> None:
 def test_a_model_that_is_not_there(make: Callable[..., Config], tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ServeError, match=r"no such folder|no config\.json"):
-        inference_server.serve(make(base=str(tmp_path / folder)))
+        vllm_command.serve(make(base=str(tmp_path / folder)))
 
 
 def test_vllm_is_not_installed(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ServeError, match="vLLM is not installed") as refused:
-        inference_server.serve(make())
+        vllm_command.serve(make())
     assert "agentscope-flywheel[gpu]" in refused.value.hint
 
 
@@ -473,7 +471,7 @@ def test_serve_becomes_the_server(make: Callable[..., Config], monkeypatch: pyte
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
     monkeypatch.setenv("FROM_OUTSIDE", "kept")
     config = make(port=free_port())
-    inference_server.serve(config)
+    vllm_command.serve(config)
     program, arguments, environment = became
     assert program == arguments[0]
     assert environment["FROM_OUTSIDE"] == "kept"
