@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from flywheel.judge.grader import Grader
@@ -45,6 +45,14 @@ class Confusion:
     def judge_rate(self) -> float:
         """The share that the judge accepts."""
         return (self.accept_accept + self.reject_accept) / self.n
+
+    @property
+    def rows(self) -> dict[str, dict[str, int]]:
+        """The counts by the person's decision, then by the judge's."""
+        return {
+            "accept": {"accepted": self.accept_accept, "rejected": self.accept_reject},
+            "reject": {"accepted": self.reject_accept, "rejected": self.reject_reject},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +100,11 @@ def kappa_of(table: Confusion) -> Kappa:
 def agreement_json(people: Sequence[bool], judge: Sequence[bool]) -> dict[str, Any]:
     """What `labels --json` says of the decisions of two; `agreement` is None without any."""
     table = confusion(people, judge)
-    kappa = kappa_of(table)
     return {
         "n": table.n,
         "agreement": table.agreement if table.n else None,
-        "kappa": {"value": kappa.value, "low": kappa.low, "high": kappa.high},
-        "confusion": {
-            "accept": {"accepted": table.accept_accept, "rejected": table.accept_reject},
-            "reject": {"accepted": table.reject_accept, "rejected": table.reject_reject},
-        },
+        "kappa": asdict(kappa_of(table)),
+        "confusion": table.rows,
     }
 
 

@@ -60,14 +60,7 @@ def filters_schema() -> dict[str, Any]:
 
 def rubric_schema() -> dict[str, Any]:
     """Draft 2020-12, from the models. Whatever it rejects, `flywheel rubric check` rejects as well."""
-    schema = Rubric.model_json_schema()
-    for definition in (schema, *schema["$defs"].values()):
-        for key, part in definition["properties"].items():
-            part.pop("title", None)
-            if part.get("default", ...) is None:
-                del part["default"]
-            if key == "version":
-                part["default"] = 1
+    schema = described(Rubric, "A Flywheel rubric")
     criterion = schema["$defs"][Criterion.__name__]
     kinds = criterion["properties"]["type"]
     kinds["oneOf"] = [{"const": name, "description": kind.summary} for name, kind in KINDS.items()]
@@ -76,8 +69,7 @@ def rubric_schema() -> dict[str, Any]:
     criterion["properties"]["reference"] = {"description": reference["description"], "type": ["string", "number"]}
     criterion["properties"]["choices"] = _choices(criterion["properties"]["choices"])
     criterion["allOf"] = [_rules(name) for name in KINDS]
-    title = "A Flywheel rubric"
-    return {"$schema": DIALECT, "title": title, **{key: part for key, part in schema.items() if key != "title"}}
+    return schema
 
 
 def _choices(described: dict[str, Any]) -> dict[str, Any]:

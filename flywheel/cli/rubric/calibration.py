@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -190,7 +191,7 @@ def calibration_json(
     file: Path, rubric: Rubric, judge: str, given: LabelFile, outcome: Calibration, shortfall: str | None
 ) -> dict[str, Any]:
     """The report of `--json`, without the cost."""
-    table, kappa = outcome.confusion, outcome.kappa
+    table = outcome.confusion
     return {
         "rubric": rubric.id,
         "file": str(file),
@@ -200,14 +201,11 @@ def calibration_json(
         "left_out": given.left_out,
         "judged": outcome.n,
         "undecided": [{"name": label.name, "error": error} for label, error in outcome.undecided],
-        "confusion": {
-            "accept": {"accepted": table.accept_accept, "rejected": table.accept_reject},
-            "reject": {"accepted": table.reject_accept, "rejected": table.reject_reject},
-        },
+        "confusion": table.rows,
         "agreement": table.agreement,
         "base_rate": table.base_rate,
         "judge_rate": table.judge_rate,
-        "kappa": {"value": kappa.value, "low": kappa.low, "high": kappa.high},
+        "kappa": asdict(outcome.kappa),
         "repeats": outcome.repeats,
         "consistency": {"pairs": outcome.consistency, "unanimous": outcome.unanimous},
         "worst": [
