@@ -21,6 +21,7 @@ from flywheel.system.connections import Connections, Protocol
 from flywheel.system.server_limits import ServerLimits
 from flywheel.web import guard
 from tests.attacks.servers import OWN, WAIT_SECONDS, running, sent, status
+from tests.waiting import until
 
 MODULES: dict[str, Any] = {"pages": guard, "metrics": metrics_server, "otlp": otlp}
 
@@ -104,9 +105,7 @@ async def test_bodies_for_the_model_fill_no_memory_and_keep_no_probe_waiting(tmp
     async with running("serve", tmp_path, FLYWHEEL_MAX_BODY_BYTES=str(size)) as target:
         opened = [await target.connected(head + b" " * (size - 9)) for _ in range(40)]
         answers = [asyncio.ensure_future(reader.read(2000)) for reader in opened]
-        async with asyncio.timeout(WAIT_SECONDS):
-            while sum(answer.done() for answer in answers) < 32:
-                await asyncio.sleep(0.02)
+        await until(lambda: sum(answer.done() for answer in answers) >= 32, "answers to the first")
         refused = [answer.result() for answer in answers if answer.done()]
         assert {status(answer) for answer in refused} == {503}
         assert all(b"retry-after: 5" in answer.lower() for answer in refused)
@@ -117,9 +116,11 @@ async def test_bodies_for_the_model_fill_no_memory_and_keep_no_probe_waiting(tmp
         await target.leave()
         body = b'{"model": "agent", "messages": []}'
         good = head.replace(str(size).encode(), str(len(body)).encode()) + body
-        async with asyncio.timeout(WAIT_SECONDS):
-            while status(await sent(target, good)) != 200:
-                await asyncio.sleep(0.02)
+
+        async def is_answered() -> bool:
+            return status(await sent(target, good)) == 200
+
+        await until(is_answered, "room for another body")
 
 
 def test_the_limit_leaves_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

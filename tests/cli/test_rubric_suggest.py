@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ from flywheel.judge.suggestion import MAX_EXAMPLES, choose_examples, messages
 from flywheel.records.verdict import Exchange
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
+from tests.factories.judge_faults import chat_completion
+from tests.factories.local_server import JsonHandler, LocalServer
 from tests.factories.state import read_state, write_state
 from tests.factories.task import task_keys
 from tests.factories.trace import put_replies, reply, write_lines
@@ -29,50 +29,31 @@ def criterion(name: str, **values: Any) -> dict[str, Any]:
 GOOD = {"description": "Sums.", "criteria": [criterion("right"), criterion("clear", required=False, weight=1)]}
 
 
-class Author:
+class Author(LocalServer):
     """A model behind an endpoint that writes these drafts, one after the other."""
 
     def __init__(self, *drafts: Any) -> None:
         self.drafts = list(drafts)
         self.requests: list[dict[str, Any]] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self.base_url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+        author = self
+
+        class Handler(JsonHandler):
+            def post(self, request: dict[str, Any]) -> None:
+                author.requests.append(request)
+                draft = author.drafts.pop(0)
+                self.send(200, chat_completion(draft if isinstance(draft, str) else json.dumps(draft)))
+
+        super().__init__(Handler)
 
     @property
     def calls(self) -> int:
         return len(self.requests)
 
 
-def _handler(author: Author) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            author.requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            draft = author.drafts.pop(0)
-            text = draft if isinstance(draft, str) else json.dumps(draft)
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-            usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-            body = json.dumps({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    return Handler
-
-
 @pytest.fixture
 def author() -> Iterator[Author]:
-    author = Author(GOOD)
-    serving = threading.Thread(target=author.server.serve_forever, kwargs={"poll_interval": 0.02})
-    serving.start()
-    yield author
-    author.server.shutdown()
-    serving.join()
-    author.server.server_close()
+    with Author(GOOD) as author:
+        yield author
 
 
 @pytest.fixture

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 
 import pytest
 
@@ -16,64 +13,34 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
 from flywheel.system.http_client import MAX_ANSWER_BYTES, CallError, ModelHttpClient, ResponseTooLargeError
+from tests.factories.local_server import JsonHandler, LocalServer
 
-Play = Callable[[BaseHTTPRequestHandler], None]
+Play = Callable[[JsonHandler], None]
 
 
-class Served:
-    """What a server was asked, and over how many connections."""
+class Served(LocalServer):
+    """Lets `play` answer, and knows what was asked, and over how many connections."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, play: Play) -> None:
         self.paths: list[str] = []
         self.connections: set[object] = set()
+        served = self
 
+        class Handler(JsonHandler):
+            def post(self, request: object) -> None:
+                served.paths.append(self.path)
+                served.connections.add(self.client_address)
+                play(self)
 
-@contextmanager
-def serving(play: Play) -> Iterator[Served]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            served.paths.append(self.path)
-            served.connections.add(self.client_address)
-            play(self)
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """A client that went away is no failure of the server."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    served = Served(f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield served
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        super().__init__(Handler)
+        self.url = self.base_url.removesuffix("/v1")
 
 
 def answers(body: bytes, status: int = 200, **headers: str) -> Play:
-    def play(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name, value)
-        handler.send_header("content-length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return play
+    return lambda handler: handler.send(status, body, headers)
 
 
-def drips(handler: BaseHTTPRequestHandler) -> None:
+def drips(handler: JsonHandler) -> None:
     handler.send_response(200)
     handler.send_header("content-length", "1000")
     handler.end_headers()
@@ -95,7 +62,7 @@ def client(url: str, timeout: float = 30) -> ModelHttpClient:
 
 
 def test_one_connection_serves_many_calls() -> None:
-    with serving(answers(b"{}", Retry="7")) as served:
+    with Served(answers(b"{}", Retry="7")) as served:
         http = client(served.url)
         for _ in range(5):
             answer = http.post("/v1/chat?x=1", b"{}", "key")
@@ -105,27 +72,27 @@ def test_one_connection_serves_many_calls() -> None:
     assert len(served.connections) == 1
 
 
-def drips_headers(handler: BaseHTTPRequestHandler) -> None:
+def drips_headers(handler: JsonHandler) -> None:
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nx-pad: ")
     for _ in range(1000):
         handler.wfile.write(b"a")
         time.sleep(0.05)
 
 
-def asks_to_continue(handler: BaseHTTPRequestHandler) -> None:
+def asks_to_continue(handler: JsonHandler) -> None:
     for _ in range(1000):
         handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         time.sleep(0.05)
 
 
-def is_silent(handler: BaseHTTPRequestHandler) -> None:
+def is_silent(handler: JsonHandler) -> None:
     handler.rfile.read(1)
 
 
 @pytest.mark.parametrize("play", [is_silent, drips, drips_headers, asks_to_continue])
 @pytest.mark.parametrize("proxied", [False, True])
 def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(play) as served:
+    with Served(play) as served:
         if proxied:
             monkeypatch.setenv("http_proxy", served.url)
         url = "http://judge.example" if proxied else served.url
@@ -136,11 +103,11 @@ def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypat
 
 
 def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> None:
-    def slow(handler: BaseHTTPRequestHandler) -> None:
+    def slow(handler: JsonHandler) -> None:
         time.sleep(0.8)
         answers(b"{}")(handler)
 
-    with serving(slow) as served:
+    with Served(slow) as served:
         http = client(served.url, timeout=3)
         for _ in range(5):
             assert http.post("/v1", b"{}", "key").body == b"{}"
@@ -149,7 +116,7 @@ def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> No
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
-    with serving(answers(b" " * (MAX_ANSWER_BYTES + 1))) as served:
+    with Served(answers(b" " * (MAX_ANSWER_BYTES + 1))) as served:
         http = client(served.url)
         with pytest.raises(ResponseTooLargeError, match="4 MiB"):
             http.post("/v1", b"{}", "key")
@@ -157,7 +124,7 @@ def test_an_answer_that_is_too_large_is_not_read() -> None:
 
 
 def test_a_redirect_is_not_followed_with_the_key() -> None:
-    with serving(answers(b"", 307, location="http://127.0.0.1:9/v1")) as served:
+    with Served(answers(b"", 307, location="http://127.0.0.1:9/v1")) as served:
         settings = JudgeSettings(model="m", base_url=f"{served.url}/v1", max_attempts=1)
         grader = Grader(Rubric.model_validate({"id": "r", "custom_rubrics": "x"}), settings)
         with pytest.raises(JudgeError, match=r"307 \(redirect to http://127\.0\.0\.1:9/v1\).*judge\.base_url"):
@@ -167,7 +134,7 @@ def test_a_redirect_is_not_followed_with_the_key() -> None:
 
 
 def test_a_proxy_of_the_environment_is_used_except_where_it_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(answers(b"proxied")) as proxy, serving(answers(b"direct")) as served:
+    with Served(answers(b"proxied")) as proxy, Served(answers(b"direct")) as served:
         monkeypatch.setenv("http_proxy", proxy.url)
         through = client("http://judge.example")
         assert through.post("/v1/chat", b"{}", "key").body == b"proxied"

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -197,10 +196,7 @@ made()({"do": "hang", "pid": sys.argv[1], "grandchild": sys.argv[2]})
 def test_a_parent_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     pid, grandchild = tmp_path / "pid", tmp_path / "grandchild"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pid), str(grandchild)])
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: pid.exists() and pid.read_text(), "the call")
     parent.kill()
     parent.wait()
     _wait_for_end(pid)
@@ -208,10 +204,7 @@ def test_a_parent_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> Non
 
 
 def _wait_for_end(pid_file: Path) -> None:
-    deadline = time.monotonic() + 60
-    while _runs(int(pid_file.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not _runs(int(pid_file.read_text())), "the end of the process")
 
 
 def _runs(pid: int) -> bool:
