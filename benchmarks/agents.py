@@ -22,6 +22,7 @@ from benchmarks import measurement
 from benchmarks.merged_turns import merge_speedup
 from flywheel.cli.demo.questions import questions
 from flywheel.records.round import RoundTask
+from flywheel.records.verdict import Exchange
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import RolloutRequest
 from flywheel.training.engine.engine import Engine, EngineSettings
@@ -73,8 +74,7 @@ async def endpoint_overhead(quick: bool) -> dict[str, Any]:
         tasks = [
             RoundTask(
                 task_id=f"t-{at}",
-                query=question.text,
-                answer="",
+                exchange=Exchange(question.text, ""),
                 prompt=[*prompt, {"role": "user", "content": question.text}],
             )
             for at, question in enumerate(questions()[:: 20 if quick else 5])

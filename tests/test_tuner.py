@@ -136,7 +136,7 @@ def test_a_data_set_is_split_by_conversation(tmp_path: Path) -> None:
     assert (len(train) + len(held_out), len(held_out) >= 8) == (40, True)
     assert not {task.conversation for task in train} & {task.conversation for task in held_out}
     assert train[0].line["colour"] in range(40)
-    assert train[0].reference == str(train[0].line["colour"] + 1)
+    assert train[0].exchange.line["metadata"]["reference"] == str(train[0].line["colour"] + 1)
     for config, dataset, why in (
         ({"gate": {"min_tasks": 60, "max_tasks": 60}}, tmp_path / "rows.jsonl", "gate.min_tasks"),
         ({}, tmp_path / "none.jsonl", "No such file"),

@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -151,5 +151,6 @@ def _read(dataset: Any, name: str, config: Config) -> list[RoundTask]:
     for number, line in tasks_of_file(path, f"read {name} {path}"):
         task = round_task(line, config, is_accepted=False)
         key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{number}"
-        tasks[key] = task.model_copy(update={"task_id": key, "reference": task.reference or line["answer"]})
+        right = task.exchange.line or {"metadata": {"reference": line["answer"]}}
+        tasks[key] = task.model_copy(update={"task_id": key, "exchange": replace(task.exchange, line=right)})
     return list(tasks.values())

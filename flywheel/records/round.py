@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flywheel.records.tool_calls import SharedRecordings
-from flywheel.records.trace import ChatMessage, ToolDefinition
+from flywheel.records.trace import ChatMessage
+from flywheel.records.verdict import Exchange
 
 SPEC_FILE = "spec.json"
 METRICS_FILE = "metrics.jsonl"
@@ -29,16 +30,11 @@ class RoundTask(Frozen):
     """A task for training or evaluation."""
 
     task_id: str
-    query: str
-    answer: str
-    """The traced answer if it was accepted, else empty."""
+    exchange: Exchange
+    """What the judge gets of a rollout, without the rollout's answer and steps. Its reference is the traced answer if
+    that was accepted, else empty; its line has the right answer, if the task has one."""
     prompt: list[ChatMessage]
-    """In the OpenAI chat format."""
-    history: list[ChatMessage] = []
-    """The conversation before the question, for the judge. The prompt may also have messages behind the question."""
-    tools: list[ToolDefinition] = []
-    reference: str = ""
-    """The right answer, if the task has one."""
+    """In the OpenAI chat format. Unlike the history of `exchange`, it may have messages behind the question."""
     prompt_tokens: int = 0
     """Tokens of the traced prompt, 0 if unknown or not comparable."""
     output_tokens: int = 0
@@ -50,9 +46,9 @@ class RoundTask(Frozen):
     user's own agent."""
     line: dict[str, Any] = {}
     """For a `program`: the whole line of the task, as in the task file."""
-    steps: list[ChatMessage] = []
+    steps: tuple[ChatMessage, ...] = ()
     """The messages between question and traced answer, from which tools are answered."""
-    errors: list[str] = []
+    errors: tuple[str, ...] = ()
     """The steps that failed, as in `metadata.errors_json`."""
     sends_reasoning: bool = False
     """Whether the agent sends the model's reasoning again with later calls."""

@@ -21,7 +21,7 @@ from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.records.states import SkipReason, Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
-from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, ModelCall, Reply
+from flywheel.records.trace import ChatMessage, Checkpoint, Cursor, DeadRow, ModelCall, Reply, ToolDefinition
 from flywheel.system.files import json_line
 
 TaskLine = dict[str, Any]
@@ -94,6 +94,22 @@ def task_line(reply: Reply, source: str, key: str = "") -> TaskLine:
             "split": Split.TRAIN.value,
         },
     }
+
+
+class TraceParts(NamedTuple):
+    """What the metadata of a task's line has as JSON texts."""
+
+    tools: tuple[ToolDefinition, ...]
+    steps: tuple[ChatMessage, ...]
+    """The messages between question and traced answer."""
+    errors: tuple[str, ...]
+    """The steps that failed."""
+
+
+def trace_parts(line: Mapping[str, Any]) -> TraceParts:
+    # Unlike orjson, it keeps integers beyond 64 bits exact.
+    texts = (line["metadata"][key] for key in ("tools_json", "trajectory_json", "errors_json"))
+    return TraceParts(*(tuple(json.loads(text)) for text in texts))
 
 
 def whole_line(line: TaskLine) -> TaskLine:

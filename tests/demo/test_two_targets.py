@@ -164,7 +164,10 @@ async def test_two_targets_get_two_adapters_and_both_aliases_flip(tmp_path: Path
         spec = json.loads((directory / "spec.json").read_text())
         assert spec["target"] == each["target"]
         asked = {
-            OPERATIONS[name] for task in spec["train"] for name in OPERATIONS if OPERATIONS[name] in task["query"]
+            OPERATIONS[name]
+            for task in spec["train"]
+            for name in OPERATIONS
+            if OPERATIONS[name] in task["exchange"]["query"]
         }
         assert asked == {OPERATIONS[each["target"]]}
         steps = [line for line in lines(directory / "metrics.jsonl") if line["event"] == "step"]

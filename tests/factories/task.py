@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from flywheel.records.round import RoundTask
+from flywheel.records.verdict import Exchange
 from flywheel.store.kernel.schema import tasks
 
 
@@ -27,9 +28,11 @@ def task_line(name: str = "t-1", query: str = "What is 3 plus 4?", **metadata: A
 
 
 def round_task(name: str = "t-1", query: str = "What is 3 plus 4?", **values: Any) -> RoundTask:
-    defaults: dict[str, Any] = {
-        "answer": "\\boxed{7}",
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
-        "history": [{"role": "system", "content": "Be brief."}],
+    """A task of a round. `reference` is the traced answer; `history` and `tools` are parts of what the judge gets."""
+    system = {"role": "system", "content": "Be brief."}
+    judged = {"reference": "\\boxed{7}", "history": (system,)} | {
+        key: values.pop(key) for key in ("reference", "history", "tools") if key in values
     }
-    return RoundTask(task_id=name, query=query, **{**defaults, **values})
+    exchange = Exchange(query, "", **judged)
+    prompt = [system, {"role": "user", "content": query}]
+    return RoundTask(task_id=name, exchange=exchange, **{"prompt": prompt, **values})

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
-
 from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.filters.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.records.task import trace_parts
 from flywheel.records.verdict import Exchange
 
 log = logging.getLogger(__name__)
@@ -28,13 +27,13 @@ PORTS = {"http": 80, "https": 443}
 
 def exchange_of(line: dict[str, Any]) -> Exchange:
     """The part of a task that the judge sees."""
-    metadata = line["metadata"]
+    parts = trace_parts(line)
     return Exchange(
         query=line["main_query"],
         answer=line["answer"],
         history=tuple(line["init_messages"]),
-        trajectory=tuple(orjson.loads(metadata["trajectory_json"])),
-        tools=tuple(orjson.loads(metadata["tools_json"])),
+        trajectory=parts.steps,
+        tools=parts.tools,
         line=line,
     )
 

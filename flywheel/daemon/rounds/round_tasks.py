@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import orjson
 from sqlalchemy import Connection
 
 from flywheel.config import AgentProgramSettings, Config
@@ -16,9 +15,10 @@ from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import RoundTask
 from flywheel.records.states import Split
-from flywheel.records.task import conversation_key, whole_line
+from flywheel.records.task import conversation_key, trace_parts, whole_line
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import sends_reasoning
+from flywheel.records.verdict import Exchange
 from flywheel.store import rounds
 from flywheel.store.samples import recorded_lines
 from flywheel.training.recorded.recordings import (
@@ -87,30 +87,34 @@ def _tasks(
 def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTask:
     """The task of a line of the task file. Only an accepted answer is a reference for the judge."""
     metadata = line["metadata"]
-    tools, steps = orjson.loads(metadata["tools_json"]), orjson.loads(metadata["trajectory_json"])
+    parts = trace_parts(line)
     configured = config.rollout.agent
     agent: Literal["reply", "recorded", "program"]
     if isinstance(configured, AgentProgramSettings):
         agent = "program"
     else:
-        agent = configured or ("recorded" if tools else "reply")
-    has_recordings = agent == "recorded" and bool(tools)
+        agent = configured or ("recorded" if parts.tools else "reply")
+    has_recordings = agent == "recorded" and bool(parts.tools)
+    right = metadata.get("reference", "")
     return RoundTask(
         task_id=line["task_id"],
-        query=line["main_query"],
-        answer=line["answer"] if is_accepted else "",
+        exchange=Exchange(
+            query=line["main_query"],
+            answer="",
+            history=tuple(line["init_messages"]),
+            tools=parts.tools,
+            reference=line["answer"] if is_accepted else "",
+            line={"metadata": {"reference": right}} if right else {},
+        ),
         prompt=line["prompt"],
-        history=line["init_messages"],
-        tools=tools,
-        reference=metadata.get("reference", ""),
         output_tokens=metadata.get("output_tokens", 0),
         conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         prompt_tokens=_tokens_sent(metadata, config),
         agent=agent,
         line=whole_line(line) if agent == "program" else {},
-        steps=steps if has_recordings else [],
-        errors=orjson.loads(metadata["errors_json"]) if has_recordings else [],
-        sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *steps]),
+        steps=parts.steps if has_recordings else (),
+        errors=parts.errors if has_recordings else (),
+        sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *parts.steps]),
     )
 
 
@@ -126,12 +130,12 @@ def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
 def _unanswerable(task: RoundTask, split: Split, config: Config, *, is_accepted: bool) -> str:
     """Why no round may ask a task with tools; empty if one may. The settings, and which of its functions are finish
     tools, may be others than when it was chosen."""
-    if not task.tools or task.agent == "program":
+    if not task.exchange.tools or task.agent == "program":
         return ""
     if task.agent == "reply":
         return WORDS[Exclusion.TOOLS].why
     rollout = config.rollout
-    results = trace_results(task.tools, task.steps, task.errors, rollout.finish_tools)
+    results = trace_results(task.exchange.tools, task.steps, task.errors, rollout.finish_tools)
     if split is Split.TRAIN:
         may_ask = results.trains(use_uncalled=rollout.tools.uncalled == "use")
     else:
@@ -162,4 +166,5 @@ def _share(conn: Connection, found: RoundTasks, config: Config, redact: Redactor
 
 def _offered(tasks: Iterable[RoundTask]) -> set[str]:
     """The digests of the tools of recorded rollouts."""
-    return {tool.digest for task in tasks if task.agent == "recorded" for tool in tools_by_name(task.tools).values()}
+    recorded = (task for task in tasks if task.agent == "recorded")
+    return {tool.digest for task in recorded for tool in tools_by_name(task.exchange.tools).values()}

@@ -121,7 +121,7 @@ def _identity(prompt: Prompt) -> object:
         return prompt.token_ids
     asked = {name: value for name, value in task.line.items() if name not in ("task_id", "answer", "metadata")}
     own = {name: value for name, value in (task.line.get("metadata") or {}).items() if name not in METADATA}
-    return json.dumps([task.query, task.prompt, task.reference, asked, own], sort_keys=True, default=str)
+    return json.dumps([task.exchange.query, task.exchange.line, task.prompt, asked, own], sort_keys=True, default=str)
 
 
 def _has_room(prompt: Prompt, context: int, needed: int, name: str, left_out: dict[str, str]) -> bool:

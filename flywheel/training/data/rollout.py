@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, get_args
 
@@ -283,16 +283,7 @@ def text_of(content: Any) -> str:
 
 def exchange(prompt: Prompt, completion: Completion) -> Exchange:
     """What the judge sees of a rollout."""
-    task = prompt.task
-    return Exchange(
-        query=task.query,
-        answer=completion.text,
-        history=tuple(task.history),
-        trajectory=completion.steps,
-        tools=tuple(task.tools),
-        reference=task.answer,
-        line={"metadata": {"reference": task.reference}} if task.reference else {},
-    )
+    return replace(prompt.task.exchange, answer=completion.text, trajectory=completion.steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ class ServedChat:
 def _request(task: RoundTask, **values: Any) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    tools = {"tools": list(task.tools)} if task.tools else {}
+    tools = {"tools": list(task.exchange.tools)} if task.exchange.tools else {}
     return ChatCompletionRequest(model="", messages=list(task.prompt), **tools, **values)
 
 

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flywheel.config import Config
@@ -206,16 +206,19 @@ class Engine(RoundActor):
                 # task is excluded.
                 refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
-            written = [task.answer, *(_written(step) for step in task.steps if step.get("role") == "assistant")]
+            written = [
+                task.exchange.reference,
+                *(_written(step) for step in task.steps if step.get("role") == "assistant"),
+            ]
             needs = max(task.output_tokens, sum(map(self._chat.length, written)))
             prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
         return prompts, refused
 
     async def _example(self, task: RoundTask) -> tuple[int, ...]:
         """A prompt about as the user's agent may send it, for the probe of the weights."""
-        for messages in (task.prompt, [{"role": "user", "content": task.query or "Hello"}]):
+        for messages in (task.prompt, [{"role": "user", "content": task.exchange.query or "Hello"}]):
             with contextlib.suppress(Exception):  # whatever a template raises
-                plain = task.model_copy(update={"prompt": messages, "tools": []})
+                plain = task.model_copy(update={"prompt": messages, "exchange": replace(task.exchange, tools=())})
                 if ids := await self._chat.encode(plain):
                     return tuple(ids[: self._context // 2])
         raise TrainError(

@@ -268,8 +268,8 @@ async def roll_out(request: RolloutRequest, session: ChatSession, setup: ToolSet
     """
     task = request.prompt.task
     tools = RecordedTools(
-        task.tools,
-        trace_results(task.tools, task.steps, task.errors, setup.finish_tools),
+        task.exchange.tools,
+        trace_results(task.exchange.tools, task.steps, task.errors, setup.finish_tools),
         shared=setup.shared,
         on_miss=setup.on_miss,
         finish_tools=setup.finish_tools,
@@ -309,8 +309,8 @@ async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: Chat
     # The endpoint renders the prompts, and keeps to the context.
     while loop.goes_on():
         body: dict[str, Any] = {"messages": list(loop.messages)}
-        if task.tools:
-            body["tools"] = list(task.tools)
+        if task.exchange.tools:
+            body["tools"] = list(task.exchange.tools)
         before, answered = session.generated, len(loop.calls)
         reply = await session.complete(body, max_tokens=loop.room)
         if reply.is_too_long:

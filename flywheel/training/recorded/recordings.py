@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from flywheel.records.states import Split
-from flywheel.records.task import conversation_key
+from flywheel.records.task import conversation_key, trace_parts
 from flywheel.records.tool_calls import (
     FINISH_FUNCTIONS,
     SharedRecordings,
@@ -216,9 +216,7 @@ def recording_of(line: Mapping[str, Any], split: Split) -> TraceRecording:
         line["task_id"],
         conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         split,
-        tuple(json.loads(metadata["tools_json"])),
-        tuple(json.loads(metadata["trajectory_json"])),
-        tuple(json.loads(metadata["errors_json"])),
+        *trace_parts(line),
         (*line["init_messages"], {"role": "user", "content": line["main_query"]}),
     )
 

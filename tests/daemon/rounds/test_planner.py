@@ -63,8 +63,9 @@ async def test_an_accepted_answer_is_the_reference_of_a_held_out_task_and_a_reje
     await store.write(put_judged, *on_both_sides(2, 3), judge=judge)
     spec = await planned_round(store, made(tmp_path))
     assert len(spec.held_out) == 3
-    assert all(task.answer.startswith("\\boxed{") if right else task.answer == "" for task in spec.held_out)
-    assert all(task.answer.startswith("\\boxed{") for task in spec.train)
+    train, held_out = ([task.exchange.reference for task in tasks] for tasks in (spec.train, spec.held_out))
+    assert all(answer.startswith("\\boxed{") if right else answer == "" for answer in held_out)
+    assert all(answer.startswith("\\boxed{") for answer in train)
 
 
 async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path: Path, store: Store) -> None:
@@ -379,7 +380,7 @@ async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_
     await store.write(put_judged, *train, *held_out)
     config = made(tmp_path, **with_chain(tmp_path, {"type": "pii"}))
     for spec in (await debug_round(store, config), await planned_round(store, config)):
-        assert "[EMAIL_1]" in spec.train[0].query
+        assert "[EMAIL_1]" in spec.train[0].exchange.query
         assert "jo@example.com" not in spec.model_dump_json()
 
 

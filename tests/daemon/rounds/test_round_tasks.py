@@ -69,9 +69,9 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
     first, second, third = spec.train
     assert [task.agent for task in spec.train] == ["recorded", "recorded", "reply"]
     assert [step["role"] for step in first.steps] == ["assistant", "tool"]
-    assert (first.errors, first.sends_reasoning) == ([], False)
-    assert (second.steps, second.errors, second.sends_reasoning) == ([thought, answer], list(failed), True)
-    assert (third.steps, third.errors, third.sends_reasoning) == ([], [], False)
+    assert (first.errors, first.sends_reasoning) == ((), False)
+    assert (second.steps, second.errors, second.sends_reasoning) == ((thought, answer), tuple(failed), True)
+    assert (third.steps, third.errors, third.sends_reasoning) == ((), (), False)
     again = RoundSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
     spec = await spec_again(store, made(tmp_path, rollout={"agent": "recorded"}))
@@ -323,7 +323,7 @@ async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_pa
     first = await planned_round(store, config)
     keys = {each.span_id: task_id(each.trace_id, each.span_id) for each in (recorded, wrong, uncalled, plain)}
     assert {task.task_id for task in first.held_out} == set(keys.values())
-    answers = {task.task_id: task.answer for task in first.held_out}
+    answers = {task.task_id: task.exchange.reference for task in first.held_out}
     assert answers[keys[wrong.span_id]] == "" and answers[keys[uncalled.span_id]]
     agents = {task.task_id: task.agent for task in first.held_out}
     assert agents == {**dict.fromkeys(keys.values(), "recorded"), keys[plain.span_id]: "reply"}

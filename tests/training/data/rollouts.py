@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flywheel.records.round import RoundTask
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import (
@@ -17,20 +16,11 @@ from flywheel.training.data.rollout import (
     RolloutRequest,
     reply,
 )
-
-
-def task(name: str = "t-1", query: str = "What is 3 plus 4?") -> RoundTask:
-    return RoundTask(
-        task_id=name,
-        query=query,
-        answer="\\boxed{7}",
-        prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
-        history=[{"role": "system", "content": "Be brief."}],
-    )
+from tests.factories.task import round_task
 
 
 def prompt(name: str = "t-1", token_ids: Sequence[int] = (5, 6, 7), query: str = "What is 3 plus 4?") -> Prompt:
-    return Prompt(task(name, query), tuple(token_ids))
+    return Prompt(round_task(name, query), tuple(token_ids))
 
 
 def request(
@@ -64,7 +54,7 @@ def missed(group: int, *, of: Prompt | None = None) -> Rollout:
 
 def recorded(name: str = "t-1") -> Prompt:
     """A prompt whose rollouts call recorded tools."""
-    return Prompt(task(name).model_copy(update={"agent": "recorded"}), (5, 6, 7))
+    return Prompt(round_task(name, agent="recorded"), (5, 6, 7))
 
 
 def batch(*groups: Sequence[float | None]) -> RolloutBatch:

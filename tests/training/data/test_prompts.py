@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.records.round import RoundTask
 from flywheel.records.task import METADATA, task_line
 from flywheel.training.data.prompts import (
     TOLERANCE,
@@ -21,6 +20,7 @@ from flywheel.training.data.prompts import (
     schedule,
     seed_of,
 )
+from tests.factories.task import round_task
 from tests.factories.trace import reply
 from tests.training.data.rollouts import prompt
 
@@ -136,9 +136,7 @@ def test_seeds_differ_in_every_part_and_fit_everywhere() -> None:
 def of_program(name: str, *, prompt: str = "a", **line: Any) -> Prompt:
     messages = [{"role": "user", "content": prompt}]
     whole = {"task_id": name, "prompt": messages, "metadata": {"trace_id": name}, **line}
-    task = RoundTask(
-        task_id=name, query="?", answer="", prompt=messages, agent="program", line=whole, prompt_tokens=9000
-    )
+    task = round_task(name, "?", reference="", prompt=messages, agent="program", line=whole, prompt_tokens=9000)
     return Prompt(task, (5, 6, 7), needs=3)
 
 

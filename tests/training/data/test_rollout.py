@@ -19,7 +19,8 @@ from flywheel.training.data.rollout import (
     system_prompts_of,
 )
 from flywheel.training.optim.round_steps import RoundRefusedError, refuse_without_spread, step_requests
-from tests.training.data.rollouts import batch, failed, prompt, request, rollout, task
+from tests.factories.task import round_task
+from tests.training.data.rollouts import batch, failed, prompt, request, rollout
 
 
 def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
@@ -62,7 +63,7 @@ def test_the_judge_sees_the_task_with_the_new_answer() -> None:
 
 
 def test_system_prompts_are_those_of_the_tasks_or_of_the_calls_of_the_users_agent() -> None:
-    asked = replace(prompt("t-9"), task=task("t-9").model_copy(update={"agent": "program"}))
+    asked = replace(prompt("t-9"), task=round_task("t-9").model_copy(update={"agent": "program"}))
     completions = [Completion(system_prompts=found) for found in (("Plan.", "Write.", "Plan."), ("Plan.",), ())]
     of_agent = [Rollout(request(9, of=asked), completion, None) for completion in completions]
     some = RolloutBatch((rollout(0, 1), failed(0), *of_agent))

@@ -17,7 +17,7 @@ from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import alone_in
 from flywheel.training.data.round_directory import PARTS, finished, read_spec, settings_of, start_over
-from tests.training.data.rollouts import task
+from tests.factories.task import round_task
 
 POLICY = Path(__file__).parents[3] / "demo" / "policy"
 RUBRIC = {"version": 1, "id": "boxed", "criteria": [{"id": "boxed", "type": "contains", "value": "\\boxed{"}]}
@@ -31,7 +31,7 @@ def spec(**changes: Any) -> RoundSpec:
         "debug": False,
         "base_model": str(POLICY),
         "parent": None,
-        "train": [task()],
+        "train": [round_task()],
         "held_out": [],
         "rubric": RUBRIC,
         "settings": Config().model_dump(mode="json"),

@@ -14,6 +14,7 @@ from flywheel.records.trace import ChatMessage
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import RolloutRequest
 from flywheel.training.data.samples import CallTokens, identity_of, message_identity
+from tests.factories.task import round_task
 
 ROLES = {role: 1000 + place for place, role in enumerate(("system", "user", "assistant", "tool"))}
 END = 1999
@@ -88,16 +89,17 @@ _tasks = itertools.count()
 
 
 def recorded_task(steps: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], **values: Any) -> RoundTask:
+    question = "What is 1 and 0?"
     given = {
-        "task_id": f"t-{next(_tasks)}",
-        "query": "What is 1 and 0?",
-        "answer": "1",
-        "prompt": [{"role": "user", "content": "What is 1 and 0?"}],
-        "tools": list(tools),
+        "query": question,
+        "reference": "1",
+        "history": (),
+        "prompt": [{"role": "user", "content": question}],
+        "tools": tuple(tools),
         "agent": "recorded",
-        "steps": list(steps),
+        "steps": tuple(steps),
     }
-    return RoundTask(**{**given, **values})
+    return round_task(f"t-{next(_tasks)}", **{**given, **values})
 
 
 def rollout_request(task: RoundTask, max_tokens: int | None = 1000, **values: Any) -> RolloutRequest:

@@ -22,7 +22,7 @@ from flywheel.training.engine.chat_rendering import ChatFormat, ParsedAnswer, Se
 from flywheel.training.engine.engine import Engine, EngineSettings
 from flywheel.training.worker.training_round import chat_of
 from tests.conftest import VllmServer
-from tests.training.data.rollouts import task
+from tests.factories.task import round_task
 from tests.training.data.test_round_directory import POLICY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -148,7 +148,7 @@ def test_the_text_of_tokens_adds_up_and_breaks_no_character(served: Served) -> N
 
 
 def asked(name: str, prompt: list[dict[str, Any]], tools: list[dict[str, Any]]) -> RoundTask:
-    return RoundTask(task_id=name, query="And now?", answer="", prompt=prompt, tools=tools)
+    return round_task(name, "And now?", reference="", prompt=prompt, tools=tuple(tools))
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(served:
 @pytest.mark.slow
 def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) -> None:
     broken = asked("t-broken", called("break", "{}"), [])
-    texts, refused = encoded(served, [task("t-1"), broken, task("t-2")])
+    texts, refused = encoded(served, [round_task("t-1"), broken, round_task("t-2")])
     assert len(texts) == 2
     assert list(refused) == ["t-broken"]
 
@@ -180,14 +180,14 @@ def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) 
 @pytest.mark.slow
 def test_what_the_server_is_told_of_templates_counts(served: Served, tmp_path: Path) -> None:
     chat = served_format(["--dtype", "float32", "--default-chat-template-kwargs", '{"thinking": true}'])
-    [text], _ = encoded(served, [task()], chat)
+    [text], _ = encoded(served, [round_task()], chat)
     assert text.endswith("<|im_start|>assistant\n")
     other = tmp_path / "other.jinja"
     other.write_text("{{ messages[-1].content }}!")
-    [text], _ = encoded(served, [task()], served_format([f"--chat_template={other}"]))
+    [text], _ = encoded(served, [round_task()], served_format([f"--chat_template={other}"]))
     assert text == "What is 3 plus 4?!"
     with pytest.raises(TrainError, match=r"cannot read the chat template /nowhere\.jinja"):
-        encoded(served, [task()], served_format(["--chat-template", "/nowhere.jinja"]))
+        encoded(served, [round_task()], served_format(["--chat-template", "/nowhere.jinja"]))
 
 
 def test_arguments_of_the_server_that_cannot_be_read_are_told() -> None:
@@ -213,12 +213,12 @@ def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts
     without = served_with_thoughts.chat(served_format([]))
     assert handed_on(without, offered, THOUGHT) == ParsedAnswer(THOUGHT)
     chat = served_with_thoughts.chat(served_format(PARSERS))
-    assert handed_on(chat, task(), THOUGHT).text.strip() == "It is 7."
-    assert handed_on(chat, task(), "<think>\n3 and 4 and") == ParsedAnswer(""), "it has not begun to answer"
+    assert handed_on(chat, round_task(), THOUGHT).text.strip() == "It is 7."
+    assert handed_on(chat, round_task(), "<think>\n3 and 4 and") == ParsedAnswer(""), "it has not begun to answer"
     assert handed_on(chat, offered, f"<think>\nI search.\n</think>\n{CALL}").tools == ("search",)
     # An agent that offered no tools gets the text of a call as its answer.
-    assert handed_on(chat, task(), f"<think></think>{CALL}").text.strip() == CALL
-    assert handed_on(chat, task(), f"<think></think>{CALL}").tools == ()
+    assert handed_on(chat, round_task(), f"<think></think>{CALL}").text.strip() == CALL
+    assert handed_on(chat, round_task(), f"<think></think>{CALL}").tools == ()
 
 
 class Written:
@@ -258,7 +258,7 @@ def test_a_rollout_that_calls_a_tool_has_no_reward_rather_than_zero(served_with_
 
 @pytest.mark.slow
 def test_an_answer_whose_time_is_up_is_graded_as_far_as_it_came(served_with_thoughts: Served) -> None:
-    cut = completed(served_with_thoughts, task(), THOUGHT, as_served=True, seconds=0.5)
+    cut = completed(served_with_thoughts, round_task(), THOUGHT, as_served=True, seconds=0.5)
     assert (cut.text.strip(), cut.truncated, cut.error) == ("It is 7.", True, "")
 
 
@@ -302,7 +302,7 @@ def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
 
     def told(temperature: float | None, *arguments: str, prompt: int = 100) -> tuple[float, int, float, int]:
         [made] = rendering(model, served_format(arguments))
-        found = made.chat(served_format(arguments)).sampling(task(), prompt, temperature=temperature, seed=3)
+        found = made.chat(served_format(arguments)).sampling(round_task(), prompt, temperature=temperature, seed=3)
         assert found.seed == 3
         return found.temperature, found.top_k, found.repetition_penalty, found.max_tokens
 

@@ -6,8 +6,8 @@ import pytest
 
 from flywheel.training.data.prompts import TOLERANCE, Prompt, asked
 from tests.conftest import POLICY
+from tests.factories.task import round_task
 from tests.sources.studio.test_prompt_reason import FIXTURE, line_of, replies
-from tests.training.data.rollouts import task
 
 
 @pytest.mark.training
@@ -23,7 +23,7 @@ def test_only_prompts_without_a_hidden_message_are_as_long_as_what_was_sent() ->
             )
             token_ids = tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
             name = f"{'exact' if not reply.prompt_reason else 'hidden'} {reply.span_id}"
-            prompts.append(Prompt(task(name).model_copy(update={"prompt_tokens": reply.prompt_tokens}), token_ids))
+            prompts.append(Prompt(round_task(name, prompt_tokens=reply.prompt_tokens), token_ids))
     found = asked(prompts, {}, max_model_len=4096)
     assert {each.task.task_id.split()[0] for each in found.prompts} == {"exact"}
     assert {name.split()[0] for name in found.inexact} == {"hidden"}

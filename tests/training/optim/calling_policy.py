@@ -13,6 +13,7 @@ from typing import Any
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question
 from flywheel.records.round import RoundTask
 from flywheel.training.engine.chat_rendering import ChatFormat
+from tests.factories.task import round_task
 from tests.training.recorded.recordings import call, steps
 
 TEMPLATE = (
@@ -66,12 +67,13 @@ def arguments(folder: Path) -> list[str]:
 
 def task(name: str, question: Question, recorded: Sequence[bool] = (True, False), **values: Any) -> RoundTask:
     """A task whose trace looked at messages with or without a box."""
-    return RoundTask(
-        task_id=name,
-        query=question.text,
-        answer=f"\\boxed{{{question.answer}}}",
+    return round_task(
+        name,
+        question.text,
+        reference=f"\\boxed{{{question.answer}}}",
+        history=(),
         prompt=[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}],
-        tools=[LOOK],
+        tools=(LOOK,),
         agent="recorded",
         steps=list(steps(*((call("look", {"boxed": boxed}), RESULT) for boxed in recorded))),
         **values,

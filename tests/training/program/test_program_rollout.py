@@ -10,13 +10,13 @@ import pytest
 
 from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
-from flywheel.records.round import RoundTask
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
 from flywheel.training.data.rollout_file import rollout_line
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_rollout import ProgramSetup, roll_out
+from tests.factories.task import round_task
 from tests.training.data.rollouts import verdict
 
 LINE = {"task_id": "t-1", "main_query": "What is 3 plus 4?", "metadata": {"level": {"deep": 3}}}
@@ -27,9 +27,7 @@ SETUP = ProgramSetup(models={"planner": "plan", "writer": "write"}, trained="pla
 
 
 def request() -> RolloutRequest:
-    task = RoundTask(
-        task_id="t-1", query="What is 3 plus 4?", answer="", prompt=[QUESTION], agent="program", line=LINE
-    )
+    task = round_task(reference="", prompt=[QUESTION], agent="program", line=LINE)
     return RolloutRequest(Prompt(task, (5, 6)), 0, 1, 1.0, 8, None)
 
 

@@ -26,6 +26,7 @@ from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, R
 from flywheel.training.recorded.recordings import TraceRecording, results_of
 from tests.cases import for_each
 from tests.factories.judge_server import JudgeServer, nonce_of
+from tests.factories.task import round_task
 from tests.judge.rubric.test_shipped_rubrics import COMPLETION, INVENTED, SHIPPED
 from tests.training.data.rollouts import prompt
 from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
@@ -54,9 +55,7 @@ def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace
         loop.advance(said(*calls), tokens=1)
     if loop.end is None:
         loop.advance({"role": "assistant", "content": answer}, tokens=1)
-    task = prompt().task.model_copy(
-        update={"tools": list(trace.tools), "steps": list(trace.steps), "errors": list(trace.errors)}
-    )
+    task = round_task(tools=trace.tools, steps=trace.steps, errors=trace.errors)
     return exchange(replace(prompt(), task=task), Completion(loop.answer, steps=tuple(loop.steps)))
 
 
@@ -152,7 +151,7 @@ class StepJudge(JudgeServer):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_under_every_shipped_rubric_a_rollout_is_rewarded_for_its_own_steps(path: Path) -> None:
     rubric = load_rubric(path)
-    task = recorded_task(TRACE.steps, TRACE.tools, errors=list(TRACE.errors), query="What is 1 and 2?", answer="")
+    task = recorded_task(TRACE.steps, TRACE.tools, errors=list(TRACE.errors), query="What is 1 and 2?", reference="")
 
     def done(*messages: ChatMessage) -> Exchange:
         asked = rollout_request(task)

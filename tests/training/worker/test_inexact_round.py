@@ -12,7 +12,8 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.prompts import Asked
 from flywheel.training.worker.training_round import Round
-from tests.training.data.rollouts import prompt, task
+from tests.factories.task import round_task
+from tests.training.data.rollouts import prompt
 
 OTHER = "its prompt has 28 tokens, and the model was sent 256"
 
@@ -20,8 +21,8 @@ OTHER = "its prompt has 28 tokens, and the model was sent 256"
 def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: Asked) -> Round:
     settings = Config.model_validate({"gate": {"min_tasks": 2}})
     spec = RoundSpec(
-        round_id="r0001", attempt=1, seed=1, debug=False, base_model="tiny", parent=None, train=[task()],
-        held_out=[task()], rubric={}, settings=settings.model_dump(mode="json"),
+        round_id="r0001", attempt=1, seed=1, debug=False, base_model="tiny", parent=None, train=[round_task()],
+        held_out=[round_task()], rubric={}, settings=settings.model_dump(mode="json"),
     )  # fmt: skip
     whole = Round(spec, directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 

@@ -11,6 +11,7 @@ import pytest
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.records.round import RoundTask
+from tests.factories.task import round_task
 from tests.training.worker.test_round import GROUP, PROMPTS, STEPS, run, spec
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -34,7 +35,7 @@ async def run(task, model):
 def task(name: str, question: Question) -> RoundTask:
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}]
     line: dict[str, Any] = {"task_id": name, "prompt": prompt, "metadata": {"number": str(question.answer)}}
-    return RoundTask(task_id=name, query=question.text, answer="", prompt=prompt, agent="program", line=line)
+    return round_task(name, question.text, reference="", prompt=prompt, agent="program", line=line)
 
 
 def test_a_round_of_a_workflow_with_a_reward_of_its_own(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from flywheel.serving.client.weight_verification import compare
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import WORKER_LOCK
 from flywheel.training.data.round_progress import progress_of
+from tests.factories.task import round_task
 from tests.training.data.test_round_directory import POLICY
 from tests.waiting import wait_for
 
@@ -94,10 +95,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def tasks(some: list[Question], prefix: str) -> list[RoundTask]:
     return [
-        RoundTask(
-            task_id=f"t-{prefix}{place}",
-            query=question.text,
-            answer=f"\\boxed{{{question.answer}}}",
+        round_task(
+            f"t-{prefix}{place}",
+            question.text,
+            reference=f"\\boxed{{{question.answer}}}",
+            history=(),
             prompt=[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}],
         )
         for place, question in enumerate(some)
@@ -107,7 +109,9 @@ def tasks(some: list[Question], prefix: str) -> list[RoundTask]:
 def spec(judge_url: str, **changes: Any) -> RoundSpec:
     some = questions()
     random.Random(1).shuffle(some)
-    too_long = RoundTask(task_id="t-long", query="?", answer="", prompt=[{"role": "user", "content": "word " * 500}])
+    too_long = round_task(
+        "t-long", "?", reference="", history=(), prompt=[{"role": "user", "content": "word " * 500}]
+    )
     hidden = tasks([Question("What is 1 plus 1?", 2)], "hidden-")[0].model_copy(update={"prompt_tokens": 120})
     settings = Config.model_validate(
         {
@@ -352,7 +356,7 @@ def test_rollouts_are_written_token_by_token(trained: Done) -> None:
 
 
 def test_rewards_are_the_rubrics(trained: Done) -> None:
-    asked = {task.task_id: task.query for task in trained.spec.train}
+    asked = {task.task_id: task.exchange.query for task in trained.spec.train}
     for line in trained.rollouts:
         found = judge.examine(asked[line["task_id"]], line["answer"])
         if "\\boxed{" not in line["answer"]:

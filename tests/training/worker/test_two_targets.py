@@ -34,7 +34,10 @@ def asked(name: str) -> list[Question]:
 def program_tasks(some: list[Question], prefix: str) -> list[RoundTask]:
     return [
         task.model_copy(
-            update={"agent": "program", "line": {"task_id": task.task_id, "main_query": task.query, "metadata": {}}}
+            update={
+                "agent": "program",
+                "line": {"task_id": task.task_id, "main_query": task.exchange.query, "metadata": {}},
+            }
         )
         for task in tasks(some, prefix)
     ]

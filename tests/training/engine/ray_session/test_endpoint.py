@@ -20,7 +20,7 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
-from tests.training.data.rollouts import task
+from tests.factories.task import round_task
 from tests.training.data.test_round_directory import POLICY
 from tests.training.engine.ray_session.test_engine import adapters, generate, settings, share_of_an_engine
 from tests.waiting import wait_for
@@ -54,7 +54,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def prompts(engine: Any) -> list[Prompt]:
-    some = [task(f"t-{place}", question.text) for place, question in enumerate(questions()[::60])]
+    some = [round_task(f"t-{place}", question.text) for place, question in enumerate(questions()[::60])]
     [(made, refused)] = ray_cluster.wait([engine.encode.remote(some)])
     assert refused == {}
     return list(made)

@@ -17,7 +17,6 @@ from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import questions
 from flywheel.config import LoraSettings
 from flywheel.errors import TrainError
-from flywheel.records.round import RoundTask
 from flywheel.training.data.prompts import Prompt, schedule
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.round_directory import settings_of
@@ -29,7 +28,7 @@ from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.optim.trainer import TrainingRun
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import Round
-from tests.training.data.rollouts import task
+from tests.factories.task import round_task
 from tests.training.data.test_round_directory import POLICY
 from tests.training.worker.test_round import GROUP, PROMPTS
 from tests.training.worker.test_round import spec as round_spec
@@ -103,7 +102,7 @@ def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Load
 
 @pytest.fixture(scope="module")
 def prompts(engine: Any) -> list[Prompt]:
-    some = [task(f"t-{place}", question.text) for place, question in enumerate(questions()[::150])]
+    some = [round_task(f"t-{place}", question.text) for place, question in enumerate(questions()[::150])]
     [(made, refused)] = ray_cluster.wait([engine.encode.remote(some)])
     assert (len(made), refused) == (len(some), {})
     prompts: list[Prompt] = made
@@ -298,8 +297,8 @@ def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: 
 
 
 def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
-    broken = RoundTask(task_id="t-x", query="?", answer="", prompt=[{"content": "?"}])
-    [(made, refused)] = ray_cluster.wait([engine.encode.remote([task(), broken])])
+    broken = round_task("t-x", "?", reference="", prompt=[{"content": "?"}])
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote([round_task(), broken])])
     assert [prompt.task.task_id for prompt in made] == ["t-1"]
     assert list(refused) == ["t-x"]
 

@@ -28,6 +28,7 @@ from flywheel.training.engine.engine import Engine
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.program.program_rollout import ProgramSetup
+from tests.factories.task import round_task
 from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
 from tests.training.engine.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
@@ -130,7 +131,7 @@ def use(engine: Any, rollout: dict[str, Any], **changes: Any) -> str:
 def task(name: str, question: Question, **metadata: Any) -> RoundTask:
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}]
     line = {"task_id": name, "main_query": question.text, "prompt": prompt, "metadata": metadata}
-    return RoundTask(task_id=name, query=question.text, answer="", prompt=prompt, agent="program", line=line)
+    return round_task(name, question.text, reference="", prompt=prompt, agent="program", line=line)
 
 
 def prompts(engine: Any, count: int = 6, **metadata: Any) -> list[Prompt]:
