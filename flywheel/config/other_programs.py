@@ -60,21 +60,23 @@ def section_in(raw: Any) -> tuple[str, Any] | None:
 
 def filters_in(raw: Any) -> Any:
     """The filters of such a configuration as a chain; other values of `raw` unchanged."""
-    found = section_in(raw)
-    if found is None or not isinstance(found[1], Mapping):
+    located = section_in(raw)
+    if located is None or not isinstance(located[1], Mapping):
         return raw
-    return {"version": 1, "id": "agentjet", "filters": found[1].get("filters") or []}
+    return {"version": 1, "id": "agentjet", "filters": located[1].get("filters") or []}
 
 
-def from_agentjet(raw: Mapping[str, Any], known: Collection[str], name: str, file: Path | None) -> Mapping[str, Any]:
+def from_agentjet(
+    raw: Mapping[str, Any], sections: Collection[str], name: str, file: Path | None
+) -> Mapping[str, Any]:
     """Such a configuration in Flywheel's keys; other configurations unchanged. Raises ConfigError.
 
-    `known` are Flywheel's own sections, which may also be present and take precedence.
+    `sections` are Flywheel's own sections, which may also be present and take precedence.
     """
-    found = section_in(raw)
-    if found is None:
+    located = section_in(raw)
+    if located is None:
         return raw
-    place, section = found
+    place, section = located
     attempted = f"use configuration {name}"
     root = place.partition(".")[0]
     below = raw[root] if root in ROOTS else {}
@@ -89,8 +91,8 @@ def from_agentjet(raw: Mapping[str, Any], known: Collection[str], name: str, fil
         close = difflib.get_close_matches(unknown[0], SECTION_KEYS, n=1)
         meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(SECTION_KEYS)}"
         raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
-    _warn_of_unused(raw, known, place, name)
-    own = {key: value for key, value in raw.items() if key in known}
+    _warn_of_unused(raw, sections, place, name)
+    own = {key: value for key, value in raw.items() if key in sections}
     model, rollout = _mapping(below.get("model")), _mapping(below.get("rollout"))
     base = _present({"base": model.get("path")}, own.get("model"))
     if isinstance(base, Mapping) and not base.get("base"):
@@ -143,8 +145,8 @@ def _program(below: Mapping[str, Any], rollout: Mapping[str, Any], file: Path | 
 def _project(workflow: str, folder: Path) -> Path:
     """The folder in which a workflow's path or package is. AgentJet runs there, and its configurations are below."""
     first = Path(workflow).parts[0] if ".py" in workflow else workflow.partition("->")[0].partition(".")[0]
-    found = (each for each in (folder, *folder.parents) if (each / first).exists() or (each / f"{first}.py").exists())
-    return next(found, folder)
+    folders = (folder, *folder.parents)
+    return next((each for each in folders if (each / first).exists() or (each / f"{first}.py").exists()), folder)
 
 
 def _lines_of(reader: Mapping[str, Any], place: str, attempted: str) -> Mapping[str, Any] | None:
@@ -177,9 +179,9 @@ def _present(values: Mapping[str, Any], own: Any = None) -> Any:
     return {key: value for key, value in values.items() if value is not None} | dict(own or {})
 
 
-def _warn_of_unused(raw: Mapping[str, Any], known: Collection[str], place: str, name: str) -> None:
+def _warn_of_unused(raw: Mapping[str, Any], sections: Collection[str], place: str, name: str) -> None:
     root = place.partition(".")[0]
-    rest = [str(key) for key in raw if key not in known and key != root]
+    rest = [str(key) for key in raw if key not in sections and key != root]
     if root in ROOTS:
         below = raw[root]
         reader = _mapping(below.get("task_reader"))
@@ -248,8 +250,8 @@ TUNER_DEFAULTS: Final[Mapping[str, Any]] = {"tool_call_parser": "hermes", "reaso
 """The tuner's defaults, which are Qwen 3's; Flywheel chooses by the model's family."""
 
 
-def from_tuner(raw: Mapping[str, Any], known: Collection[str], name: str) -> dict[str, Any]:
-    """The settings in Flywheel's keys. `known` are Flywheel's own sections, which are kept and take precedence.
+def from_tuner(raw: Mapping[str, Any], sections: Collection[str], name: str) -> dict[str, Any]:
+    """The settings in Flywheel's keys. `sections` are Flywheel's own sections, which are kept and take precedence.
 
     Raises ConfigError for a value that is not possible here.
     """
@@ -262,7 +264,7 @@ def from_tuner(raw: Mapping[str, Any], known: Collection[str], name: str) -> dic
             for path, inner in _leaves(value):
                 if path in TRINITY_SECTIONS[key]:
                     renamed |= _one(path.rpartition(".")[2], inner, f"{key}.{path}", name)
-                elif key in known:
+                elif key in sections:
                     _put(kept, path, inner)
                 else:
                     unused.append(f"{key}.{path}")
@@ -296,7 +298,7 @@ def _one(key: str, value: Any, path: str, name: str) -> dict[str, Any]:
     if key in REFUSED_VALUES:
         allowed, why = REFUSED_VALUES[key]
         if value not in allowed:
-            choices = " or ".join(str(each) for each in allowed if each is not None) or "nothing"
+            choices = " or ".join(str(choice) for choice in allowed if choice is not None) or "nothing"
             raise ConfigError(f"use {name}", f"`{path}` is {value}: {why}", f"Set it to {choices}, or remove it.")
         return {}
     return {} if value is None or value == TUNER_DEFAULTS.get(key) else {TUNER_KEYS[key]: value}

@@ -183,12 +183,12 @@ def _summary(
     undecided = []
     worst = []
     decisions = []
-    for label, given in zip(labels, verdicts, strict=True):
-        decided = [verdict for verdict in given if verdict.outcome is not Outcome.UNDECIDED]
+    for label, repeated_verdicts in zip(labels, verdicts, strict=True):
+        decided = [verdict for verdict in repeated_verdicts if verdict.outcome is not Outcome.UNDECIDED]
         accepts = [verdict.outcome is Outcome.ACCEPTED for verdict in decided]
         decisions.append(accepts)
         if 2 * sum(accepts) == len(accepts):
-            undecided.append((label, given[0].error or "its repeats do not agree"))
+            undecided.append((label, repeated_verdicts[0].error or "its repeats do not agree"))
             continue
         accept = 2 * sum(accepts) > len(accepts)
         people.append(label.accept)
@@ -196,8 +196,8 @@ def _summary(
         if accept is not label.accept:
             verdict = decided[accepts.index(accept)]
             worst.append(Disagreement(label, verdict, abs((verdict.score or 0.0) - threshold)))
-    worst.sort(key=lambda each: each.margin, reverse=True)
-    everything = [verdict for given in verdicts for verdict in given]
+    worst.sort(key=lambda disagreement: disagreement.margin, reverse=True)
+    everything = [verdict for repeated_verdicts in verdicts for verdict in repeated_verdicts]
     repeated = [accepts for accepts in decisions if len(accepts) > 1]
     table = confusion(people, judge)
     return Calibration(

@@ -84,8 +84,8 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
                 decided.append((number, line, accept))
         except (orjson.JSONDecodeError, _LineError) as error:
             problems.append(f"line {number}: {error}")
-    wanted = [str(line["task_id"]) for _, line, _ in decided if "task_id" in line and _query(line) is None]
-    tasks = lookup(wanted) if lookup is not None and wanted else {}
+    named_tasks = [str(line["task_id"]) for _, line, _ in decided if "task_id" in line and _query(line) is None]
+    tasks = lookup(named_tasks) if lookup is not None and named_tasks else {}
     labels = []
     for number, line, accept in decided:
         try:
@@ -124,8 +124,8 @@ def _people(line: Mapping[str, Any]) -> tuple[PersonLabel, ...]:
     """Who said what, in a line that Flywheel wrote; other programs may use the key for something else."""
     with suppress(TypeError, KeyError, ValueError, AttributeError):
         return tuple(
-            PersonLabel(str(each["by"]), Label(each["label"]), str(each.get("comment") or ""), each["blind"] is True)
-            for each in line.get("labels") or ()
+            PersonLabel(str(said["by"]), Label(said["label"]), str(said.get("comment") or ""), said["blind"] is True)
+            for said in line.get("labels") or ()
         )
     return ()
 
@@ -147,13 +147,13 @@ def _exchange(line: Mapping[str, Any], tasks: Mapping[str, dict[str, Any]]) -> E
         return None
     if not isinstance(query, str) or not isinstance(answer, str):
         raise _LineError("`query` and `answer` must be texts")
-    given = line.get("metadata")
-    metadata: dict[str, Any] = dict(given) if isinstance(given, dict) else {}
+    raw_metadata = line.get("metadata")
+    metadata: dict[str, Any] = dict(raw_metadata) if isinstance(raw_metadata, dict) else {}
     if line.get("reference") is not None:
         metadata.setdefault("reference", line["reference"])
     trajectory, tools = (_objects(metadata, key) for key in ("trajectory_json", "tools_json"))
-    known = {"task_id": str(line.get("task_id", "")), "metadata": metadata}
-    return Exchange(query, answer, tuple(line.get("init_messages") or ()), trajectory, tools, line=known)
+    partial_line = {"task_id": str(line.get("task_id", "")), "metadata": metadata}
+    return Exchange(query, answer, tuple(line.get("init_messages") or ()), trajectory, tools, line=partial_line)
 
 
 def _objects(metadata: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:

@@ -49,8 +49,8 @@ class CallTimes:
     def histograms(self) -> Iterator[tuple[str, str, list[tuple[float, int]], float]]:
         """Endpoint, outcome, the number of calls up to each bound, and the seconds of all."""
         with self._lock:
-            found = [(key, list(counts), self._sums[key]) for key, counts in self._counts.items()]
-        for (endpoint, outcome), counts, seconds in found:
+            copies = [(key, list(counts), self._sums[key]) for key, counts in self._counts.items()]
+        for (endpoint, outcome), counts, seconds in copies:
             yield endpoint, outcome, list(zip(BOUNDS, accumulate(counts), strict=True)), seconds
 
 

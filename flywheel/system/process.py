@@ -39,10 +39,10 @@ def tune_process() -> None:
         mallopt(_M_ARENA_MAX, ARENAS)
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
+    descriptors = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and descriptors > soft:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
 
 
 def trim_malloc() -> None:

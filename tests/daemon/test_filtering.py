@@ -426,7 +426,7 @@ async def test_a_filter_whose_file_does_not_load_again_costs_no_task(
 async def test_a_criterion_that_hangs_leaves_its_task_undecided(
     tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flywheel.judge.rubric.checks.python_function.TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("flywheel.judge.rubric.checks.python_check.TIMEOUT_SECONDS", 0.5)
     config = make()
     (tmp_path / "mine.py").write_text(HANGS)
     criteria = [*RUBRIC["criteria"], {"id": "ours", "type": "python", "value": "mine.py:keep"}]  # type: ignore[misc]

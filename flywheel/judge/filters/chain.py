@@ -33,7 +33,7 @@ from flywheel.judge.filters.deduplication import Deduplication
 from flywheel.judge.filters.influence import Influence
 from flywheel.judge.filters.llm_evaluate import LlmEvaluate
 from flywheel.judge.filters.pii import Pii, Redactor
-from flywheel.judge.filters.python_function import PythonFile, load_filter
+from flywheel.judge.filters.python_filter import PythonFile, load_filter
 from flywheel.judge.filters.rules import Rules
 from flywheel.system.files import expanded
 from flywheel.system.user_code import FunctionError

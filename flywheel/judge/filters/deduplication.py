@@ -47,10 +47,10 @@ def template(query: str) -> str:
 
 def particulars(query: str) -> frozenset[int]:
     """Hashes of the words of names and quotations. Names are found by their capitals, if there are small letters."""
-    found = _QUOTED.findall(query)
+    passages = _QUOTED.findall(query)
     if any(char.islower() for char in query):
-        found += _NAME.findall(_QUOTED.sub(" q ", query))
-    return similarity.words(" ".join(found)) if found else frozenset()
+        passages += _NAME.findall(_QUOTED.sub(" q ", query))
+    return similarity.words(" ".join(passages)) if passages else frozenset()
 
 
 class Deduplication(Section):
@@ -192,8 +192,8 @@ class Embedder:
 
     def _call(self, texts: Sequence[str]) -> list[bytes]:
         sent = [text[:MAX_CHARACTERS].encode("utf-8", "replace").decode() or " " for text in texts]
-        wanted = {"model": self.model, "input": sent, "encoding_format": "float"}
-        answer = self._client.post("/embeddings", orjson.dumps(wanted), self._key)
+        request = {"model": self.model, "input": sent, "encoding_format": "float"}
+        answer = self._client.post("/embeddings", orjson.dumps(request), self._key)
         try:
             return _vectors(orjson.loads(answer.body), len(texts))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -218,10 +218,10 @@ def _vectors(reply: Any, count: int) -> list[bytes]:
     data = reply.get("data")
     if not isinstance(data, list):
         raise ValueError(str(reply.get("error") or reply)[:300])
-    found = {item["index"]: item["embedding"] for item in data}
-    if sorted(found) != list(range(count)):
+    by_index = {item["index"]: item["embedding"] for item in data}
+    if sorted(by_index) != list(range(count)):
         raise ValueError(f"{len(data)} vectors for {count} texts")
-    return [_unit(found[place]) for place in range(count)]
+    return [_unit(by_index[place]) for place in range(count)]
 
 
 def _unit(vector: Sequence[float]) -> bytes:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.python_function import load
+from flywheel.judge.rubric.checks.python_check import load
 from flywheel.judge.rubric.rubric import FLAT_ID, KINDS, MODEL_TYPE, Criterion, Example, Rubric, UsedFile
 from flywheel.records.verdict import CriterionResult, Exchange
 from flywheel.system.files import expanded
@@ -142,12 +142,12 @@ def _validation_problems(raw: dict[str, Any], document: YamlDocument) -> list[Pr
             Rubric.model_validate(left)
             break
         except ValidationError as error:
-            found = error.errors(include_url=False)
+            details = error.errors(include_url=False)
         # Without the invalid criteria, what the model says of all of them together is not true.
         is_whole = all(problem.message.startswith("unknown key") for problem in problems)
-        reported = [_problem(dict(item), document) for item in found if item["loc"] or is_whole]
+        reported = [_problem(dict(item), document) for item in details if item["loc"] or is_whole]
         problems += [problem for problem in reported if "have the same id" not in problem.message]
-        parts = [item for item in found if item["loc"]]
+        parts = [item for item in details if item["loc"]]
         if not parts:
             break
         for item in parts:
@@ -160,8 +160,8 @@ def _problem(item: dict[str, Any], document: YamlDocument) -> Problem:
     path = (*item["loc"], *context.get("at", ()))
     message = explain_one(item, Rubric)
     if item["type"] == "literal_error" and isinstance(item["input"], str):
-        known = re.findall(r"'([^']+)'", context["expected"])
-        if close := difflib.get_close_matches(item["input"], known, n=1):
+        choices = re.findall(r"'([^']+)'", context["expected"])
+        if close := difflib.get_close_matches(item["input"], choices, n=1):
             message = f"`{'.'.join(map(str, path))}`: there is no {item['input']!r} (did you mean {close[0]!r}?)"
     if context.get("pos") is not None:
         return Problem(*document.position_in_text(path, context["pos"]), message)
@@ -229,18 +229,18 @@ def contradictions(file: RubricFile) -> list[Problem]:
 def _contradiction(rubric: Rubric, example: Example) -> str:
     line = {"metadata": {"reference": example.reference}} if example.reference else {}
     exchange = Exchange(example.query, example.answer, trajectory=tuple(example.trajectory or ()), line=line)
-    undecided = [each for each in rubric.every if each.asks_the_judge or _is_undecided(each, example)]
-    results = [(each, check(each, exchange, rubric)) for each in rubric.every if each not in undecided]
+    undecided = [entry for entry in rubric.every if entry.asks_the_judge or _is_undecided(entry, example)]
+    results = [(entry, check(entry, exchange, rubric)) for entry in rubric.every if entry not in undecided]
     if failed := [result for criterion, result in results if criterion.required and not result.passed]:
         return _reasons(failed) if example.verdict == "accept" else ""
-    known = {result.criterion: result.value for _, result in results}
+    checked_values = {result.criterion: result.value for _, result in results}
     if example.verdict == "accept":
-        best = rubric.score(known | {each.id: _extreme(each, best=True) for each in undecided})
+        best = rubric.score(checked_values | {entry.id: _extreme(entry, best=True) for entry in undecided})
         if best < rubric.threshold:
             failed = [result for _, result in results if not result.passed]
             return f"at best its score is {best:.2f}, below {rubric.threshold:g}: {_reasons(failed)}"
     elif not any(criterion.required for criterion in undecided):
-        lowest = rubric.score(known | {each.id: _extreme(each, best=False) for each in undecided})
+        lowest = rubric.score(checked_values | {entry.id: _extreme(entry, best=False) for entry in undecided})
         if lowest >= rubric.threshold:
             return f"the checks accept it: its score is {'at least ' if undecided else ''}{lowest:.2f}"
     return ""
@@ -279,16 +279,16 @@ def likely_mistakes(file: RubricFile) -> list[Problem]:
     """The warnings about a rubric file, in the order of their positions."""
     if file.document is None or not isinstance(raw := file.document.value, dict):
         return []
-    found = [
+    mistakes = [
         Problem(*file.document.position(["criteria", index, "value"]), f"`criteria.{index}`: its value {warning}")
         for index, criterion in valid_criteria(raw)
         for warning in _warnings(criterion.type, criterion.value)
     ]
-    found += [
+    mistakes += [
         Problem(*file.document.position([FLAT_ID]), f"`{FLAT_ID}` {warning}")
         for warning in _warnings(MODEL_TYPE, raw.get(FLAT_ID))
     ]
-    return sorted(found)
+    return sorted(mistakes)
 
 
 def _warnings(type_: str, value: Any) -> Iterator[str]:
@@ -299,8 +299,8 @@ def _warnings(type_: str, value: Any) -> Iterator[str]:
                 f"holds the control character U+{ord(character):04X}, which texts hardly have: in double quotes YAML"
                 f' reads "\\{letter}" as it. Use single quotes, or write \\\\{letter}'
             )
-        for found in _LATEX_COMMAND.finditer(text) if is_pattern else ():
-            command = found["command"]
+        for latex in _LATEX_COMMAND.finditer(text) if is_pattern else ():
+            command = latex["command"]
             yield (
                 f"can hardly match: in a regular expression {command[:2]} has a meaning of its own, and {command[2:]}"
                 f" follows it. Write \\{command} for the LaTeX command"
@@ -312,8 +312,8 @@ def _texts(value: Any, is_pattern: bool) -> Iterator[tuple[bool, str]]:
     if isinstance(value, str):
         yield is_pattern, value
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each, is_pattern)
+        for part in value:
+            yield from _texts(part, is_pattern)
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _texts(each, key == "pattern")
+        for key, part in value.items():
+            yield from _texts(part, key == "pattern")

@@ -15,7 +15,7 @@ from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import Chain, LineFilter, Step, influence_of, load_chain
 from flywheel.judge.filters.influence import Burst, Influence
 from flywheel.judge.filters.llm_evaluate import LlmEvaluate
-from flywheel.judge.filters.python_function import load_filter
+from flywheel.judge.filters.python_filter import load_filter
 from flywheel.judge.rubric import text
 from flywheel.records.task import task_line
 from flywheel.system import files

@@ -17,7 +17,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, parse_sections
 from flywheel.judge.rubric import Criterion, Rubric
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.python_function import task_line
+from flywheel.judge.rubric.checks.python_check import task_line
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange

@@ -18,7 +18,7 @@ from flywheel.judge.rubric.checks.degenerate import check_degenerate
 from flywheel.judge.rubric.checks.json_schema import check_json_schema
 from flywheel.judge.rubric.checks.language import check_language
 from flywheel.judge.rubric.checks.math_equal import check_math_equal
-from flywheel.judge.rubric.checks.python_function import check_python_function
+from flywheel.judge.rubric.checks.python_check import check_python_function
 from flywheel.judge.rubric.checks.tool_calls import (
     check_no_error,
     check_redundant_call,
