@@ -118,32 +118,32 @@ def labels(
     from flywheel.store import labels
 
     def look(conn: Connection) -> tuple[list[Opinion], dict[str, Any]]:
-        found = labels.listed(conn, by=by, criterion=criterion)
-        pairs = labels.agreements(found)
+        opinions = labels.listed(conn, by=by, criterion=criterion)
+        pairs = labels.agreements(opinions)
         named = {name: getattr(pairs, name) for name in ("judge", "judge_blind", "people")}
         agreement: dict[str, Any] = {name: agreement_json(each.first, each.second) for name, each in named.items()}
         agreement["criteria"] = {
             name: agreement_json(each.first, each.second) for name, each in pairs.criteria.items()
         }
-        return found, agreement
+        return opinions, agreement
 
-    found, agreement = run_async(read_state(settings, look))
+    opinions, agreement = run_async(read_state(settings, look))
     most = limit if as_json else limit or SHOWN
-    shown = [_as_json(each) for each in found[:most]]
+    shown = [_as_json(each) for each in opinions[:most]]
     if as_json:
-        print_json({"total": len(found), "labels": shown, "agreement": agreement})
+        print_json({"total": len(opinions), "labels": shown, "agreement": agreement})
         return
     if shown:
         rows = [Row(_cells(each), (each["comment"],)) for each in escape_terminal(shown, one_line=True)]
         print_rows(stdout(), COLUMNS, rows, wide=WIDE, fold=("criterion", "by", "comment"))
-    if not found:
+    if not opinions:
         typer.echo(
             "There are no labels"
             + (" like that." if by is not None or criterion is not None else " yet: `flywheel label` makes one.")
         )
         return
-    shortened = f"{len(shown):,} of {quantity(len(found), 'label')}; --limit N shows more"
-    typer.echo(quantity(len(found), "label") if len(shown) == len(found) else shortened)
+    shortened = f"{len(shown):,} of {quantity(len(opinions), 'label')}; --limit N shows more"
+    typer.echo(quantity(len(opinions), "label") if len(shown) == len(opinions) else shortened)
     for name, each in (
         ("the judge", "judge"),
         ("the judge, labelled blind", "judge_blind"),
@@ -173,17 +173,17 @@ def _import(config: Config, file: Path, by: str, as_json: bool) -> None:
         typer.echo(escape_terminal(f"{replies} in {file}, {quantity(report['new'], 'new label')}"))
 
 
-def _as_json(each: Opinion) -> dict[str, Any]:
+def _as_json(opinion: Opinion) -> dict[str, Any]:
     return {
-        "id": each.id,
-        "task_id": each.task_id,
-        "label": each.label.value,
-        "criterion": each.criterion,
-        "judge": None if each.accepted is None else "accept" if each.accepted else "reject",
-        "comment": each.comment,
-        "by": each.labelled_by,
-        "at": each.created_at,
-        "blind": each.is_blind,
+        "id": opinion.id,
+        "task_id": opinion.task_id,
+        "label": opinion.label.value,
+        "criterion": opinion.criterion,
+        "judge": None if opinion.accepted is None else "accept" if opinion.accepted else "reject",
+        "comment": opinion.comment,
+        "by": opinion.labelled_by,
+        "at": opinion.created_at,
+        "blind": opinion.is_blind,
     }
 
 
@@ -192,13 +192,13 @@ def _cells(each: dict[str, Any]) -> tuple[str, ...]:
     return each["task_id"], each["label"], each["criterion"] or "–", judge, each["by"], moment(each["at"])
 
 
-def _agreement_text(found: dict[str, Any]) -> str:
-    kappa = found["kappa"]
+def _agreement_text(figures: dict[str, Any]) -> str:
+    kappa = figures["kappa"]
     interval = "" if kappa["low"] is None else f" ({kappa['low']:.2f} to {kappa['high']:.2f})"
     text = (
         "not defined: one side always decides alike" if kappa["value"] is None else f"{kappa['value']:.2f}{interval}"
     )
-    return f"{found['agreement']:.0%} agreement on {quantity(found['n'], 'reply', 'replies')}, kappa {text}"
+    return f"{figures['agreement']:.0%} agreement on {quantity(figures['n'], 'reply', 'replies')}, kappa {text}"
 
 
 def _write(config: Config, out: str, force: bool, as_json: bool) -> None:

@@ -96,9 +96,9 @@ def add(
         .order_by(verdicts.c.created_at.desc(), verdicts.c.id.desc())
         .limit(1)
     ).one_or_none()
-    known = [str(each["criterion"]) for each in verdict.results] if verdict is not None else []
-    if criterion and criterion not in known:
-        why = f"its verdict has no criterion {criterion!r}" + (f", but {', '.join(known)}" if known else "")
+    criteria = [str(result["criterion"]) for result in verdict.results] if verdict is not None else []
+    if criterion and criterion not in criteria:
+        why = f"its verdict has no criterion {criterion!r}" + (f", but {', '.join(criteria)}" if criteria else "")
         raise StoreError(attempted, why, "Name another criterion, or none for the whole reply.")
     person = {"task_id": task, "criterion": criterion, "labelled_by": storable(by)}
     said = {
@@ -229,7 +229,7 @@ def label_file(conn: Connection) -> list[dict[str, Any]]:
         by_task.setdefault(each.task_id, []).append(each)
     rows = rows_in(conn, select(tasks.c.key, tasks.c.payload), tasks.c.key, list(by_task))
     lines = {row.key: row.payload for row in rows}
-    found = []
+    merged_lines = []
     for key, said in by_task.items():
         votes = Counter(each.label for each in said)
         more = votes[Label.ACCEPT] - votes[Label.REJECT]
@@ -245,8 +245,8 @@ def label_file(conn: Connection) -> list[dict[str, Any]]:
             }
             for each in said
         ]
-        found.append({**lines[key], "verdict": verdict, "reason": reason, "labels": people})
-    return found
+        merged_lines.append({**lines[key], "verdict": verdict, "reason": reason, "labels": people})
+    return merged_lines
 
 
 def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
@@ -270,11 +270,11 @@ def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
         "threshold": base.where(distance <= NEAR).order_by(func.min(distance), verdicts.c.task_id.desc()),
         "random": base.where(is_random(verdicts.c.task_id)).order_by(verdicts.c.task_id.desc()),
     }
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for why, query in parts.items():
         for task in conn.execute(query).scalars():
-            found.setdefault(int(task), why)
-    return list(found.items())
+            reasons.setdefault(int(task), why)
+    return list(reasons.items())
 
 
 def threshold(conn: Connection) -> float:
