@@ -68,7 +68,7 @@ def merge_speedup(begin: Callable[[], None], quick: bool) -> dict[str, Any]:
             sync_weights=lambda: None,
             settings=settings,
             model=model,
-            args=grpo_config(settings, Path(folder), seed=1, model_dtype=model.dtype, longest=TURNS * GENERATED),
+            args=grpo_config(settings, Path(folder), seed=1, compute_dtype=model.dtype, longest=TURNS * GENERATED),
             train_dataset=step_dataset(steps),
             processing_class=AutoTokenizer.from_pretrained(POLICY),
             callbacks=[Clock()],

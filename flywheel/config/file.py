@@ -124,6 +124,7 @@ class Config(Section):
                 f"`gate.min_gain`: scores of a rubric lie between 0 and 1, and no gain is above {gate.min_gain:g}",
             ),
             *self._wrong_targets(),
+            *self._wrong_teachers(),
         ):
             if is_wrong:
                 raise ValueError(why)
@@ -154,6 +155,20 @@ class Config(Section):
             yield not is_name, f"`{where}`: a target's name has only letters, digits and `_.-`"
             is_taken = each.target in self.rollout.auxiliary_models
             yield is_taken, f"`{where}`: rollout.auxiliary_models has a model of that name as well"
+
+    def _wrong_teachers(self) -> Iterator[tuple[bool, str]]:
+        """The same of `sources[].models.teachers`."""
+        has_teachers = any(source.models.teachers for source in self.sources)
+        yield (
+            has_teachers and "sft" not in self.training.stages,
+            "`sources[].models.teachers`: only SFT imitates replies, and training.stages has no sft."
+            " `sources[].models.include` trains on the prompts of other models",
+        )
+        yield (
+            has_teachers and bool(self.targets) and not any(each.agents for each in self.targets.values()),
+            "`sources[].models.teachers`: a teacher's reply is a task of a target by its agent's name; set"
+            " `targets.NAME.agents`",
+        )
 
     def _target_names(self) -> tuple[TargetNames, ...]:
         return tuple(
@@ -203,7 +218,12 @@ class Config(Section):
         """The models whose replies from a source are trained on. None for a source that is no longer configured."""
         chosen = source.models if source is not None else ModelFilter()
         patterns = tuple(chosen.include), tuple(chosen.exclude)
-        return TrainedModels(self.model.alias, self.model.base, *patterns, self._target_names())
+        names = self._target_names()
+        return TrainedModels(self.model.alias, self.model.base, *patterns, names, tuple(chosen.teachers))
+
+    def is_teacher(self, model: str, adapter: str) -> bool:
+        """Whether such a reply is one of a source's teachers."""
+        return any(self.models_of(source).is_teacher(model, adapter) for source in self.sources)
 
     @property
     def takes(self) -> TaskScopes:

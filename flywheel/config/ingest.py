@@ -39,6 +39,9 @@ class ModelFilter(Section):
     for all. Replies of other models are judged, but excluded from training and gate."""
     exclude: list[str] = []
     """Models whose replies are never trained on: names or patterns."""
+    teachers: list[str] = []
+    """Models whose accepted replies SFT imitates (`training.stages`): names or patterns. Their prompts are also used
+    by the other stages and by the gate, where the policy answers anew. `exclude` takes precedence."""
 
 
 class StudioSource(Section):

@@ -109,9 +109,43 @@ class LoraSettings(Section):
     """Layers with an adapter: a list of names, one regular expression, or `all-linear`."""
 
 
+Stage = Literal["sft", "grpo"]
+Precision = Literal["auto", "float32", "bfloat16"]
+Scheduler = Literal["linear", "cosine", "constant"]
+
+
+class SftSettings(Section):
+    """Supervised fine-tuning on accepted replies (`training.stages` with `sft`)."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    when: Literal["always", "spread_below"] = "always"
+    """`spread_below`: the stage is left out where GRPO has a signal already. Before it, the prompts of GRPO's first
+    steps are asked; the stage follows if less than `spread_below` of their groups have rewards that differ."""
+    spread_below: Share = 0.3
+    """That share of groups."""
+    reasoning: Literal["leave-out", "empty"] = "leave-out"
+    """Replies whose reasoning was not recorded, where the chat template writes reasoning: `leave-out` does not train
+    on them, `empty` trains on them without reasoning, which teaches the model not to reason."""
+    batch_size: int = Field(default=8, gt=0)
+    """Number of replies per optimizer step."""
+    epochs: int = Field(default=3, gt=0)
+    """How often each reply is trained on."""
+    learning_rate: float = Field(default=2e-4, gt=0)
+    """Peak learning rate."""
+    scheduler: Scheduler = "linear"
+    """How the learning rate decays to 0; `constant` keeps it."""
+    warmup_steps: float = Field(default=0.0, ge=0)
+    """Number of warm-up steps; below 1 a share of all steps."""
+
+
 class TrainingSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
+    stages: Annotated[list[Stage], Field(min_length=1)] = ["grpo"]
+    """The stages of a round in their order, each at most once. `grpo` trains on rollouts of the policy, `sft` on
+    accepted replies. Each starts from the adapter of the one before; the gate tests the last. Stages of
+    one round train on different conversations."""
     steps: int = Field(default=50, gt=0)
     """Number of steps of a round; each generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
@@ -120,9 +154,11 @@ class TrainingSettings(Section):
     """Number of rollouts per prompt, which GRPO compares with each other. A group with fewer than 4 rewards, or with
     rewards within 0.02, is not trained on."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; it decays linearly to 0."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of warm-up steps of the learning rate."""
+    """Peak learning rate."""
+    scheduler: Scheduler = "linear"
+    """How the learning rate decays to 0; `constant` keeps it."""
+    warmup_steps: float = Field(default=0.0, ge=0)
+    """Number of warm-up steps of the learning rate; below 1 a share of all steps."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the policy the round starts from; 0 needs no reference model."""
     updates_per_batch: int = Field(default=1, gt=0)
@@ -176,7 +212,18 @@ class TrainingSettings(Section):
     tensorboard: UserPath | None = None
     """A directory for event files of TensorBoard with the numbers of each step, one run per round
     (`tensorboard --logdir DIR`). Default: none are written; `metrics.jsonl` has the same numbers."""
+    precision: Precision = "auto"
+    """Numbers of the trainer's base model; adapter and optimizer are always float32. `float32` computes in it,
+    `bfloat16` holds and computes in it. `auto` keeps the checkpoint's own numbers; of a half-precision one on a CPU
+    with bfloat16 instructions it holds float32 and computes in bfloat16, which is faster and closer."""
+    sft: SftSettings = SftSettings()
     lora: LoraSettings = LoraSettings()
+
+    @model_validator(mode="after")
+    def _stages_once(self) -> Self:
+        if len(set(self.stages)) < len(self.stages):
+            raise ValueError("stages: each stage can be named once")
+        return self
 
 
 class ToolSettings(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import combinations
@@ -162,6 +162,8 @@ class TrainedModels(Struct, frozen=True):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     targets: tuple[TargetNames, ...] = ()
+    teachers: tuple[str, ...] = ()
+    """Models whose replies are imitated: names or patterns."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -188,9 +190,18 @@ class TrainedModels(Struct, frozen=True):
 
     def trains(self, model: str, adapter: str) -> bool:
         """Whether such a reply is trained on."""
-        if any(fnmatchcase(model, pattern) for pattern in self.exclude):
+        if _matches(model, self.exclude):
             return False
-        return self.is_own(model, adapter) or any(fnmatchcase(model, pattern) for pattern in self.include)
+        return self.is_own(model, adapter) or _matches(model, (*self.include, *self.teachers))
+
+    def is_teacher(self, model: str, adapter: str) -> bool:
+        """Whether such a reply is one of a teacher."""
+        is_own = self.is_own(model, adapter)
+        return not is_own and not _matches(model, self.exclude) and _matches(model, self.teachers)
+
+
+def _matches(model: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(model, pattern) for pattern in patterns)
 
 
 ANY_MODEL: Final = TrainedModels(include=("*",))

@@ -44,6 +44,11 @@ class RoundTask(Frozen):
     agent: Literal["reply", "recorded", "program"] = "reply"
     """Who acts in a rollout: `reply` is one message, `recorded` a loop of the model and recorded tools, `program` the
     user's own agent."""
+    reply: tuple[ChatMessage, ...] = ()
+    """An accepted reply to imitate: the model's messages with the results of its tools. Empty without one, or if no
+    stage of the round imitates."""
+    is_of_teacher: bool = False
+    """Whether that reply is of another model (`sources[].models.teachers`)."""
     line: dict[str, Any] = {}
     """For a `program`: the whole line of the task, as in the task file."""
     steps: tuple[ChatMessage, ...] = ()
@@ -260,6 +265,18 @@ class Sampling(Frozen):
     """Number of different ones that are not listed."""
 
 
+class StageResult(Frozen):
+    """What a stage of a round ended with."""
+
+    stage: str
+    outcome: Literal["trained", "skipped"]
+    reason: str = ""
+    """Why it was skipped."""
+    steps: int = 0
+    tasks: int = 0
+    """The tasks that it could train on."""
+
+
 class RoundResult(Frozen):
     """The result of a worker, written atomically when it ends."""
 
@@ -276,6 +293,7 @@ class RoundResult(Frozen):
     """Tasks whose prompt has another length than the traced one, by id, with the difference."""
     without_gradient: list[str] = []
     """Tasks that gave no gradient, by id: their groups had too few rewards, or rewards that are equal."""
+    stages: list[StageResult] = []
     steps: int = 0
     sampling: Sampling | None = None
     """None if there were no rollouts, and for older rounds."""

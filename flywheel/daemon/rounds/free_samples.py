@@ -102,8 +102,10 @@ def _caps(config: Config) -> Influence | None:
 
 
 def most_samples(config: Config) -> int:
-    """The most samples that a round takes: those that its steps use."""
+    """The most samples that a round takes: those that its steps use. SFT uses as many as there are."""
     training = config.training
+    if "sft" in training.stages:
+        return config.trigger.max_samples
     return min(config.trigger.max_samples, training.steps * config.rollout.prompts_asked(training.prompts_per_step))
 
 

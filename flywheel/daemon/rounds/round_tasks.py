@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import orjson
 from sqlalchemy import Connection
 
 from flywheel.config import AgentProgramSettings, Config
@@ -17,7 +18,7 @@ from flywheel.records.round import RoundTask
 from flywheel.records.states import Split
 from flywheel.records.task import conversation_key, trace_parts, whole_line
 from flywheel.records.tool_calls import SharedRecordings
-from flywheel.records.trace import sends_reasoning
+from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
 from flywheel.store import rounds
 from flywheel.store.samples import recorded_lines
@@ -111,11 +112,20 @@ def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> Ro
         conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         prompt_tokens=_tokens_sent(metadata, config),
         agent=agent,
+        reply=_reply(line, parts.steps) if is_accepted and "sft" in config.training.stages else (),
+        is_of_teacher=config.is_teacher(metadata["model"], metadata["adapter"]),
         line=whole_line(line) if agent == "program" else {},
         steps=parts.steps if has_recordings else (),
         errors=parts.errors if has_recordings else (),
         sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *parts.steps]),
     )
+
+
+def _reply(line: dict[str, Any], steps: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    """The messages of an accepted reply, to imitate; none for one that the model did not write as text."""
+    if not line["answer"].strip() or orjson.loads(line["metadata"]["structured_json"]) is not None:
+        return ()
+    return (*steps, {"role": "assistant", "content": line["answer"]})
 
 
 def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:

@@ -4,8 +4,10 @@ work."""
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -23,9 +25,10 @@ from flywheel.records.round import (
     RoundResult,
     RoundSpec,
 )
-from flywheel.system.files import tree_sha256, write_json
+from flywheel.system.files import tree_sha256, write_atomic, write_json
 from flywheel.system.yaml_file import explain
 from flywheel.training.data.round_progress import PROGRESS_FILE
+from flywheel.training.data.stages import STAGES_DIR
 
 SYNC_DIR = "sync"
 """Adapters of single steps, which the engines load."""
@@ -34,7 +37,6 @@ TRL_DIR = "trl"
 SCRATCH = (SYNC_DIR, TRL_DIR, f".{ADAPTER_DIR}.new")
 """Files that only a running worker needs."""
 PARTS = (
-    METRICS_FILE,
     PROGRESS_FILE,
     ROLLOUTS_FILE,
     ROLLOUT_INDEX_FILE,
@@ -81,13 +83,37 @@ def finished(directory: Path, spec: RoundSpec) -> bool:
 
 
 def start_over(directory: Path) -> None:
-    """Remove the unfinished files of an earlier worker."""
+    """Remove the unfinished files of an earlier worker. Of stages that have ended, adapters and metrics stay."""
+    ended = {path.parent.name.partition("-")[2] for path in (directory / STAGES_DIR).glob(f"*/{ADAPTER_DIR}")}
+    metrics = directory / METRICS_FILE
+    if metrics.exists():
+        lines = [
+            line for line in metrics.read_bytes().splitlines(keepends=True) if _measured(line).get("stage") in ended
+        ]
+        write_atomic(metrics, b"".join(lines))
     for name in PARTS:
         path = directory / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def steps_of_stage(directory: Path, stage: str) -> int:
+    """How many steps a stage that has ended took."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = map(_measured, (directory / METRICS_FILE).read_bytes().splitlines())
+        return sum(line.get("event") == "step" and line.get("stage") == stage for line in lines)
+    return 0
+
+
+def _measured(line: bytes) -> dict[str, Any]:
+    """A line of the metrics; empty if it was not written whole."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def clear(directory: Path) -> None:

@@ -139,18 +139,29 @@ class Sample:
     """A token sequence as the engine processed it. The three lists have the same length.
 
     `loss_mask` is true for tokens that the policy generated here; the others are context: prompts and observations.
-    `logprobs` are the engine's; None for context, and where the engine returned none.
+    `logprobs` are the engine's; None for context, and where the engine returned none. It is
+    empty for a recorded reply, whose tokens all have the weight 1.
     """
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    logprobs: tuple[float | None, ...]
+    logprobs: tuple[float | None, ...] = ()
 
     @property
     def trained(self) -> list[int]:
         """Positions of the tokens that carry loss: generated, with a logprob, after at least one token."""
-        places = enumerate(zip(self.loss_mask, self.logprobs, strict=True))
+        logprobs = self.logprobs or (0.0,) * len(self.token_ids)
+        places = enumerate(zip(self.loss_mask, logprobs, strict=True))
         return [place for place, (own, logprob) in places if own and logprob is not None and place]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedReply:
+    """A recorded reply of a task as samples: the messages of the model are trained on, the results of its tools are
+    context."""
+
+    task_id: str
+    samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,15 @@ from typing import Any, Final, NoReturn
 
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
+from flywheel.records.trace import ChatMessage, reasoning_of
+from flywheel.training.data.samples import CallTokens, RecordedReply, Sample, identity_of, message_identity, timelines
 
 PART: Final = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of a token that is only a part of a character."""
 MOST_PARTS: Final = 8
 """More tokens than one character has."""
+MARK: Final = "a mark that no reasoning has"
+"""Shows whether a template writes the reasoning of a message."""
 
 POLICY_SAMPLING: Final[Mapping[str, float]] = MappingProxyType(
     {
@@ -98,6 +102,10 @@ class ParsedAnswer:
     tools: tuple[str, ...] = ()
 
 
+class NoSampleError(Exception):
+    """A recorded reply that cannot be trained on; the message says why."""
+
+
 class ServedChat:
     """The chat endpoint of the server, as far as it depends on neither weights nor HTTP, with a `context` of so many
     tokens. Raises TrainError for a template or a parser that vLLM does not have."""
@@ -118,13 +126,69 @@ class ServedChat:
 
     async def encode(self, task: RoundTask) -> tuple[int, ...]:
         """What the engine is given for the task's prompt. Raises whatever vLLM or the template does."""
+        return (await self._rendered(_request(task)))[1]
+
+    async def _rendered(self, request: Any) -> tuple[str, tuple[int, ...]]:
+        """The messages of a request as text and as tokens."""
         from vllm.renderers.params import TokenizeParams
 
-        request = _request(task)
         _, rendered = await self._renderer.render_messages_async(request.messages, self._about(request))
         # Callers check the length: a prompt is never truncated.
         whole = TokenizeParams(max_total_tokens=None, add_special_tokens=request.add_special_tokens)
-        return tuple((await self._renderer.tokenize_prompt_async(rendered, whole))["prompt_token_ids"])
+        tokens = (await self._renderer.tokenize_prompt_async(rendered, whole))["prompt_token_ids"]
+        return rendered["prompt"], tuple(tokens)
+
+    async def recorded_reply(self, task: RoundTask, *, empty_reasoning: bool) -> RecordedReply:
+        """The task's reply as training samples: each message of the model, up to and including the first token that
+        ends its turn, follows the prompt that the server would have rendered for it.
+
+        `empty_reasoning` permits messages without reasoning where the template writes some. Raises NoSampleError for
+        a reply that cannot be trained on, and whatever vLLM or the template raises.
+        """
+        calls: list[CallTokens] = []
+        for place, message in enumerate(task.reply):
+            if message.get("role") == "assistant":
+                calls.append(await self._recorded_message(task, task.reply[:place], message, empty_reasoning))
+        samples = (Sample(sample.token_ids, sample.loss_mask) for sample in timelines(calls).samples)
+        return RecordedReply(task.task_id, tuple(samples))
+
+    async def _recorded_message(
+        self, task: RoundTask, before: Sequence[ChatMessage], message: ChatMessage, empty_reasoning: bool
+    ) -> CallTokens:
+        tokenizer, text = self._renderer.get_tokenizer(), json.dumps(message, ensure_ascii=False)
+        if special := next((token for token in _special_tokens(tokenizer) if token in text), None):
+            raise NoSampleError(f"its text holds the special token {special}")
+        messages = [*task.prompt, *before]
+        prompt, prompt_ids = await self._rendered(_request(task, messages))
+
+        async def continued(message: ChatMessage) -> str:
+            """What the template writes for the message behind the prompt; empty if it changes the prompt."""
+            whole, _ = await self._rendered(_request(task, [*messages, message], add_generation_prompt=False))
+            return whole.removeprefix(prompt) if whole.startswith(prompt) else ""
+
+        text = await continued(message)
+        if not text:
+            raise NoSampleError("the chat template does not write it behind its prompt")
+        if not reasoning_of(message) and not empty_reasoning:
+            marked = await continued({**message, "reasoning": MARK, "reasoning_content": MARK})
+            if MARK in marked:
+                raise NoSampleError("its reasoning was not recorded (training.sft.reasoning)")
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        ends = self._end_of_turn()
+        end = next((place for place, token in enumerate(token_ids) if token in ends), None)
+        if end is None:
+            raise NoSampleError("the chat template ends it with no token at which the server stops")
+        own = tuple(token_ids[: end + 1])
+        body = {"tools": task.exchange.tools, "messages": messages}
+        return CallTokens(
+            prompt_ids, own, (None,) * len(own), (None,) * len(own), identity_of(body), message_identity(message)
+        )
+
+    def _end_of_turn(self) -> set[int]:
+        """The tokens at which the server ends an answer."""
+        configured = self._model_config.try_get_generation_config().get("eos_token_id")
+        others = configured if isinstance(configured, list) else [configured]
+        return {token for token in (self._renderer.get_tokenizer().eos_token_id, *others) if token is not None}
 
     def length(self, text: str) -> int:
         """Number of tokens of an answer with this text, including the end of the turn; 0 for no text."""
@@ -227,11 +291,16 @@ class ServedChat:
         )
 
 
-def _request(task: RoundTask, **values: Any) -> Any:
+def _request(task: RoundTask, messages: Sequence[ChatMessage] | None = None, **values: Any) -> Any:
+    """A chat request of the task's prompt, or of other `messages`, with its tools."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     tools = {"tools": list(task.exchange.tools)} if task.exchange.tools else {}
-    return ChatCompletionRequest(model="", messages=list(task.prompt), **tools, **values)
+    return ChatCompletionRequest(model="", messages=list(messages or task.prompt), **tools, **values)
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def _template_of(chat: ChatFormat) -> str | None:

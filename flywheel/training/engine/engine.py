@@ -27,8 +27,8 @@ from flywheel.records.trace import ChatMessage
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
-from flywheel.training.data.samples import CallTokens
-from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
+from flywheel.training.data.samples import CallTokens, RecordedReply
+from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, NoSampleError, ServedChat
 from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.policy import base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
@@ -202,9 +202,7 @@ class Engine(RoundActor):
             try:
                 ids = await self._chat.encode(task)
             except Exception as error:
-                # Templates refuse, for example, two user messages in a row, and some fail on unexpected input; such a
-                # task is excluded.
-                refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                refused[task.task_id] = _why(error)
                 continue
             written = [
                 task.exchange.reference,
@@ -213,6 +211,21 @@ class Engine(RoundActor):
             needs = max(task.output_tokens, sum(map(self._chat.length, written)))
             prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
         return prompts, refused
+
+    async def recorded_replies(
+        self, tasks: Sequence[RoundTask], *, empty_reasoning: bool
+    ) -> tuple[list[RecordedReply], dict[str, str]]:
+        """The replies of tasks as training samples, and why others (by the task's id) cannot be one."""
+        replies: list[RecordedReply] = []
+        refused: dict[str, str] = {}
+        for task in tasks:
+            try:
+                replies.append(await self._chat.recorded_reply(task, empty_reasoning=empty_reasoning))
+            except NoSampleError as reason:
+                refused[task.task_id] = str(reason)
+            except Exception as error:
+                refused[task.task_id] = f"the chat template refuses it ({_why(error)})"
+        return replies, refused
 
     async def _example(self, task: RoundTask) -> tuple[int, ...]:
         """A prompt about as the user's agent may send it, for the probe of the weights."""
@@ -433,3 +446,9 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _why(error: Exception) -> str:
+    """The error of a chat template. Templates refuse, for example, two user messages in a row, and some fail on
+    unexpected input; such a task is excluded."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

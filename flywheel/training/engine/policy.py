@@ -5,18 +5,23 @@ An adapter directory appears atomically and is never written again. Nothing here
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flywheel.config import LoraSettings
+from flywheel.config.training import Precision
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.system.files import sync_directory
+
+BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
+"""Instruction sets that multiply bfloat16 faster than float32."""
 
 
 def base_dtype(base: str) -> str:
@@ -81,13 +86,35 @@ def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:
     return ", ".join(f"{name} {found[name]:g}" for name, value in wanted.items() if found[name] != value)
 
 
-def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int) -> Any:
-    """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect."""
+def trainer_dtypes(base: str, precision: Precision) -> tuple[str, str]:
+    """The numbers in which the trainer holds the base model, and those in which it computes. Raises TrainError."""
+    import torch
+
+    if precision != "auto":
+        return precision, precision
+    dtype = base_dtype(base)
+    if dtype == "bfloat16" and not torch.cuda.is_available() and BFLOAT16_FLAGS & set(_cpu_flags()):
+        return "float32", "bfloat16"
+    return dtype, dtype
+
+
+def _cpu_flags() -> list[str]:
+    """The instruction sets of the processor, as Linux names them; none where that is unknown."""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
+        return next((line.split() for line in file if line.startswith("flags")), [])
+    return []
+
+
+def load_policy(
+    base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int, *, dtype: str | None = None
+) -> Any:
+    """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect. The base
+    model has the checkpoint's dtype unless another one is named; the adapter is float32 if that is half precision."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=base_dtype(base))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or base_dtype(base))
     if parent is not None:
         return PeftModel.from_pretrained(model, parent.path, is_trainable=True)
     settings = LoraConfig(
@@ -103,11 +130,32 @@ def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: 
 
 def save_adapter(model: Any, directory: Path) -> None:
     """Write the adapter `default`; the directory appears atomically."""
+
+    def write(beside: Path) -> None:
+        model.save_pretrained(beside, selected_adapters=["default"])
+        # PEFT's model card is an empty template.
+        (beside / "README.md").unlink(missing_ok=True)
+
+    _appear(directory, write)
+
+
+def copy_adapter(source: Path, directory: Path) -> None:
+    """Copy an adapter, whose files are never written again: by links, if possible. The directory appears
+    atomically."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy(source, target)
+
+    _appear(directory, lambda beside: shutil.copytree(source, beside, copy_function=link))
+
+
+def _appear(directory: Path, write: Callable[[Path], object]) -> None:
     beside = directory.with_name(f".{directory.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside, selected_adapters=["default"])
-    # PEFT's model card is an empty template.
-    (beside / "README.md").unlink(missing_ok=True)
+    write(beside)
     for path in beside.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

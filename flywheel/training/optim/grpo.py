@@ -147,12 +147,23 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             use_adapter(policy, adapter_name=reference),
         ):
-            logps, _, _ = super()._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                batch["completion_ids"].size(1),
-            )
+            return self._logps(batch)
+
+    def mean_nll(self, rows: Sequence[TrainingRow]) -> float | None:
+        """Mean negative log-likelihood of the trained tokens of rows, in nats; None without any."""
+        self.model.eval()
+        total = tokens = 0.0
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for batch in self._tensors(rows):
+                trained = batch["tool_mask"] > 0
+                total -= float(self._logps(batch)[trained].sum())
+                tokens += float(trained.sum())
+        return total / tokens if tokens else None
+
+    def _logps(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the completions, (B, T)."""
+        ids, mask = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
+        logps, *_ = self._get_per_token_logps_and_entropies(self.model, ids, mask, batch["completion_ids"].size(1))
         return logps
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
@@ -166,6 +177,8 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
     def _correct(self, batch: MicroBatch, logps: torch.Tensor, entropies: torch.Tensor) -> None:
         """Set the old policy and the importance weights of a micro-batch, once; and the figures of this update."""
         trained, engine = batch["tool_mask"] > 0, batch["engine_logps"]  # (B, T)
+        # Recorded replies have no engine: a ratio of 1 makes their loss the negative log-likelihood.
+        engine = torch.where(engine.isnan(), logps, engine)
         if "first_logps" not in batch:
             # Before the first update the policy is the old policy.
             batch["first_logps"] = logps
@@ -178,7 +191,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
                 batch["advantages"] = batch["advantages"][:, None] * torch.where(trained, weights, 1.0)  # (B, T)
         ratio, gap = (logps - engine)[trained].exp(), (batch["first_logps"] - engine)[trained].abs()
         capped = ratio > self._training.importance_cap
-        sums = trained.sum(), entropies[trained].sum(), ratio.sum(), capped.sum(), gap.sum()
+        sums = trained.sum(), entropies[trained].sum(), ratio.sum(), capped.sum(), gap.sum(), -logps[trained].sum()
         batch["stats"] = torch.stack(sums)
 
     def _report(self, stats: list[torch.Tensor]) -> None:
@@ -186,7 +199,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         if not stats:
             return
         tokens, *sums = self.accelerator.reduce(torch.stack(stats).sum(0), reduction="sum").tolist()
-        names = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap")
+        names = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "nll")
         figures = {name: value / tokens for name, value in zip(names, sums, strict=True)}
         for name, value in {**figures, "trained_tokens": tokens, "micro_batches": float(len(stats))}.items():
             self._metrics["train"][PREFIX + name].append(value)
@@ -216,7 +229,8 @@ def tensors(
         ids[place, :length] = torch.tensor(row.sample.token_ids)
         attention[place, :length] = 1
         mask[place, places] = weights.get(row.rollout, 0.0)
-        engine[place, places] = torch.tensor([row.sample.logprobs[at] for at in places])
+        logprobs = row.sample.logprobs
+        engine[place, places] = torch.tensor([logprobs[at] if logprobs else math.nan for at in places])
     found = {
         "prompt_ids": ids[:, :context],
         "prompt_mask": attention[:, :context],
@@ -231,9 +245,10 @@ def tensors(
 
 
 def grpo_config(
-    settings: Config, directory: Path, *, seed: int, model_dtype: torch.dtype, longest: int
+    settings: Config, directory: Path, *, seed: int, compute_dtype: torch.dtype, longest: int
 ) -> GRPOConfig:
-    """TRL's arguments from our settings; `longest` is the maximum length of a completion in tokens."""
+    """TRL's arguments from our settings; `longest` is the maximum length of a completion in tokens. In half precision
+    `compute_dtype` is that of autocast; a float32 model with float32 stays exact."""
     training, rollout = settings.training, settings.rollout
     gpu = torch.cuda.is_available()
     return GRPOConfig(
@@ -242,8 +257,9 @@ def grpo_config(
         max_steps=training.steps * training.updates_per_batch,
         num_iterations=training.updates_per_batch,
         learning_rate=training.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=training.warmup_steps * training.updates_per_batch,
+        lr_scheduler_type=training.scheduler,
+        # Below 1 it is a share of all updates.
+        warmup_steps=training.warmup_steps * (training.updates_per_batch if training.warmup_steps >= 1 else 1),
         max_grad_norm=training.max_grad_norm,
         # An item of TRL's dataset is a whole step, which `RoundTrainer` divides itself. TRL wants two of each item.
         per_device_train_batch_size=2,
@@ -257,9 +273,8 @@ def grpo_config(
         # The weights of tokens are in the mask; their weighted sum over the step is what `dapo` computes.
         loss_type="dapo",
         shuffle_dataset=False,
-        # Autocast only for half-precision weights: a float32 model stays exact.
-        bf16=model_dtype == torch.bfloat16,
-        fp16=model_dtype == torch.float16,
+        bf16=compute_dtype == torch.bfloat16,
+        fp16=compute_dtype == torch.float16,
         use_cpu=not gpu,
         # Gradient checkpointing saves memory, which is scarce only on GPUs.
         gradient_checkpointing=gpu,

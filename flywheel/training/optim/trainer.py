@@ -1,7 +1,8 @@
-"""The trainer: a Ray actor that trains the adapter of a round on rollouts, step by step.
+"""The trainer: a Ray actor that trains the adapter of a round, stage by stage.
 
-Each step syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer step and
-writes one metrics line. It starts no engine and knows no judge; a factory for the grading function is passed in.
+Each step of GRPO syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
+step and writes one metrics line. SFT needs no engine. The trainer starts no engine and knows no judge; a factory for
+the grading function is passed in.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 import ray
 
 from flywheel.config import Config
-from flywheel.records.round import ADAPTER_DIR, RoundSpec
+from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage
 from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
 from flywheel.training.data.round_progress import UPDATE_FIGURES, Meter, Metrics
-from flywheel.training.data.samples import TrainingRow
-from flywheel.training.engine.policy import load_policy, save_adapter
+from flywheel.training.data.samples import RecordedReply, TrainingRow
+from flywheel.training.engine.policy import load_policy, save_adapter, trainer_dtypes
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.round_steps import (
@@ -35,6 +36,7 @@ from flywheel.training.optim.round_steps import (
     refuse_growing_misses,
     refuse_without_spread,
 )
+from flywheel.training.optim.supervised import SftRun, rows_of, sft_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +63,25 @@ class Trainer(RoundActor):
         self._settings = Config.model_validate(spec.settings)
         self._threads = threads
         self._model: Any = None
+        self._compute_dtype = "auto"
 
-    def start(self) -> None:
-        """Load the policy. Raises TrainError."""
+    def start(self, parent: AdapterRef | None) -> None:
+        """Load the policy that the first stage starts from. Raises TrainError."""
         # Ray starts actors with one thread; torch reads the number before its first parallel section.
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
         import torch
 
         torch.set_num_threads(self._threads)
-        spec, training = self._spec, self._settings.training
-        self._model = load_policy(spec.base_model, spec.parent, training.lora, spec.seed)
+        self.load(parent)
         # Importing TRL takes seconds; here that happens while the engines start.
         import flywheel.training.optim.grpo  # noqa: F401
+
+    def load(self, parent: AdapterRef | None) -> None:
+        """Load the policy that a stage starts from, with nothing of the stage before. Raises TrainError."""
+        spec, training = self._spec, self._settings.training
+        dtype, self._compute_dtype = trainer_dtypes(spec.base_model, training.precision)
+        self._model = load_policy(spec.base_model, parent, training.lora, spec.seed, dtype=dtype)
 
     def train(
         self,
@@ -81,45 +89,26 @@ class Trainer(RoundActor):
         engines: Sequence[Any],
         make_grade: Callable[[Callable[[str], None]], Grade],
         gate_rollouts: int,
+        adapter: Path,
+        before: int,
     ) -> Trained:
-        """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error.
+        """Train with GRPO for the configured steps and write the adapter. Raises TrainError, or the judge's error.
 
         `make_grade` gets a callback for pauses. `gate_rollouts` is the number of rollouts of the following
-        comparison, for the estimate of the remaining time.
+        comparison, for the estimate of the remaining time. Earlier stages took so many steps `before`.
         """
-        from transformers import AutoTokenizer
-
-        from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
-
         training = self._settings.training
-        meter = Meter(self._directory, steps=training.steps, gate_rollouts=gate_rollouts)
+        meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
         asked = self._settings.rollout.prompts_asked(training.prompts_per_step)
         meter.enter("training", asked * training.group_size)
+        longest = max(prompt.max_tokens for prompt in prompts)
         with Collector.of(self._settings, engines, make_grade(meter.pause), meter) as collector:
-            run = TrainingRun(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
-            trainer = RoundTrainer(
-                roll_out=run.roll_out,
-                sync_weights=lambda: run.sync(self._model),
-                settings=self._settings,
-                model=self._model,
-                args=grpo_config(
-                    self._settings,
-                    self._directory / TRL_DIR,
-                    seed=self._spec.seed,
-                    model_dtype=self._model.dtype,
-                    longest=max(prompt.max_tokens for prompt in prompts),
-                ),
-                train_dataset=step_dataset(training.steps),
-                processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
-                callbacks=[StepLog(run.report)],
+            run = TrainingRun(self._spec, self._settings, self._directory, prompts, engines, collector, meter, before)
+            refusal = self._optimize(
+                self._settings, run.roll_out, run.report, longest, sync=lambda: run.sync(self._model)
             )
-            refusal = ""
-            try:
-                trainer.train()
-            except RoundRefusedError as reason:
-                refusal = str(reason)
         if not refusal:
-            save_adapter(self._model, self._directory / ADAPTER_DIR)
+            save_adapter(self._model, adapter)
         run.clean_up()
         return Trained(
             run.steps_done,
@@ -129,6 +118,56 @@ class Trainer(RoundActor):
             run.usage,
             run.system_prompts,
             frozenset(run.with_gradient),
+        )
+
+    def imitate(
+        self, replies: Sequence[RecordedReply], held_out: Sequence[RecordedReply], adapter: Path, before: int
+    ) -> Trained:
+        """Train on recorded replies (SFT) and write the adapter. `held_out` are replies of which only the loss is
+        measured. Earlier stages took so many steps `before`. Raises TrainError."""
+        settings = sft_settings(self._settings, len(replies))
+        run = SftRun(settings, self._directory, replies, self._spec.seed, before)
+        longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
+        trainer = self._trainer(settings, run.rows, run.report, longest)
+        run.measure = lambda: trainer.mean_nll(rows_of(held_out))
+        trainer.train()
+        save_adapter(self._model, adapter)
+        return Trained(
+            settings.training.steps, None, None, with_gradient=frozenset(reply.task_id for reply in replies)
+        )
+
+    def _optimize(self, *arguments: Any, **options: Any) -> str:
+        """Train. Returns why the stage was refused; empty if it was not."""
+        try:
+            self._trainer(*arguments, **options).train()
+        except RoundRefusedError as reason:
+            return str(reason)
+        return ""
+
+    def _trainer(
+        self,
+        settings: Config,
+        rows: Callable[[int], Sequence[TrainingRow]],
+        report: Callable[[int, Mapping[str, float]], None],
+        longest: int,
+        sync: Callable[[], None] = lambda: None,
+    ) -> Any:
+        import torch
+        from transformers import AutoTokenizer
+
+        from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
+
+        compute = self._model.dtype if self._compute_dtype == "auto" else getattr(torch, self._compute_dtype)
+        directory, seed = self._directory / TRL_DIR, self._spec.seed
+        return RoundTrainer(
+            roll_out=rows,
+            sync_weights=sync,
+            settings=settings,
+            model=self._model,
+            args=grpo_config(settings, directory, seed=seed, compute_dtype=compute, longest=longest),
+            train_dataset=step_dataset(settings.training.steps),
+            processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
+            callbacks=[StepLog(report)],
         )
 
 
@@ -144,8 +183,10 @@ class TrainingRun:
         engines: Sequence[Any],
         collector: Collector,
         meter: Meter,
+        before: int = 0,
     ) -> None:
-        self._spec, self._settings, self._directory = spec, settings, directory
+        """Earlier stages took so many steps `before`, from which the numbers of these go on."""
+        self._spec, self._settings, self._directory, self._before = spec, settings, directory, before
         self._engines, self._meter = engines, meter
         events = settings.training.tensorboard
         self._metrics = Metrics(directory, events / spec.round_id if events is not None else None)
@@ -190,7 +231,7 @@ class TrainingRun:
         self.usage = add_usage(self.usage, batch.usage())
         self.system_prompts += batch.system_prompts
         training = self._settings.training
-        append_rollouts(self._directory, step + 1, batch, training.scale_rewards)
+        append_rollouts(self._directory, self._before + step + 1, batch, training.scale_rewards)
         batch.refuse_failed(training.max_undecided_share)
         batch.refuse_undecided(training.max_undecided_share)
         try:
@@ -216,7 +257,7 @@ class TrainingRun:
     def report(self, step: int, logs: Mapping[str, float]) -> None:
         """Write the metrics line of a completed step, which counts from 1."""
         reward = self._write_metrics(step, logs)
-        self._meter.stepped(step, reward, collecting_seconds=sum(self._batch.seconds.values()))
+        self._meter.stepped(self._before + step, reward, collecting_seconds=sum(self._batch.seconds.values()))
         self.steps_done = step
         self.reward_last = reward
         self.reward_first = reward if step == 1 else self.reward_first
@@ -231,8 +272,8 @@ class TrainingRun:
         summary, usage = batch.summary(), batch.usage()
         trained = logs.get("rows/trained_tokens", 0.0)
         self._metrics.step(
-            step,
-            self._settings.training.steps,
+            self._before + step,
+            self._before + self._settings.training.steps,
             {
                 **summary,
                 **{name: logs.get(name) for name in UPDATE_FIGURES},
@@ -240,6 +281,7 @@ class TrainingRun:
                     name: logs.get(f"rows/{name}")
                     for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")
                 },
+                "stage": "grpo",
                 "clipped_share": logs.get("clip_ratio/region_mean"),
                 "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
                 "trained_tokens": int(trained),

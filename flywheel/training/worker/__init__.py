@@ -3,8 +3,8 @@
 Reads `spec.json`, runs one round with engines, trainer, judge and comparison, writes `metrics.jsonl` meanwhile and
 `result.json` last. After a failure, `error.json` has the error, the remedy and whether a retry can help.
 
-A round has no checkpoints: a worker that is started again on the same directory removes unfinished files and starts
-over. A directory with a complete result is left unchanged.
+A worker that is started again on the same directory removes unfinished files and goes on with the first stage that
+has not ended; within a stage there are no checkpoints. A directory with a complete result is left unchanged.
 
 Exit codes: 0 done (also if the round was refused), 1 failed, 75 another worker holds the directory, 143 and 130
 stopped.

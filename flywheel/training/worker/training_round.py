@@ -30,16 +30,16 @@ from flywheel.records.round import (
     SystemPrompt,
 )
 from flywheel.serving.server.vllm_command import chat_arguments
-from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
 from flywheel.training.data.round_progress import Meter, Metrics
+from flywheel.training.data.stages import adapter_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.engine.policy import rank
+from flywheel.training.engine.policy import copy_adapter, rank
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough
@@ -50,6 +50,7 @@ from flywheel.training.program.program_pool import program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 from flywheel.training.worker.rollout_grading import Pause, has_judge, rubric_of, without_judge
+from flywheel.training.worker.round_stages import Stages, ended_stages
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -82,6 +83,9 @@ class Round:
         self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
         self.grade = make_grade(spec, directory, purpose, self.meter.pause)
+        self.ended = ended_stages(spec, settings, directory)
+        # Steps use the numbers before these: an engine must never get one twice.
+        self._numbers = itertools.count(settings.training.steps + 1)
         self.engines: list[Any] = []
         self.trainer: Any = None
         self.seconds: dict[str, float] = {}
@@ -122,7 +126,10 @@ class Round:
             members.append(self.trainer)
         with self._mark() as mark:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
-        started = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
+        starting = [engine.start.remote() for engine in self.engines]
+        if self.trainer is not None:
+            starting.append(self.trainer.start.remote(self.ended[-1] if self.ended else self.spec.parent))
+        started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
 
     def _use_tools(self) -> None:
@@ -145,12 +152,10 @@ class Round:
             return
         alias = config.model.alias
         trained = self.spec.target or alias
-        # Their numbers are behind those of the steps, the candidate and what is deployed.
-        numbers = itertools.count(config.training.steps + 3)
         setup = ProgramSetup(
             models={trained: alias, **{each.target: each.alias for each in self.frozen}},
             trained=trained,
-            frozen={each.alias: self._load(each.adapter, next(numbers)) for each in self.frozen},
+            frozen={each.alias: self._load(each.adapter) for each in self.frozen},
             max_turns=config.rollout.max_turns,
             needs_reward=config.rollout.reward.workflow > 0,
         )
@@ -238,31 +243,32 @@ class Round:
             return self._debug(prompts)
         with self._timed("train"):
             gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
-            [trained] = ray_cluster.wait(
-                [self.trainer.train.remote(prompts, self.engines, self.make_grade, gate_rollouts)]
-            )
+            running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
+            trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
             ray.kill(self.trainer)
         self.usage = trained.usage
         asked = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
         without_gradient = [*asked, *self.spec.left_out]
         figures: dict[str, Any] = {
+            "stages": trained.stages,
             "steps": trained.steps,
-            "sampling": self._sampling(trained.steps, trained.system_prompts),
+            "sampling": self._sampling(trained.rollout_steps, trained.system_prompts)
+            if trained.rollout_steps
+            else None,
             "without_gradient": without_gradient,
             "reward_first": trained.reward_first,
             "reward_last": trained.reward_last,
         }
         if trained.refusal:
             return self._result("refused", reason=trained.refusal, **figures)
-        path = self.directory / ADAPTER_DIR
-        adapter = AdapterRef(name=self.spec.round_id, path=str(path), sha256=tree_sha256(path))
+        assert trained.adapter is not None
+        copy_adapter(Path(trained.adapter.path), self.directory / ADAPTER_DIR)
+        adapter = adapter_of(self.spec.round_id, self.directory / ADAPTER_DIR)
         with self._timed("evaluate"):
             self.metrics.phase("evaluating", prompts=len(held_out))
             rewards = {"reward_first": trained.reward_first, "reward": trained.reward_last}
             self.meter.enter("evaluating", gate_rollouts, step=trained.steps, **rewards)
-            # Numbers continue after those of the steps: an engine must never get one twice.
-            candidate = self._load(adapter, self.settings.training.steps + 1)
-            deployed = self._load(self.spec.parent, self.settings.training.steps + 2)
+            candidate, deployed = self._load(adapter), self._load(self.spec.parent)
             comparison = self._compare(held_out, candidate, deployed)
             probe = make_probe(
                 self.engines[0],
@@ -274,18 +280,16 @@ class Round:
         return self._result("trained", adapter=adapter, comparison=comparison, probe=probe, **figures)
 
     @overload
-    def _load(self, adapter: AdapterRef, number: int) -> LoadedAdapter: ...
+    def _load(self, adapter: AdapterRef) -> LoadedAdapter: ...
 
     @overload
-    def _load(self, adapter: None, number: int) -> None: ...
+    def _load(self, adapter: AdapterRef | None) -> LoadedAdapter | None: ...
 
-    @overload
-    def _load(self, adapter: AdapterRef | None, number: int) -> LoadedAdapter | None: ...
-
-    def _load(self, adapter: AdapterRef | None, number: int) -> LoadedAdapter | None:
+    def _load(self, adapter: AdapterRef | None) -> LoadedAdapter | None:
         """Load the adapter on every engine; None is the base model, which needs no loading."""
         if adapter is None:
             return None
+        number = next(self._numbers)
         loaded = LoadedAdapter(f"{adapter.name}-{number}", number, adapter.path)
         ray_cluster.wait([engine.load.remote(loaded) for engine in self.engines])
         return loaded
@@ -319,7 +323,7 @@ class Round:
         )
 
     def _debug(self, prompts: list[Prompt]) -> RoundResult:
-        adapter = self._load(self.spec.parent, 1)
+        adapter = self._load(self.spec.parent)
         with self._timed("train"), self._collector() as collector:
             debug = roll_out_only(self.spec, self.settings, self.directory, prompts, collector, adapter, self.meter)
         self.usage = debug.usage

@@ -155,7 +155,7 @@ class Trained:
             sync_weights=sync,
             settings=self.settings,
             model=self.model,
-            args=grpo_config(self.settings, directory, seed=1, model_dtype=self.model.dtype, longest=LONGEST),
+            args=grpo_config(self.settings, directory, seed=1, compute_dtype=self.model.dtype, longest=LONGEST),
             train_dataset=step_dataset(self.settings.training.steps * int(os.environ.get("WORLD_SIZE", "1"))),
             processing_class=AutoTokenizer.from_pretrained(POLICY),
             callbacks=[StepLog(lambda step, logs: self.logs.append((step, logs))), Gradients()],

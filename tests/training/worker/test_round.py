@@ -310,6 +310,7 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
             "rollouts.index.jsonl",
             "rollouts.jsonl",
             "spec.json",
+            "stages",
             "usage.jsonl",
             "worker.log",
             WORKER_LOCK,

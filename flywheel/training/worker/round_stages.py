@@ -1,0 +1,179 @@
+"""The stages of a round, one after the other: what each starts from, the tasks that it trains on, and its end.
+
+A stage has ended when its adapter is in its folder. A worker that is started again goes on with the first stage
+without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flywheel.config import Config
+from flywheel.config.training import Stage
+from flywheel.records.round import AdapterRef, RoundSpec, StageResult
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import LoadedAdapter, add_usage
+from flywheel.training.data.round_directory import steps_of_stage
+from flywheel.training.data.round_progress import Meter, Metrics
+from flywheel.training.data.samples import RecordedReply
+from flywheel.training.data.stages import adapter_of, stage_adapter, tasks_by_stage
+from flywheel.training.engine import ray_cluster
+from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.round_steps import RoundSteps
+from flywheel.training.optim.trainer import Trained
+
+log = logging.getLogger("flywheel.training.worker")
+
+
+@dataclass(slots=True)
+class Training:
+    """What the stages of a round ended with. `adapter` is that of the last one that trained; with `refusal` none
+    has."""
+
+    adapter: AdapterRef | None
+    refusal: str = ""
+    stages: list[StageResult] = field(default_factory=list)
+    steps: int = 0
+    rollout_steps: int = 0
+    reward_first: float | None = None
+    reward_last: float | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+    system_prompts: Counter[str] = field(default_factory=Counter)
+    with_gradient: set[str] = field(default_factory=set)
+
+    def add(self, stage: Stage, trained: Trained, tasks: int, adapter: AdapterRef | None) -> None:
+        outcome: Literal["trained", "skipped"] = "trained" if adapter is not None else "skipped"
+        self.stages.append(
+            StageResult(stage=stage, outcome=outcome, reason=trained.refusal, steps=trained.steps, tasks=tasks)
+        )
+        self.steps += trained.steps
+        self.usage = add_usage(self.usage, trained.usage)
+        self.system_prompts.update(trained.system_prompts)
+        self.with_gradient |= trained.with_gradient
+        if stage != "sft":
+            self.rollout_steps = trained.steps
+            self.reward_first, self.reward_last = trained.reward_first, trained.reward_last
+        self.adapter = adapter or self.adapter
+
+
+def ended_stages(spec: RoundSpec, settings: Config, directory: Path) -> list[AdapterRef]:
+    """The adapters of the first stages, as far as they have ended before."""
+    ended: list[AdapterRef] = []
+    for number, stage in enumerate(settings.training.stages, 1):
+        path = stage_adapter(directory, number, stage)
+        if not path.is_dir():
+            break
+        ended.append(adapter_of(f"{spec.round_id}-{stage}", path))
+    return ended
+
+
+class Stages:
+    """Those of one round, on running engines and a trainer that has loaded what the first of them starts from."""
+
+    def __init__(
+        self,
+        spec: RoundSpec,
+        settings: Config,
+        directory: Path,
+        engines: Sequence[Any],
+        trainer: Any,
+        make_grade: Callable[[Callable[[str], None]], Grade],
+        load: Callable[[AdapterRef | None], LoadedAdapter | None],
+        gate_rollouts: int,
+    ) -> None:
+        """`load` loads an adapter on every engine. `make_grade` and `gate_rollouts` are as in `Trainer.train`."""
+        self._spec, self._settings, self._directory = spec, settings, directory
+        self._engines, self._trainer, self._make_grade, self._load = engines, trainer, make_grade, load
+        self._gate_rollouts = gate_rollouts
+        self._metrics = Metrics(directory)
+
+    def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], ended: Sequence[AdapterRef]) -> Training:
+        """Run the stages behind those that have `ended` before. One without a signal is skipped if another one has
+        trained; the round is refused if none has."""
+        stages = self._settings.training.stages
+        by_stage = tasks_by_stage([prompt.task for prompt in prompts], stages, self._spec.seed)
+        prompt_of = {prompt.task.task_id: prompt for prompt in prompts}
+        training = Training(ended[-1] if ended else self._spec.parent)
+        for stage in stages[: len(ended)]:
+            steps = steps_of_stage(self._directory, stage)
+            training.steps += steps
+            reason = "it ended before the worker was started again"
+            training.stages.append(StageResult(stage=stage, outcome="trained", reason=reason, steps=steps))
+        for number, stage in list(enumerate(stages, 1))[len(ended) :]:
+            own = [prompt_of[task.task_id] for task in by_stage[stage]]
+            if number > len(ended) + 1:
+                ray_cluster.wait([self._trainer.load.remote(training.adapter)])
+            self._metrics.phase("training", stage=stage, prompts=len(own))
+            log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
+            path = stage_adapter(self._directory, number, stage)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if stage == "sft":
+                asked = [prompt_of[task.task_id] for task in by_stage.get("grpo", by_stage["sft"])]
+                trained = self._imitate(own, held_out, asked, path, training)
+            else:
+                trained = self._reinforce(own, path, training)
+            if trained.refusal:
+                log.warning("stage %s is skipped: %s", stage, trained.refusal)
+            adapter = None if trained.refusal else adapter_of(f"{self._spec.round_id}-{stage}", path)
+            training.add(stage, trained, len(own), adapter)
+        if not any(each.outcome == "trained" for each in training.stages):
+            training.refusal = training.stages[-1].reason
+        return training
+
+    def _imitate(
+        self,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        asked: Sequence[Prompt],
+        adapter: Path,
+        training: Training,
+    ) -> Trained:
+        """SFT on the replies of `prompts`, unless rollouts of the prompts `asked` show that GRPO has a signal."""
+        if self._settings.training.sft.when == "spread_below" and (needless := self._has_spread(asked, training)):
+            return Trained(0, None, None, refusal=needless)
+        replies, refused = self._replies(prompts)
+        for task, why in refused.items():
+            log.warning("SFT leaves %s out: %s", task, why)
+        if not replies:
+            first = next((f": {why}" for why in refused.values()), "")
+            return Trained(0, None, None, refusal=f"none of {len(prompts)} tasks has a reply to train on{first}")
+        trained: Trained
+        work = self._trainer.imitate.remote(replies, self._replies(held_out)[0], adapter, training.steps)
+        [trained] = ray_cluster.wait([work])
+        return trained
+
+    def _has_spread(self, prompts: Sequence[Prompt], training: Training) -> str:
+        """Why SFT is not needed: enough groups of a step of GRPO have rewards that differ. Empty if it is needed."""
+        if not prompts:
+            return ""
+        meter = Meter(self._directory, steps=1)
+        with Collector.of(self._settings, self._engines, self._make_grade(meter.pause), meter) as collector:
+            steps = RoundSteps(self._spec, self._settings, prompts, collector)
+            batch = steps.collect(0, self._load(training.adapter))
+        training.usage = add_usage(training.usage, batch.usage())
+        share, limit = batch.groups_with_spread / max(1, batch.groups), self._settings.training.sft.spread_below
+        if share < limit:
+            return ""
+        return f"{share:.0%} of {batch.groups} groups have rewards that differ (training.sft.spread_below: {limit:g})"
+
+    def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
+        """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""
+        tasks = [prompt.task for prompt in prompts if prompt.task.reply]
+        empty = self._settings.training.sft.reasoning == "empty"
+        work = self._engines[0].recorded_replies.remote(tasks, empty_reasoning=empty)
+        [(replies, refused)] = ray_cluster.wait([work])
+        return replies, refused
+
+    def _reinforce(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
+        """GRPO on rollouts of the prompts."""
+        if not prompts:
+            return Trained(0, None, None, refusal="no task is left for it")
+        trained: Trained
+        more = self._gate_rollouts, adapter, training.steps
+        [trained] = ray_cluster.wait([self._trainer.train.remote(prompts, self._engines, self._make_grade, *more)])
+        return trained

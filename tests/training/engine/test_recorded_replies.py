@@ -1,0 +1,233 @@
+"""Recorded replies as training samples: supervised are the model's own messages of the reply, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flywheel.records.round import RoundTask
+from flywheel.training.data.samples import Sample
+from flywheel.training.engine.chat_rendering import ChatFormat, NoSampleError
+from tests.factories.round import POLICY
+from tests.factories.task import round_task
+from tests.training.engine.test_chat_rendering import Served, rendering
+
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+CHATML = (
+    "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n"
+    "{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+)
+LLAMA = (
+    "<|begin_of_text|>{%- for message in messages -%}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ (message.content or '') | trim }}"
+    '{%- for call in message.tool_calls or [] -%}{"name": {{ call.function.name | tojson }}, "parameters": '
+    "{{ call.function.arguments | tojson }}}{%- endfor -%}<|eot_id|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif -%}"
+)
+SMOLLM = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
+    "You are helpful.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (
+    "{%- if tools -%}<|im_start|>system\n{% for tool in tools -%}{{ tool | tojson }}\n{% endfor -%}<|im_end|>\n"
+    "{% endif -%}"
+    "{%- set at = namespace(query=0) -%}{%- for message in messages -%}{%- if message.role == 'user' -%}"
+    "{%- set at.query = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for message in messages -%}{%- if message.role == 'tool' -%}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}<|im_start|>user{%- endif %}\n<tool_response>\n"
+    "{{ message.content }}\n</tool_response>{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}"
+    "<|im_end|>\n{% endif -%}{%- else -%}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.role == 'assistant' and loop.index0 > at.query and (loop.last or message.reasoning_content) -%}"
+    "<think>\n{{ (message.reasoning_content or '').strip('\n') }}\n</think>\n\n{% endif -%}"
+    "{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] -%}{%- if not loop.first or message.content -%}{{ '\n' }}{%- endif -%}"
+    "<tool_call>\n"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{%- endfor -%}<|im_end|>\n{% endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% if enable_thinking is false -%}<think>\n\n</think>\n\n"
+    "{% endif -%}{%- endif -%}"
+)
+ENDS = {LLAMA: "<|eot_id|>"}
+SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def call(number: int, **arguments: int) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": json.dumps(arguments)}}
+
+
+def result(number: int, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"c{number}", "name": "add", "content": content}
+
+
+def said(content: str | None, *calls: dict[str, Any], **more: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {}), **more}
+
+
+def task(*reply: dict[str, Any], prompt: list[dict[str, Any]] | None = None, tools: bool = False) -> RoundTask:
+    asked = prompt or [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How much is 1 plus 2?"},
+    ]
+    return round_task("t", prompt=asked, reply=reply, tools=(TOOL,) if tools else ())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo's policy with the special tokens of several families."""
+    from transformers import AutoTokenizer
+
+    model = tmp_path_factory.mktemp("model") / "policy"
+    shutil.copytree(POLICY, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.save_pretrained(model)
+    generation = json.loads((model / "generation_config.json").read_text())
+    ends = [generation["eos_token_id"]] if isinstance(generation["eos_token_id"], int) else generation["eos_token_id"]
+    generation["eos_token_id"] = [*ends, tokenizer.convert_tokens_to_ids("<|eot_id|>")]
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    yield from rendering(model)
+
+
+def samples(
+    served: Served, template: str, of: RoundTask, *, empty: bool = False, **arguments: Any
+) -> tuple[Sample, ...]:
+    chat = served.chat(ChatFormat(template=template, arguments=arguments), context=4096)
+    return asyncio.run(chat.recorded_reply(of, empty_reasoning=empty)).samples
+
+
+def supervised(served: Served, sample: Sample) -> list[str]:
+    """The text of each run of supervised tokens."""
+    runs: list[list[int]] = []
+    for place, (token, own) in enumerate(zip(sample.token_ids, sample.loss_mask, strict=True)):
+        if own and (not place or not sample.loss_mask[place - 1]):
+            runs.append([])
+        if own:
+            runs[-1].append(token)
+    return [served.decoded(run) for run in runs]
+
+
+def encoded(served: Served, template: str, of: RoundTask, **arguments: Any) -> tuple[int, ...]:
+    chat = served.chat(ChatFormat(template=template, arguments=arguments), context=4096)
+    return asyncio.run(chat.encode(of))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, SMOLLM], ids=["chatml", "llama3", "smollm2"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [{"role": "user", "content": "Hi"}],
+        [{"role": "system", "content": ""}, {"role": "user", "content": "Hi"}],
+        [
+            {"role": "user", "content": "Hi"},
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "1+2?"},
+        ],
+        [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "1+2?"},
+        ],
+    ],
+    ids=["no system message", "an empty one", "one that is not first", "an earlier turn"],
+)
+def test_only_the_answer_is_supervised(served: Served, template: str, prompt: list[dict[str, Any]]) -> None:
+    of = task(said("It is 3."), prompt=prompt)
+    [sample] = samples(served, template, of)
+    assert supervised(served, sample) == ["It is 3." + ENDS.get(template, "<|im_end|>")]
+    context = encoded(served, template, of)
+    assert sample.token_ids[: len(context)] == context
+    assert sample.trained == [place for place, own in enumerate(sample.loss_mask) if own]
+    assert sample.loss_mask == (*[False] * len(context), *[True] * (len(sample.token_ids) - len(context)))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, SMOLLM], ids=["chatml", "llama3", "smollm2"])
+def test_each_turn_of_a_reply_is_supervised_and_results_of_tools_are_not(served: Served, template: str) -> None:
+    if template != LLAMA:
+        of = task(said("One moment."), result(1, "3"), said("It is 3."))
+    else:
+        of = task(
+            said(None, call(1, a=1)), result(1, "3"), said(None, call(2, b=2)), result(2, "4"), said("7"), tools=True
+        )
+    end = ENDS.get(template, "<|im_end|>")
+    [sample] = samples(served, template, of)
+    texts = supervised(served, sample)
+    expected = (
+        [f"One moment.{end}", f"It is 3.{end}"]
+        if template != LLAMA
+        else [
+            f'{{"name": "add", "parameters": {{"a": 1}}}}{end}',
+            f'{{"name": "add", "parameters": {{"b": 2}}}}{end}',
+            f"7{end}",
+        ]
+    )
+    assert texts == expected
+    # The newline of the template behind the end of a turn is context.
+    assert "3" in served.decoded(
+        [token for token, own in zip(sample.token_ids, sample.loss_mask, strict=True) if not own]
+    )
+
+
+def test_parallel_calls_and_two_turns_of_tools(served: Served) -> None:
+    reply = (
+        said(None, call(1, a=1), call(2, a=2)), result(1, "1"), result(2, "2"),
+        said("Now the sum.", call(3, a=3)), result(3, "3"), said("It is 3."),
+    )  # fmt: skip
+    made = samples(served, QWEN3, task(*reply, tools=True), enable_thinking=False)
+    texts = [text for sample in made for text in supervised(served, sample)]
+    assert texts == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
+        'Now the sum.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>',
+        "It is 3.<|im_end|>",
+    ]
+    for place, text in ((0, texts[0]), (3, texts[1]), (5, texts[2])):
+        prompt = [*task().prompt, *reply[:place]]
+        context = encoded(served, QWEN3, task(prompt=prompt, tools=True), enable_thinking=False)
+        assert any(
+            sample.token_ids[: len(context)] == context
+            and served.decoded(sample.token_ids[len(context) :]).startswith(text)
+            for sample in made
+        )
+
+
+def test_recorded_reasoning_is_taught(served: Served) -> None:
+    [sample] = samples(served, QWEN3, task(said("3", reasoning_content="1 and 2 are 3.")))
+    assert supervised(served, sample) == ["<think>\n1 and 2 are 3.\n</think>\n\n3<|im_end|>"]
+
+
+def test_a_reply_without_its_reasoning_is_left_out_unless_that_is_permitted(served: Served) -> None:
+    with pytest.raises(NoSampleError, match="reasoning was not recorded"):
+        samples(served, QWEN3, task(said("3")))
+    [sample] = samples(served, QWEN3, task(said("3")), empty=True)
+    assert supervised(served, sample) == ["<think>\n\n</think>\n\n3<|im_end|>"]
+
+
+def test_without_thinking_there_is_no_reasoning_to_record(served: Served) -> None:
+    [sample] = samples(served, QWEN3, task(said("3")), enable_thinking=False)
+    assert supervised(served, sample) == ["3<|im_end|>"]
+
+
+@pytest.mark.parametrize("reply", [said("It ends<|im_end|> here"), said(None, call(1, a=1) | {"id": "<|eot_id|>"})])
+def test_a_reply_with_a_special_token_is_left_out(served: Served, reply: dict[str, Any]) -> None:
+    with pytest.raises(NoSampleError, match="special token"):
+        samples(served, CHATML, task(reply, tools=True))
+
+
+def test_a_template_that_ends_no_turn_is_named(served: Served) -> None:
+    template = (
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    )
+    with pytest.raises(NoSampleError, match="does not write it behind its prompt"):
+        samples(served, template, task(said("3")))
+    with pytest.raises(NoSampleError, match="no token at which the server stops"):
+        samples(served, template.replace("A: ", ""), task(said("3")))

@@ -1,0 +1,145 @@
+"""SFT through the trainer: its gradient is that of the cross-entropy, whatever the settings of GRPO are."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.config import Config
+from flywheel.records.round import METRICS_FILE
+from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
+from flywheel.training.optim.supervised import minibatches, rows_of, sft_settings
+from tests.factories.round import round_spec
+from tests.training.optim.test_grpo import gradients, policy
+
+GRPO: dict[str, Any] = {
+    "training": {
+        "stages": ["sft", "grpo"],
+        "beta": 0.1,
+        "updates_per_batch": 2,
+        "loss_type": "grpo",
+        "importance": "engine",
+        "max_grad_norm": 1e9,
+        "lora": {"r": 8},
+        "micro_batch_tokens": 40,
+        "sft": {"batch_size": 3, "epochs": 2, "learning_rate": 1e-2, "scheduler": "constant"},
+    },
+    "rollout": {"temperature": 0.6, "max_completion_tokens": 16, "max_model_len": 64},
+}
+"""Settings of GRPO that would change the loss of SFT if they reached it."""
+
+
+def recorded(task: str, *parts: tuple[int, ...]) -> RecordedReply:
+    """A reply of one sample: context and supervised tokens in turn."""
+    ids = tuple(token for part in parts for token in part)
+    mask = tuple(bool(place % 2) for place, part in enumerate(parts) for _ in part)
+    return RecordedReply(task, (Sample(ids, mask),))
+
+
+REPLIES = (
+    recorded("a", (1, 20, 21, 22), (40, 41, 42, 2)),
+    recorded("b", (1, 30), (60, 61, 2), (70, 71), (44, 2)),
+    RecordedReply(
+        "c", (*recorded("c", (1, 31, 32, 33, 34), (50, 2)).samples, *recorded("c", (1, 5), (6, 7, 2)).samples)
+    ),
+)
+
+
+def trainer_on(directory: Path, settings: Config) -> Any:
+    from flywheel.training.optim.trainer import Trainer
+
+    spec = round_spec(seed=3, settings=settings.model_dump(mode="json"))
+    made = Trainer(spec, str(directory), threads=1)
+    made.start(None)
+    return made
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_is_that_of_the_cross_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import TrainerCallback
+
+    from flywheel.training.optim import grpo
+
+    settings = Config.model_validate(GRPO)
+    trainer = trainer_on(tmp_path, settings)
+    trainer._model = policy()
+    seen: list[dict[str, Any]] = []
+
+    class Gradients(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            seen.append(gradients(trainer._model))
+
+    original = grpo.RoundTrainer.__init__
+
+    def observed(self: Any, **arguments: Any) -> None:
+        original(self, **{**arguments, "callbacks": [*arguments["callbacks"], Gradients()]})
+
+    monkeypatch.setattr(grpo.RoundTrainer, "__init__", observed)
+    trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
+
+    model = policy()
+    loss = torch.zeros(())
+    tokens = 0
+    for reply in REPLIES:
+        for sample in reply.samples:
+            ids = torch.tensor([sample.token_ids])
+            labels = torch.tensor([[token if own else -100 for token, own in zip(*astuple(sample), strict=True)]])
+            logits = model(ids).logits[:, :-1].float()
+            loss = loss + torch.nn.functional.cross_entropy(
+                logits[0], labels[0, 1:], ignore_index=-100, reduction="sum"
+            )
+            tokens += sum(sample.loss_mask)
+    (loss / tokens).backward()
+    expected = gradients(model)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert len(seen) == 2
+    assert seen[0].keys() == expected.keys()
+    assert max(float((seen[0][name] - expected[name]).abs().max()) / scale for name in expected) < 1e-5
+
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(float(loss / tokens), rel=1e-5)
+    assert all(line["stage"] == "sft" and line["learning_rate"] == 1e-2 for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["held_out_loss"] > 0
+    assert not lines[0].keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def astuple(sample: Sample) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    return sample.token_ids, sample.loss_mask
+
+
+@given(count=st.integers(1, 40), size=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
+def test_each_epoch_has_every_reply_once(count: int, size: int, epochs: int, seed: int) -> None:
+    batches = minibatches(count, size, epochs, seed)
+    per_epoch = len(batches) // epochs
+    for epoch in range(epochs):
+        own = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert Counter(number for batch in own for number in batch) == Counter(range(count))
+        assert all(len(batch) == size for batch in own[:-1])
+    assert batches == minibatches(count, size, epochs, seed)
+    settings = sft_settings(
+        Config.model_validate({"training": {"sft": {"batch_size": size, "epochs": epochs}}}), count
+    )
+    assert settings.training.steps == len(batches)
+
+
+def test_a_reply_of_several_samples_is_one_rollout() -> None:
+    rows = rows_of(REPLIES)
+    assert [row.rollout for row in rows] == [0, 1, 2, 2]
+    assert {row.advantage for row in rows} == {1.0}
+    assert all(isinstance(row, TrainingRow) and row.sample.logprobs is None for row in rows)
+
+
+def test_tokens_without_an_engine_are_trained_and_the_first_never_is() -> None:
+    assert Sample((5, 6, 7), (True, False, True)).trained == [2]
+    assert Sample((5, 6, 7), (False, True, True), (None, None, -0.5)).trained == [2]
