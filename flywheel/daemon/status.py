@@ -78,7 +78,7 @@ class SourceStatus(Struct, frozen=True):
     configured: bool
 
 
-class LeftOut(Struct, frozen=True):
+class LeftOutTasks(Struct, frozen=True):
     """Tasks that rounds leave out, with reason and remedy."""
 
     reason: str
@@ -223,7 +223,7 @@ class Status(Struct, frozen=True):
     balance: Mapping[str, int]
     balanced: bool
     prompts: PromptCounts
-    left_out: list[LeftOut]
+    left_out: list[LeftOutTasks]
     due: int
     judge: JudgeStatus
     recent_verdicts: RecentVerdicts
@@ -360,12 +360,12 @@ def _calls(config: Config) -> dict[str, CallsStatus]:
     }
 
 
-def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> list[LeftOut]:
+def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> list[LeftOutTasks]:
     """`others` counts the replies of other models."""
     models = ", ".join(f"{name} {number}" for name, number in islice(others.items(), MODELS_SHOWN))
     named = {Exclusion.MODEL: f"{WORDS[Exclusion.MODEL].why} ({models})"} if models else {}
     return [
-        LeftOut(reason.value, number, named.get(reason, WORDS[reason].why), WORDS[reason].remedy)
+        LeftOutTasks(reason.value, number, named.get(reason, WORDS[reason].why), WORDS[reason].remedy)
         for reason, number in counts.items()
     ]
 

@@ -24,7 +24,7 @@ from flywheel.records.task import Batch, RawTrace
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row, shown
 from flywheel.sources.studio.schema import DIGEST_BITS, Schema, hash_of, is_id, packed, schema_of, unnamed
-from flywheel.sources.studio.trace_completion import FOREVER_NS, CallSizes, Completion, OpenTrace, TraceCompletion
+from flywheel.sources.studio.trace_completion import FOREVER_NS, CallSizes, Completeness, OpenTrace, TraceCompletion
 
 BATCH_ROWS: Final = 500
 """Rows per batch. Small batches waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as
@@ -341,8 +341,8 @@ class StudioReader:
         """The traces that a pass hands on, each with whether it is still open; the others wait."""
         for trace in self._candidates(scan, more=more):
             state = completion.decide(trace, now_ns, is_near=more and scan.at - trace.last_rowid < FAR_ROWS)
-            trace.awaits_calls = state is Completion.AWAITS_CALLS
-            if state is Completion.COMPLETE:
+            trace.awaits_calls = state is Completeness.AWAITS_CALLS
+            if state is Completeness.COMPLETE:
                 yield trace, False
                 continue
             scan.wait(trace)
@@ -354,7 +354,7 @@ class StudioReader:
         others are left to the next pass."""
         completion = replace(self._completion(scan.schema), settle_ns=0)
         for trace in self._candidates(scan, more=more):
-            is_closed = trace.known is not None or completion.decide(trace, now_ns) is Completion.COMPLETE
+            is_closed = trace.known is not None or completion.decide(trace, now_ns) is Completeness.COMPLETE
             if is_closed and trace.trace_id not in tail.traces:
                 yield trace, False
             else:

@@ -90,7 +90,7 @@ class OpenTrace(Struct):
         self.call_references |= other.call_references
 
 
-class Completion(Enum):
+class Completeness(Enum):
     """What is known of an open trace."""
 
     COMPLETE = "complete"
@@ -114,7 +114,7 @@ class TraceCompletion(Struct, frozen=True):
     calls_wait_ns: int
     call_sizes: CallSizes | None = None
 
-    def decide(self, trace: OpenTrace, now_ns: int, *, is_near: bool = False) -> Completion:
+    def decide(self, trace: OpenTrace, now_ns: int, *, is_near: bool = False) -> Completeness:
         """Whether a trace is complete. One without all parents is not given up while rows follow soon behind its last
         one (`is_near`)."""
         if trace.is_whole():
@@ -122,11 +122,11 @@ class TraceCompletion(Struct, frozen=True):
         else:
             is_complete = not is_near and trace.quiet_ns(self.schema, now_ns) >= self.abandon_ns
         if not is_complete:
-            return Completion.INCOMPLETE
+            return Completeness.INCOMPLETE
         may_wait = self.call_sizes is not None and bool(trace.call_references)
         if may_wait and trace.quiet_ns(self.schema, now_ns) < self.calls_wait_ns and not self.has_calls(trace):
-            return Completion.AWAITS_CALLS
-        return Completion.COMPLETE
+            return Completeness.AWAITS_CALLS
+        return Completeness.COMPLETE
 
     def has_calls(self, trace: OpenTrace) -> bool:
         """Whether the calls that a trace names are there."""

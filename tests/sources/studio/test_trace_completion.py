@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 
 from flywheel.sources.studio.schema import SCHEMAS
-from flywheel.sources.studio.trace_completion import Completion, OpenTrace, TraceCompletion
+from flywheel.sources.studio.trace_completion import Completeness, OpenTrace, TraceCompletion
 from tests.cases import for_each
 
 ENDED = 1_700_000_000 * 10**9
@@ -31,19 +31,19 @@ ORPHAN = trace(parent=b"away")
 @for_each(
     ("completion", "seen", "quiet_ns", "state"),
     [
-        (COMPLETION, trace(), 4, Completion.INCOMPLETE),
-        (COMPLETION, trace(), 5, Completion.COMPLETE),
-        (COMPLETION, ORPHAN, 599, Completion.INCOMPLETE),
-        (COMPLETION, ORPHAN, 600, Completion.COMPLETE),
-        (COMPLETION, trace("late"), 5, Completion.COMPLETE),
-        (AWAITING, trace("late"), 4, Completion.INCOMPLETE),
-        (AWAITING, trace("there", "late"), 5, Completion.AWAITS_CALLS),
-        (AWAITING, trace("there"), 5, Completion.COMPLETE),
-        (AWAITING, trace("there", "late"), 60, Completion.COMPLETE),
+        (COMPLETION, trace(), 4, Completeness.INCOMPLETE),
+        (COMPLETION, trace(), 5, Completeness.COMPLETE),
+        (COMPLETION, ORPHAN, 599, Completeness.INCOMPLETE),
+        (COMPLETION, ORPHAN, 600, Completeness.COMPLETE),
+        (COMPLETION, trace("late"), 5, Completeness.COMPLETE),
+        (AWAITING, trace("late"), 4, Completeness.INCOMPLETE),
+        (AWAITING, trace("there", "late"), 5, Completeness.AWAITS_CALLS),
+        (AWAITING, trace("there"), 5, Completeness.COMPLETE),
+        (AWAITING, trace("there", "late"), 60, Completeness.COMPLETE),
     ],
 )
 def test_a_trace_is_decided_without_changing_it(
-    completion: TraceCompletion, seen: OpenTrace, quiet_ns: int, state: Completion
+    completion: TraceCompletion, seen: OpenTrace, quiet_ns: int, state: Completeness
 ) -> None:
     before = deepcopy(seen)
     assert completion.decide(seen, ENDED + quiet_ns) is state
@@ -53,8 +53,8 @@ def test_a_trace_is_decided_without_changing_it(
 
 
 def test_a_trace_without_its_parent_is_not_given_up_while_its_rows_may_follow() -> None:
-    assert COMPLETION.decide(ORPHAN, ENDED + 600, is_near=True) is Completion.INCOMPLETE
-    assert COMPLETION.decide(trace(), ENDED + 600, is_near=True) is Completion.COMPLETE
+    assert COMPLETION.decide(ORPHAN, ENDED + 600, is_near=True) is Completeness.INCOMPLETE
+    assert COMPLETION.decide(trace(), ENDED + 600, is_near=True) is Completeness.COMPLETE
 
 
 @for_each(("open_trace", "awaits_calls", "due_ns"), [(trace(), False, 5), (trace(), True, 60), (ORPHAN, False, 600)])
