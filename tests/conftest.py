@@ -42,7 +42,7 @@ GROUPS = {
              "training/engine/test_chat_rendering.py", "training/engine/test_cpu_lora.py"),
     "ray": ("training/engine/ray_session/test_collector.py", "training/engine/ray_session/test_engine.py",
             "training/engine/ray_session/test_endpoint.py", "training/engine/ray_session/test_program_engine.py",
-            "training/engine/ray_session/test_recorded_engine.py",
+            "training/engine/ray_session/test_recorded_engine.py", "training/engine/ray_session/test_round_stages.py",
             "training/engine/ray_session/test_engine_memory.py", "training/engine/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),
     "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_fixtures.py",

@@ -1,0 +1,151 @@
+"""The order of a round's stages on a real Ray session; engine and trainer are ones that can be told what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from flywheel.config import Config
+from flywheel.records.round import AdapterRef, RoundTask
+from flywheel.records.verdict import Exchange, Verdict
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import Completion, RolloutRequest, reply
+from flywheel.training.data.samples import RecordedReply, Sample
+from flywheel.training.engine import ray_cluster
+from flywheel.training.optim.trainer import Trained
+from flywheel.training.worker.round_stages import Stages, Training
+from tests.factories.round import round_spec
+from tests.factories.task import round_task
+from tests.training.data.rollouts import verdict
+
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Engine:
+    """Answers with the request's seed, and makes a sample of each reply that is not empty."""
+
+    async def generate(self, wanted: RolloutRequest) -> Completion:
+        return reply(wanted.prompt, (wanted.seed % 100, 2), (-0.1, -0.2), str(wanted.seed % 100))
+
+    async def recorded_replies(
+        self, tasks: Sequence[RoundTask], *, empty_reasoning: bool
+    ) -> tuple[list[RecordedReply], dict[str, str]]:
+        good = [task for task in tasks if task.reply[-1]["content"]]
+        refused = {task.task_id: "its text is empty" for task in tasks if task not in good}
+        return [RecordedReply(task.task_id, (Sample((1, 2), (False, True)),)) for task in good], refused
+
+
+class Trainer:
+    """Writes an empty adapter for a stage, or refuses it."""
+
+    def __init__(self, refused: frozenset[str] = frozenset()) -> None:
+        self._refused = refused
+        self._calls: list[Any] = []
+
+    def load(self, parent: AdapterRef | None) -> None:
+        self._calls.append(("load", parent and parent.name))
+
+    def imitate(self, replies: Any, held_out: Any, adapter: Path, before: int) -> Trained:
+        self._calls.append(("sft", len(replies), len(held_out), before))
+        return self._ended("sft", adapter, Trained(3, None, None))
+
+    def train(
+        self, prompts: Any, engines: Any, make_grade: Any, gate_rollouts: int, adapter: Path, before: int
+    ) -> Trained:
+        self._calls.append(("grpo", len(prompts), before))
+        return self._ended("grpo", adapter, Trained(2, 0.1, 0.4))
+
+    def calls(self) -> list[Any]:
+        return self._calls
+
+    def _ended(self, stage: str, adapter: Path, trained: Trained) -> Trained:
+        if stage in self._refused:
+            return Trained(1, 0.0, 0.0, refusal="nothing can be learned")
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text(stage)
+        return trained
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    actor = ray_cluster.start(Engine, gpus=0)
+    yield actor
+    ray.kill(actor)
+
+
+def tasks(count: int = 8, answer: str = "7") -> list[RoundTask]:
+    text = ({"role": "assistant", "content": answer},)
+    return [round_task(f"t-{number}", conversation=f"c-{number}", reply=text) for number in range(count)]
+
+
+def run(
+    engine: Any,
+    directory: Path,
+    training: dict[str, Any],
+    *,
+    some: Sequence[RoundTask] = (),
+    refused: Sequence[str] = (),
+    spread: bool = True,
+) -> tuple[Training, list[Any]]:
+    """The stages on these tasks, and what the trainer was called for. With `spread`, rewards differ."""
+    settings = Config.model_validate({"training": {"steps": 2, "prompts_per_step": 2, "group_size": 4, **training}})
+    spec = round_spec(train=list(some or tasks()), settings=settings.model_dump(mode="json"))
+    prompts = [Prompt(task, (5, number), max_tokens=8) for number, task in enumerate(spec.train)]
+
+    def grade(shown: Exchange) -> Verdict:
+        return verdict(int(shown.answer) / 100 if spread else 0.0)
+
+    trainer = ray_cluster.start(Trainer, frozenset(refused), gpus=0)
+    try:
+        stages = Stages(spec, settings, directory, [engine], trainer, lambda _: grade, lambda _: None, 4)
+        made = stages.run(prompts, prompts[:2], ())
+        [calls] = ray_cluster.wait([trainer.calls.remote()])
+    finally:
+        ray.kill(trainer)
+    return made, calls
+
+
+def ends(training: Training) -> list[tuple[str, str]]:
+    return [(stage.stage, stage.outcome) for stage in training.stages]
+
+
+def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(engine: Any, tmp_path: Path) -> None:
+    made, calls = run(engine, tmp_path, {"stages": ["sft", "grpo"]})
+    assert calls == [("sft", 4, 2, 0), ("load", "r0001-sft"), ("grpo", 4, 3)]
+    assert ends(made) == [("sft", "trained"), ("grpo", "trained")]
+    assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (5, 2, 0.1, 0.4)
+    assert made.adapter is not None
+    assert Path(made.adapter.path) == tmp_path / "stages" / "2-grpo" / "adapter"
+
+
+def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(engine: Any, tmp_path: Path) -> None:
+    made, _ = run(engine, tmp_path, {"stages": ["sft", "grpo"]}, refused=["grpo"])
+    assert ends(made) == [("sft", "trained"), ("grpo", "skipped")]
+    assert (made.refusal, made.stages[1].reason) == ("", "nothing can be learned")
+    assert made.adapter is not None
+    assert made.adapter.name == "r0001-sft"
+
+
+def test_a_round_whose_only_stage_has_no_signal_is_refused(engine: Any, tmp_path: Path) -> None:
+    made, _ = run(engine, tmp_path, {}, refused=["grpo"])
+    assert (made.refusal, made.adapter) == ("nothing can be learned", None)
+
+
+def test_replies_that_cannot_be_trained_on_refuse_a_round_of_sft(engine: Any, tmp_path: Path) -> None:
+    made, calls = run(engine, tmp_path, {"stages": ["sft"]}, some=tasks(3, answer=""))
+    assert made.refusal == "none of 3 tasks has a reply to train on: its text is empty"
+    assert calls == []
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_sft_is_left_out_where_rollouts_have_a_signal(engine: Any, tmp_path: Path, spread: bool) -> None:
+    made, calls = run(engine, tmp_path, {"stages": ["sft", "grpo"], "sft": {"when": "spread_below"}}, spread=spread)
+    assert ends(made) == [("sft", "skipped" if spread else "trained"), ("grpo", "trained")]
+    assert [call[0] for call in calls] == (["load", "grpo"] if spread else ["sft", "load", "grpo"])
+    if spread:
+        assert "100% of 2 groups have rewards that differ" in made.stages[0].reason
+        assert calls[0] == ("load", None)
