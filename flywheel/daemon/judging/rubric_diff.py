@@ -268,7 +268,7 @@ def contributions(old: Rubric, new: Rubric, was: Verdict, now: Verdict) -> list[
     olds, news = _parts(old, was), _parts(new, now)
     found = []
     for name in dict.fromkeys([*news, *olds]):
-        before, after = olds.get(name, _Part()), news.get(name, _Part())
+        before, after = olds.get(name, _DiffPart()), news.get(name, _DiffPart())
         why = _criterion_changes(before.criterion, after.criterion)
         if None not in (before.choice, after.choice) and before.choice != after.choice:
             why.append(f"{before.choice} → {after.choice}")
@@ -280,7 +280,7 @@ def contributions(old: Rubric, new: Rubric, was: Verdict, now: Verdict) -> list[
     return [each for _, each in sorted(found, key=lambda pair: (pair[0], -abs(pair[1].difference)))]
 
 
-class _Part(NamedTuple):
+class _DiffPart(NamedTuple):
     """A criterion under one rubric, its choice and contribution, None without a result. One that fails and is
     required `rejects`: then the score does not matter."""
 
@@ -290,14 +290,14 @@ class _Part(NamedTuple):
     rejects: bool = False
 
 
-def _parts(rubric: Rubric, verdict: Verdict) -> dict[str, _Part]:
+def _parts(rubric: Rubric, verdict: Verdict) -> dict[str, _DiffPart]:
     results = {result.criterion: result for result in verdict.results}
     total = sum(each.weight for each in rubric.every if each.weight > 0)
-    found = {each.id: _Part(each) for each in rubric.every}
+    found = {each.id: _DiffPart(each) for each in rubric.every}
     for each in rubric.every:
         if (result := results.get(each.id)) is not None:
             score = round(each.weight * result.value / total, 9)
-            found[each.id] = _Part(each, result.choice, score, each.required and not result.passed)
+            found[each.id] = _DiffPart(each, result.choice, score, each.required and not result.passed)
     return found
 
 
