@@ -117,7 +117,8 @@ def test_on_a_terminal_it_asks_four_questions(tmp_path: Path) -> None:
         os.close(ours)
     assert next(answers, None) is None, said
     for told in (
-        "otlp   the spans that they send", "calls  the log of `flywheel serve`", "folder is no file that can be read",
+        "otlp   spans that the agents send", "calls  the call log of `flywheel serve`",
+        "folder is no file that can be read",
         "gone.db. Press Enter to keep it", "gpt-4o is no URL", "no model is neither a hub name", "/a is no URL",
     ):  # fmt: skip
         assert told in said

@@ -43,6 +43,8 @@ MicroBatch = dict[str, torch.Tensor]
 """The inputs of TRL's loss by name."""
 PREFIX: Final = "rows/"
 """Prefix of the figures of an update that `RoundTrainer` adds to TRL's."""
+NO_ENGINE: Final = math.inf
+"""Stands for the log-probability of a recorded token, which no engine generated."""
 NOTHING: Final = TrainingRow(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
 """A row without weight, for a process that has fewer of them than another."""
 
@@ -178,7 +180,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         """Set the old policy and the importance weights of a micro-batch, once; and the figures of this update."""
         trained, engine = batch["tool_mask"] > 0, batch["engine_logps"]  # (B, T)
         # Recorded replies have no engine: a ratio of 1 makes their loss the negative log-likelihood.
-        engine = torch.where(engine.isnan(), logps, engine)
+        engine = torch.where(engine == NO_ENGINE, logps, engine)
         if "first_logps" not in batch:
             # Before the first update the policy is the old policy.
             batch["first_logps"] = logps
@@ -230,7 +232,7 @@ def tensors(
         attention[place, :length] = 1
         mask[place, places] = weights.get(row.rollout, 0.0)
         logprobs = row.sample.logprobs
-        engine[place, places] = torch.tensor([logprobs[at] if logprobs else math.nan for at in places])
+        engine[place, places] = torch.tensor([logprobs[at] if logprobs else NO_ENGINE for at in places])
     found = {
         "prompt_ids": ids[:, :context],
         "prompt_mask": attention[:, :context],

@@ -19,7 +19,7 @@ from flywheel.records.round import AdapterRef, RoundSpec, StageResult
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, add_usage
 from flywheel.training.data.round_directory import steps_of_stage
-from flywheel.training.data.round_progress import Meter, Metrics
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.data.stages import adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
@@ -90,7 +90,6 @@ class Stages:
         self._spec, self._settings, self._directory = spec, settings, directory
         self._engines, self._trainer, self._make_grade, self._load = engines, trainer, make_grade, load
         self._gate_rollouts = gate_rollouts
-        self._metrics = Metrics(directory)
 
     def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], ended: Sequence[AdapterRef]) -> Training:
         """Run the stages behind those that have `ended` before. One without a signal is skipped if another one has
@@ -108,7 +107,6 @@ class Stages:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
             if number > len(ended) + 1:
                 ray_cluster.wait([self._trainer.load.remote(training.adapter)])
-            self._metrics.phase("training", stage=stage, prompts=len(own))
             log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
             path = stage_adapter(self._directory, number, stage)
             path.parent.mkdir(parents=True, exist_ok=True)

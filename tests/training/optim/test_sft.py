@@ -137,7 +137,7 @@ def test_a_reply_of_several_samples_is_one_rollout() -> None:
     rows = rows_of(REPLIES)
     assert [row.rollout for row in rows] == [0, 1, 2, 2]
     assert {row.advantage for row in rows} == {1.0}
-    assert all(isinstance(row, TrainingRow) and row.sample.logprobs is None for row in rows)
+    assert all(isinstance(row, TrainingRow) and row.sample.logprobs == () for row in rows)
 
 
 def test_tokens_without_an_engine_are_trained_and_the_first_never_is() -> None:
