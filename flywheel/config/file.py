@@ -91,8 +91,8 @@ class Config(Section):
             ),
             (
                 training.warmup_steps >= training.steps,
-                f"`training`: warmup_steps {training.warmup_steps} is not below steps {training.steps}: the learning"
-                " rate would never be reached",
+                f"`training`: warmup_steps {training.warmup_steps:g} is not below steps {training.steps}: the"
+                " learning rate would never be reached",
             ),
             (
                 longest is not None and longest >= rollout.max_model_len,
