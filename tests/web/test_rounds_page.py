@@ -257,7 +257,7 @@ def test_a_round_whose_files_are_removed(own_state: Config, own_address: str, vi
     expect(page.locator("#log")).to_contain_text("retention removes the logs of old rounds")
     expect(page.locator("#charts")).to_have_attribute("data-steps", "12")
     shutil.rmtree(directory)
-    expect(page.locator("#now")).to_contain_text("is gone. What follows is what the state knows")
+    expect(page.locator("#now")).to_contain_text("is gone. The rest of this page comes from the state.")
     expect(page.locator("#steps")).to_contain_text("the reward was 0.28 at first and 0.50 at last")
     expect(page.locator("figure.chart")).to_have_count(0)
     visitor.check(page)
