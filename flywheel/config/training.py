@@ -109,7 +109,7 @@ class LoraSettings(Section):
     """Layers with an adapter: a list of names, one regular expression, or `all-linear`."""
 
 
-Stage = Literal["sft", "grpo"]
+Stage = Literal["sft", "dpo", "grpo"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Scheduler = Literal["linear", "cosine", "constant"]
 
@@ -139,13 +139,44 @@ class SftSettings(Section):
     """Number of warm-up steps; below 1 a share of all steps."""
 
 
+class DpoSettings(Section):
+    """Direct preference optimization on pairs of a better and a worse reply (`training.stages` with `dpo`)."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the policy is kept near the one that the stage starts from."""
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """The loss: of the DPO paper (`sigmoid`), of SLiC (`hinge`), or of IPO (`ipo`)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of pairs in which the worse reply is the better one (conservative DPO); for `sigmoid` alone."""
+    margin: float = Field(default=0.1, gt=0, le=1)
+    """Smallest difference between the rewards, or the scores, of the two replies of a pair."""
+    batch_size: int = Field(default=8, gt=0)
+    """Number of pairs per optimizer step."""
+    epochs: int = Field(default=1, gt=0)
+    """How often each pair is trained on."""
+    learning_rate: float = Field(default=5e-6, gt=0)
+    """Peak learning rate."""
+    scheduler: Scheduler = "linear"
+    """How the learning rate decays to 0; `constant` keeps it."""
+    warmup_steps: float = Field(default=0.0, ge=0)
+    """Number of warm-up steps; below 1 a share of all steps."""
+
+    @model_validator(mode="after")
+    def _smoothing_of_sigmoid(self) -> Self:
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ValueError(f"label_smoothing: only the loss sigmoid has it, and loss_type is {self.loss_type}")
+        return self
+
+
 class TrainingSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     stages: Annotated[list[Stage], Field(min_length=1)] = ["grpo"]
     """The stages of a round in their order, each at most once. `grpo` trains on rollouts of the policy, `sft` on
-    accepted replies. Each starts from the adapter of the one before; the gate tests the last. Stages of
-    one round train on different conversations."""
+    accepted replies, `dpo` on pairs of a better and a worse reply. Each starts from the adapter of the one before;
+    the gate tests the last. Stages of one round train on different conversations."""
     steps: int = Field(default=50, gt=0)
     """Number of steps of a round; each generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
@@ -217,6 +248,7 @@ class TrainingSettings(Section):
     `bfloat16` holds and computes in it. `auto` keeps the checkpoint's own numbers; of a half-precision one on a CPU
     with bfloat16 instructions it holds float32 and computes in bfloat16, which is faster and closer."""
     sft: SftSettings = SftSettings()
+    dpo: DpoSettings = DpoSettings()
     lora: LoraSettings = LoraSettings()
 
     @model_validator(mode="after")

@@ -46,7 +46,9 @@ class RoundTask(Frozen):
     user's own agent."""
     reply: tuple[ChatMessage, ...] = ()
     """An accepted reply to imitate: the model's messages with the results of its tools. Empty without one, or if no
-    stage of the round imitates."""
+    stage of the round trains on recorded replies."""
+    rejected: tuple[ChatMessage, ...] = ()
+    """A worse reply to the same prompt, to compare `reply` with. Empty without one."""
     is_of_teacher: bool = False
     """Whether that reply is of another model (`sources[].models.teachers`)."""
     line: dict[str, Any] = {}
