@@ -14,6 +14,8 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.system import files
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 def load_text(folder: Path, text: str | bytes) -> Config:
     """Read a configuration from a file with this content."""
@@ -146,6 +148,27 @@ def test_settings_survive_the_way_to_the_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((files.shipped_folder() / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     load(path)
+
+
+@pytest.mark.parametrize(("name", "base", "rank"), [("development", "1.5B", 16), ("production", "7B", 64)])
+def test_the_configurations_for_development_and_production_have_their_model_and_rank(
+    name: str, base: str, rank: int
+) -> None:
+    config = load(ROOT / "configs" / f"{name}.yaml")
+    assert base in config.model.base
+    assert (config.training.lora.r, config.training.lora.alpha, config.serving.max_lora_rank) == (
+        rank,
+        2 * rank,
+        rank,
+    )
+    assert config.training.stages == ["sft", "grpo"]
+    assert config.filter.rubric is not None
+    assert config.filter.rubric.is_file()
+
+
+def test_every_shipped_configuration_is_named_on_the_page() -> None:
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert all(f"`{path.name}`" in text for path in (ROOT / "configs").glob("*.yaml"))
 
 
 def test_a_key_that_is_written_twice_is_an_error(tmp_path: Path) -> None:
