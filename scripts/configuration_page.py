@@ -34,6 +34,13 @@ rollouts and its reward; `task_reader.type` is `tracing` or, for a file of tasks
 and ignored. Flywheel's own sections may be added and take precedence. Where `train_output_path` is a file that
 AgentJet wrote, it is renamed to `tasks-1.jsonl`, and its tasks are neither judged nor written again.
 
+Options of SAGE and of ASTuner's trainer (`algorithm`, `dpo_config`, `grpo_config`) become the stage of a round;
+[their table](sage.md) says what to use for the others.
+
+`configs/` has files to start from: `flywheel.yaml`, which `flywheel init` writes; `development.yaml` (1.5 billion
+parameters, adapters of rank 16) and `production.yaml` (7 billion, rank 64), both with SFT before GRPO; and those of
+the demos, `demo.yaml` and `demo-agent.yaml`.
+
 This page is generated from the settings themselves (`python -m scripts.configuration_page`); a test compares the two.
 """
 

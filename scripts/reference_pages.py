@@ -1,7 +1,7 @@
 """Writes the generated pages of `docs/reference/`: `python -m scripts.reference_pages`.
 
-The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, and the
-states and tables from the schema and its docstrings.
+The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, the
+states and tables from the schema and its docstrings, and SAGE's options from the table that translates them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
+from flywheel.config import Config, sage
 from flywheel.records import states
 from flywheel.store.kernel import schema
 from scripts import configuration_page
@@ -25,6 +26,7 @@ from scripts import configuration_page
 ROOT = configuration_page.ROOT
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
 STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
+SAGE_PAGE = ROOT / "docs" / "reference" / "sage.md"
 
 CLI_HEAD = """# Command line
 
@@ -48,6 +50,17 @@ STATE_HEAD = """# States and tables
 This page is generated from `flywheel/store/kernel/schema.py` and `flywheel/records/states.py`
 (`python -m scripts.reference_pages`); a test compares them. Programs should read `flywheel status --json` or
 [`flywheel export`](export.md) instead: the tables can change with each version.
+"""
+
+SAGE_HEAD = """# Options of SAGE and ASTuner
+
+This page is generated from `flywheel/config/sage.py` (`python -m scripts.reference_pages`); a test compares the two.
+
+A configuration file may have SAGE's `algorithm`, `dpo_config` and `grpo_config`, at its root, below `rl_config`, or
+below `ajet:` or `astuner:`. They become the [stage](../explanation/choosing-a-stage.md) of a round and its settings.
+Options of two stages in one file, or beside `training.stages`, are an error; `ppo_config` and `algorithm: ppo` are
+refused with the reason. Every other option of SAGE is an error that names the key to use instead. What a file does
+not set has Flywheel's default; the last column says why it differs.
 """
 
 
@@ -153,6 +166,42 @@ def state_page() -> str:
     return "\n".join(parts)
 
 
+def sage_page() -> str:
+    parts = [SAGE_HEAD]
+    for title, table in (
+        ("Read: `RLTrainingConfig`", sage.READ),
+        ("Read: `trainer_common` of ASTuner and AgentJet", sage.TRAINER_COMMON),
+        ("Not read: the rest of `RLTrainingConfig`", sage.RL),
+        ("Not read: `AgentSFTConfig`", sage.SFT),
+        ("Not read: `TrainingPipelineConfig`", sage.PIPELINE),
+    ):
+        parts += [f"## {title}", "", *_options_of_sage(table), ""]
+    return "\n".join(parts)
+
+
+def _options_of_sage(table: Mapping[str, sage.Option]) -> Iterator[str]:
+    yield "| option | default there | Flywheel | default here | reason |"
+    yield "|---|---|---|---|---|"
+    for names, option in table.items():
+        keys = [key.strip() for key in option.use.split(",")] if option.use else []
+        here = ", ".join(f"`{_plain(default_of(key))}`" for key in keys if key != "sources")
+        named, use = (", ".join(f"`{name.strip()}`" for name in some) for some in (names.split(","), keys))
+        yield f"| {named} | {_plain(option.default)} | {use or '–'} | {here or '–'} | {_cell(option.why) or '–'} |"
+
+
+def default_of(key: str) -> Any:
+    """The default of one of Flywheel's keys. Raises KeyError for one that does not exist."""
+    model: Any = Config
+    for name in key.split("."):
+        value = model.model_fields[name].get_default(call_default_factory=True)
+        model = type(value)
+    return value
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
 def _docstrings(module: ModuleType, class_name: str = "") -> dict[str, str]:
     """The texts that follow assignments in a module, or in one of its classes, by name."""
     body = ast.parse(inspect.getsource(module)).body
@@ -174,3 +223,4 @@ if __name__ == "__main__":
     configuration_page.write()
     CLI_PAGE.write_text(cli_page())
     STATE_PAGE.write_text(state_page())
+    SAGE_PAGE.write_text(sage_page())

@@ -27,6 +27,7 @@ from flywheel.config.ingest import (
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.other_programs import MARKERS, from_agentjet
+from flywheel.config.sage import from_sage
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
@@ -321,7 +322,8 @@ def parse(
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
-    own = from_agentjet(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
+    own = from_sage(raw, Config.model_fields.keys(), name)
+    own = from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
     # Translated keys have other names and positions in the file.
     document = document if own is raw else None
     try:

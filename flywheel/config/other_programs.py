@@ -39,8 +39,9 @@ USED_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("path",),
     "rollout": ("num_repeat", "temperature", "user_workflow"),
     "task_judge": ("judge_protocol",),
+    "trainer_common": ("algorithm",),
 }
-"""The used keys of the sections below the root, besides `task_reader`."""
+"""The used keys of the sections below the root, besides `task_reader`; `algorithm` in `flywheel.config.sage`."""
 
 
 def section_in(raw: Any) -> tuple[str, Any] | None:

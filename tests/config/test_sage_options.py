@@ -1,0 +1,130 @@
+"""SAGE's and ASTuner's options: which become stages, and what is said of the others."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, parse, sage
+from flywheel.errors import ConfigError
+from scripts.reference_pages import default_of
+
+TABLES = (sage.READ, sage.RL, sage.SFT, sage.PIPELINE, sage.TRAINER_COMMON)
+DPO = {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid", "reference_free": False}
+TRACES = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {}}}
+
+
+def read(raw: dict[str, Any]) -> Config:
+    return parse(raw, "pasted.yaml", Path("/nowhere"))
+
+
+def refusal(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read(raw)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("outer", ["", "rl_config", "ajet", "astuner"])
+def test_options_of_dpo_become_its_stage_and_its_settings(outer: str) -> None:
+    options: dict[str, Any] = {"algorithm": "dpo", "dpo_config": DPO}
+    if outer in ("ajet", "astuner"):
+        options |= TRACES
+    training = read({outer: options} if outer else options).training
+    assert training.stages == ["dpo"]
+    assert (training.dpo.beta, training.dpo.label_smoothing, training.dpo.loss_type) == (0.2, 0.1, "sigmoid")
+
+
+def test_options_of_grpo_become_its_stage_and_its_settings_beside_flywheels_own() -> None:
+    training = read(
+        {"grpo_config": {"group_size": 4, "beta": 0.1, "use_advantage": True}, "training": {"steps": 7}}
+    ).training
+    assert training.stages == ["grpo"], "the options of a stage name it"
+    assert (training.group_size, training.beta, training.steps) == (4, 0.1, 7)
+    defaults = read({"algorithm": "grpo"}).training
+    assert (defaults.group_size, defaults.beta) == (8, 0.0), "what a file does not set is Flywheel's"
+
+
+def test_the_estimator_of_astuners_trainer_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    def common(**algorithm: Any) -> dict[str, Any]:
+        return {"astuner": {**TRACES, "trainer_common": {"algorithm": algorithm, "total_epochs": 50}}}
+
+    with caplog.at_level(logging.WARNING):
+        assert read(common(adv_estimator="grpo", use_kl_in_reward=False)).training.stages == ["grpo"]
+    [record] = caplog.records
+    assert record.message.endswith("not used: astuner.trainer_common.total_epochs")
+    assert "adv_estimator` is gae: PPO is no part" in refusal(common(adv_estimator="gae"))
+    assert "adv_estimator` is rloo, which Flywheel does not have" in refusal(common(adv_estimator="rloo"))
+    assert "training.beta" in refusal(common(use_kl_in_reward=True))
+
+
+@pytest.mark.parametrize("key", [{"algorithm": "ppo"}, {"ppo_config": {"kl_coef": 0.02}}])
+def test_ppo_is_refused_with_the_reason_and_what_to_use(key: dict[str, Any]) -> None:
+    for raw in (key, {"rl_config": key}):
+        message = refusal(raw)
+        assert "PPO is no part of TRL's stable API" in message
+        assert "Use `training.stages: [grpo]`" in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        ({"algorithm": "dpo", "training": {"stages": ["dpo"]}}, "`algorithm` and `training.stages` both say"),
+        ({"algorithm": "grpo", "dpo_config": {}}, "`algorithm` is of grpo and `dpo_config` of dpo"),
+        ({"dpo_config": {}, "grpo_config": {}}, "`dpo_config` is of dpo and `grpo_config` of grpo"),
+        ({"algorithm": "dpo", "rl_config": {"algorithm": "grpo"}}, "`algorithm` is of dpo and `rl_config.algorithm`"),
+        (
+            {"dpo_config": {"beta": 0.1}, "training": {"dpo": {"beta": 0.2}}},
+            "`dpo_config.beta` and another key both set `training.dpo.beta`",
+        ),
+        (
+            {"dpo_config": {"beta": 0.1}, "rl_config": {"dpo_config": {"beta": 0.2}}},
+            "`rl_config.dpo_config.beta` and another key both set `training.dpo.beta`",
+        ),
+    ],
+)
+def test_two_keys_that_say_what_is_trained_are_an_error(raw: dict[str, Any], complaint: str) -> None:
+    assert complaint in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        ({"dpo_config": {"reference_free": True}}, "`dpo_config.reference_free` is True: the reference is always"),
+        ({"grpo_config": {"use_advantage": False}}, "`grpo_config.use_advantage` is False: the loss of GRPO"),
+        ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `beta`?)"),
+        ({"dpo_config": {"loss_type": "ipo", "label_smoothing": 0.1}}, "only the loss sigmoid has it"),
+        ({"dpo_config": [1]}, "`dpo_config` is a list, not a mapping"),
+        ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not have. Use dpo or grpo"),
+        ({"rl_config": {"algorithm": "dpo", "nmu": 1}}, "unknown key `rl_config.nmu`"),
+        ({"algorithm": {"algorithm_type": "grpo"}}, "unknown key `algorithm`"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_by_name(raw: dict[str, Any], complaint: str) -> None:
+    assert complaint in refusal(raw)
+
+
+def test_every_other_option_is_an_error_that_says_what_to_use_or_why_there_is_nothing() -> None:
+    for section, table in (("rl_config", sage.RL), ("sft_config", sage.SFT), ("", sage.PIPELINE)):
+        for name, option in sage.by_name(table).items():
+            if name == "ppo_config":
+                continue
+            message = refusal({section: {name: option.default}} if section else {name: option.default})
+            assert f"`{section}.{name}`" in message or f"`{name}`" in message
+            for key in filter(None, option.use.split(",")):
+                assert f"`{key.strip()}`" in message
+            assert option.use or option.why in message
+    message = refusal({"num_epochs": 3, "batch_size": 1})
+    assert "`training.dpo.epochs` or `training.steps` or `training.sft.epochs`" in message, "both classes have it"
+    assert "The file has 1 more of them" in message
+
+
+def test_every_key_of_the_table_exists_and_a_default_that_differs_has_its_reason() -> None:
+    for table in TABLES:
+        for names, option in table.items():
+            keys = [key.strip() for key in option.use.split(",")] if option.use else []
+            defaults = [default_of(key) for key in keys]
+            assert option.why or defaults == [option.default], names
+            assert bool(keys) != bool(option.only) or not option.only, names
