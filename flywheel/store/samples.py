@@ -37,7 +37,7 @@ from flywheel.records.exclusion import (
 )
 from flywheel.records.states import RoundState, Split, TaskState
 from flywheel.store.claims import DECIDED
-from flywheel.store.kernel.bulk import count_rows
+from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import (
     available_samples,
     duplicates,
@@ -55,6 +55,29 @@ _OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNR
 _PAGE_OF_LINES: Final = 100
 """Lines in memory at a time: each may have megabytes."""
 _DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED, TaskState.RESERVED, TaskState.CONSUMED)
+
+
+def rejected_lines(conn: Connection, scope: Scope = EVERY_TARGET) -> Iterator[dict[str, Any]]:
+    """The lines of the training replies of a scope's target that the judge rejected."""
+    query = select(cast(tasks.c.payload, LargeBinary)).where(
+        tasks.c.state == TaskState.REJECTED.value,
+        tasks.c.split == Split.TRAIN.value,
+        stands(),
+        *(() if scope.target is None else (tasks.c.target == scope.target,)),
+    )
+    ordered = query.order_by(tasks.c.id).execution_options(yield_per=_PAGE_OF_LINES)
+    yield from (orjson.loads(line) for line in conn.execute(ordered).scalars())
+
+
+def scores(conn: Connection, keys: Sequence[str]) -> dict[str, float]:
+    """The newest score of each of these tasks that has one, by key."""
+    query = (
+        select(tasks.c.key, verdicts.c.score)
+        .join(verdicts, verdicts.c.task_id == tasks.c.id)
+        .where(verdicts.c.score.is_not(None))
+        .order_by(verdicts.c.id)
+    )
+    return {row.key: row.score for row in rows_in(conn, query, tasks.c.key, keys)}
 
 
 def count_with_tools(conn: Connection) -> dict[Exclusion, int]:

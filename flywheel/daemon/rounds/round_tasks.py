@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 from sqlalchemy import Connection
@@ -21,7 +23,7 @@ from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
 from flywheel.store import rounds
-from flywheel.store.samples import recorded_lines
+from flywheel.store.samples import recorded_lines, rejected_lines, scores
 from flywheel.training.recorded.recordings import (
     RecordingPool,
     recording_of,
@@ -33,6 +35,9 @@ from flywheel.training.recorded.recordings import (
 log = logging.getLogger(__name__)
 
 Redactor = Callable[[dict[str, Any]], dict[str, Any]]
+
+RECORDED: Final = {"sft", "dpo"}
+"""Stages that train on recorded replies."""
 
 
 @dataclass(slots=True)
@@ -82,7 +87,37 @@ def _tasks(
             left_out[task.task_id] = why
         else:
             found.append(task)
+    if split is Split.TRAIN and "dpo" in config.training.stages:
+        return _paired(conn, found, config, redact)
     return found
+
+
+def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact: Redactor | None) -> list[RoundTask]:
+    """The tasks, each with the best accepted and the worst rejected reply to its prompt, if these differ and their
+    scores do so by `training.dpo.margin`. Without one, which is what a person decided, an accepted reply scores 1 and
+    a rejected one 0."""
+    accepted, rejected = defaultdict[str, list[RoundTask]](list), defaultdict[str, list[RoundTask]](list)
+    for task in asked:
+        if task.reply:
+            accepted[_prompt_key(task)].append(task)
+    for line in rejected_lines(conn, config.takes.train):
+        shown = redact(line) if redact is not None else line
+        task = round_task(shown, config, is_accepted=False)
+        if (key := _prompt_key(task)) in accepted and (reply := _reply(shown, trace_parts(shown).steps)):
+            rejected[key].append(task.model_copy(update={"rejected": reply}))
+    pairs = {}
+    for key, worse in rejected.items():
+        score = scores(conn, [task.task_id for task in (*accepted[key], *worse)])
+        best = max(accepted[key], key=lambda task: score.get(task.task_id, 1.0))
+        worst = min(worse, key=lambda task: score.get(task.task_id, 0.0))
+        difference = round(score.get(best.task_id, 1.0) - score.get(worst.task_id, 0.0), 9)
+        if best.reply != worst.rejected and difference >= config.training.dpo.margin:
+            pairs[key] = {"reply": best.reply, "rejected": worst.rejected, "is_of_teacher": best.is_of_teacher}
+    return [task.model_copy(update=pairs.get(_prompt_key(task), {})) for task in asked]
+
+
+def _prompt_key(task: RoundTask) -> str:
+    return json.dumps([task.prompt, task.exchange.tools], sort_keys=True)
 
 
 def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTask:
@@ -112,7 +147,7 @@ def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> Ro
         conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         prompt_tokens=_tokens_sent(metadata, config),
         agent=agent,
-        reply=_reply(line, parts.steps) if is_accepted and "sft" in config.training.stages else (),
+        reply=_reply(line, parts.steps) if is_accepted and RECORDED & {*config.training.stages} else (),
         is_of_teacher=config.is_teacher(metadata["model"], metadata["adapter"]),
         line=whole_line(line) if agent == "program" else {},
         steps=parts.steps if has_recordings else (),

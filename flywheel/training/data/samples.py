@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from flywheel.records.trace import get_path
 
@@ -172,6 +172,27 @@ class TrainingRow:
     sample: Sample
     advantage: float
 
+    @property
+    def tokens(self) -> int:
+        """Its length, context included."""
+        return len(self.sample.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A better and a worse reply to one prompt, with the reward or score of each."""
+
+    task_id: str
+    chosen: Sample
+    rejected: Sample
+    chosen_score: float | None = None
+    rejected_score: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The length of both as rows of one tensor, context and padding included."""
+        return 2 * max(len(self.chosen.token_ids), len(self.rejected.token_ids))
+
 
 def token_counts(rows: Iterable[TrainingRow]) -> Counter[int]:
     """Number of trained tokens of each rollout, over all its samples."""
@@ -196,12 +217,16 @@ def token_weights(
     return dict.fromkeys(counts, weight)
 
 
-def micro_batches(rows: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRow]]:
-    """The rows, longest first, in batches of at most `max_tokens` with padding. A longer row has its own batch."""
-    batches: list[list[TrainingRow]] = []
-    for row in sorted(rows, key=lambda row: -len(row.sample.token_ids)):
-        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].sample.token_ids) <= max_tokens:
-            batches[-1].append(row)
+Item = TypeVar("Item", TrainingRow, "Pair")
+
+
+def micro_batches(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
+    """Rows or pairs, longest first, in batches of at most `max_tokens` with padding. A longer one has its own
+    batch."""
+    batches: list[list[Item]] = []
+    for item in sorted(items, key=lambda item: -item.tokens):
+        if batches and (len(batches[-1]) + 1) * batches[-1][0].tokens <= max_tokens:
+            batches[-1].append(item)
         else:
-            batches.append([row])
+            batches.append([item])
     return batches

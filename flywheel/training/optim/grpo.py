@@ -252,20 +252,14 @@ def grpo_config(
     """TRL's arguments from our settings; `longest` is the maximum length of a completion in tokens. In half precision
     `compute_dtype` is that of autocast; a float32 model with float32 stays exact."""
     training, rollout = settings.training, settings.rollout
-    gpu = torch.cuda.is_available()
     return GRPOConfig(
-        output_dir=str(directory),
-        seed=seed,
+        **shared_arguments(settings, directory, seed=seed, compute_dtype=compute_dtype),
         max_steps=training.steps * training.updates_per_batch,
         num_iterations=training.updates_per_batch,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.scheduler,
         # Below 1 it is a share of all updates.
         warmup_steps=training.warmup_steps * (training.updates_per_batch if training.warmup_steps >= 1 else 1),
-        max_grad_norm=training.max_grad_norm,
         # An item of TRL's dataset is a whole step, which `RoundTrainer` divides itself. TRL wants two of each item.
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=1,
         num_generations=2,
         max_completion_length=longest,
         temperature=rollout.temperature,
@@ -275,18 +269,32 @@ def grpo_config(
         # The weights of tokens are in the mask; their weighted sum over the step is what `dapo` computes.
         loss_type="dapo",
         shuffle_dataset=False,
-        bf16=compute_dtype == torch.bfloat16,
-        fp16=compute_dtype == torch.float16,
-        use_cpu=not gpu,
-        # Gradient checkpointing saves memory, which is scarce only on GPUs.
-        gradient_checkpointing=gpu,
-        dataloader_pin_memory=gpu,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
+
+
+def shared_arguments(settings: Config, directory: Path, *, seed: int, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments that TRL's trainers have in common, as `grpo_config` has them."""
+    training = settings.training
+    gpu = torch.cuda.is_available()
+    return {
+        "output_dir": str(directory),
+        "seed": seed,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": training.scheduler,
+        "max_grad_norm": training.max_grad_norm,
+        "gradient_accumulation_steps": 1,
+        "bf16": compute_dtype == torch.bfloat16,
+        "fp16": compute_dtype == torch.float16,
+        "use_cpu": not gpu,
+        # Gradient checkpointing saves memory, which is scarce only on GPUs.
+        "gradient_checkpointing": gpu,
+        "dataloader_pin_memory": gpu,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def step_dataset(steps: int) -> Dataset:
@@ -306,9 +314,10 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any) -> None:
         if not logs or "loss" not in logs or "grad_norm" not in logs:
             return
-        step, update = divmod(state.global_step - 1, args.num_iterations)
+        updates = getattr(args, "num_iterations", 1)
+        step, update = divmod(state.global_step - 1, updates)
         wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(float(logs[name]))]
-        if wrong or update == args.num_iterations - 1:
+        if wrong or update == updates - 1:
             self._on_step(step + 1, logs)
         if wrong:
             raise TrainError(

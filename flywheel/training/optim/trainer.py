@@ -1,8 +1,8 @@
 """The trainer: a Ray actor that trains the adapter of a round, stage by stage.
 
 Each step of GRPO syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
-step and writes one metrics line. SFT needs no engine. The trainer starts no engine and knows no judge; a factory for
-the grading function is passed in.
+step and writes one metrics line. SFT and DPO need no engine. The trainer starts no engine and knows no judge; a
+factory for the grading function is passed in.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usag
 from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
 from flywheel.training.data.round_progress import UPDATE_FIGURES, Meter, Metrics
-from flywheel.training.data.samples import RecordedReply, TrainingRow
+from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import load_policy, save_adapter, trainer_dtypes
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
     RoundRefusedError,
@@ -36,7 +37,6 @@ from flywheel.training.optim.round_steps import (
     refuse_growing_misses,
     refuse_without_spread,
 )
-from flywheel.training.optim.supervised import SftRun, rows_of, sft_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Trained:
     reward_first: float | None
     reward_last: float | None
     refusal: str = ""
+    rollout_steps: int = 0
+    """How many of the steps asked the policy for rollouts."""
     usage: dict[str, int] = field(default_factory=dict)
     system_prompts: Mapping[str, int] = field(default_factory=dict)
     """Number of rollouts of each."""
@@ -115,6 +117,7 @@ class Trainer(RoundActor):
             run.reward_first,
             run.reward_last,
             refusal,
+            run.steps_done,
             run.usage,
             run.system_prompts,
             frozenset(run.with_gradient),
@@ -125,16 +128,37 @@ class Trainer(RoundActor):
     ) -> Trained:
         """Train on recorded replies (SFT) and write the adapter. `held_out` are replies of which only the loss is
         measured. Earlier stages took so many steps `before`. Raises TrainError."""
-        settings = sft_settings(self._settings, len(replies))
-        run = SftRun(settings, self._directory, replies, self._spec.seed, before)
+        settings = stage_settings(self._settings, "sft", len(replies))
+        run = Epochs("sft", settings, self._directory, replies, self._spec.seed, before)
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
-        trainer = self._trainer(settings, run.rows, run.report, longest)
+        trainer = self._trainer(settings, lambda step: rows_of(run.items(step)), run.report, longest)
         run.measure = lambda: trainer.mean_nll(rows_of(held_out))
         trainer.train()
         save_adapter(self._model, adapter)
         return Trained(
             settings.training.steps, None, None, with_gradient=frozenset(reply.task_id for reply in replies)
         )
+
+    def prefer(self, pairs: Sequence[Pair], adapter: Path, before: int) -> Trained:
+        """Train on pairs (DPO) and write the adapter. Earlier steps of the round were so many, `before`. Raises
+        TrainError."""
+        from flywheel.training.optim.dpo import PairTrainer, dpo_config
+        from flywheel.training.optim.grpo import StepLog, step_dataset
+
+        settings = stage_settings(self._settings, "dpo", len(pairs))
+        run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
+        directory, seed = self._directory / TRL_DIR, self._spec.seed
+        PairTrainer(
+            pairs_of=run.items,
+            settings=settings,
+            model=self._model,
+            args=dpo_config(settings, directory, seed=seed, compute_dtype=self._dtype()),
+            train_dataset=step_dataset(settings.training.steps),
+            processing_class=self._tokenizer(),
+            callbacks=[StepLog(run.report)],
+        ).train()
+        save_adapter(self._model, adapter)
+        return Trained(settings.training.steps, None, None, with_gradient=frozenset(pair.task_id for pair in pairs))
 
     def _optimize(self, *arguments: Any, **options: Any) -> str:
         """Train. Returns why the stage was refused; empty if it was not."""
@@ -152,23 +176,30 @@ class Trainer(RoundActor):
         longest: int,
         sync: Callable[[], None] = lambda: None,
     ) -> Any:
-        import torch
-        from transformers import AutoTokenizer
-
         from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
 
-        compute = self._model.dtype if self._compute_dtype == "auto" else getattr(torch, self._compute_dtype)
         directory, seed = self._directory / TRL_DIR, self._spec.seed
         return RoundTrainer(
             roll_out=rows,
             sync_weights=sync,
             settings=settings,
             model=self._model,
-            args=grpo_config(settings, directory, seed=seed, compute_dtype=compute, longest=longest),
+            args=grpo_config(settings, directory, seed=seed, compute_dtype=self._dtype(), longest=longest),
             train_dataset=step_dataset(settings.training.steps),
-            processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
+            processing_class=self._tokenizer(),
             callbacks=[StepLog(report)],
         )
+
+    def _dtype(self) -> Any:
+        """The torch dtype in which it computes."""
+        import torch
+
+        return self._model.dtype if self._compute_dtype == "auto" else getattr(torch, self._compute_dtype)
+
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._spec.base_model)
 
 
 class TrainingRun:

@@ -7,19 +7,22 @@ without one.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flywheel.config import Config
 from flywheel.config.training import Stage
-from flywheel.records.round import AdapterRef, RoundSpec, StageResult
+from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, StageResult
+from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import LoadedAdapter, add_usage
+from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
+from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_directory import steps_of_stage
-from flywheel.training.data.round_progress import Meter
+from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.data.stages import adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
@@ -55,8 +58,8 @@ class Training:
         self.usage = add_usage(self.usage, trained.usage)
         self.system_prompts.update(trained.system_prompts)
         self.with_gradient |= trained.with_gradient
-        if stage != "sft":
-            self.rollout_steps = trained.steps
+        if trained.rollout_steps:
+            self.rollout_steps = trained.rollout_steps
             self.reward_first, self.reward_last = trained.reward_first, trained.reward_last
         self.adapter = adapter or self.adapter
 
@@ -111,8 +114,11 @@ class Stages:
             path = stage_adapter(self._directory, number, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
             if stage == "sft":
-                asked = [prompt_of[task.task_id] for task in by_stage.get("grpo", by_stage["sft"])]
+                others = by_stage.get("grpo") or by_stage.get("dpo") or by_stage["sft"]
+                asked = [prompt_of[task.task_id] for task in others]
                 trained = self._imitate(own, held_out, asked, path, training)
+            elif stage == "dpo":
+                trained = self._prefer(own, path, training)
             else:
                 trained = self._reinforce(own, path, training)
             if trained.refusal:
@@ -149,19 +155,68 @@ class Stages:
         """Why SFT is not needed: enough groups of a step of GRPO have rewards that differ. Empty if it is needed."""
         if not prompts:
             return ""
-        meter = Meter(self._directory, steps=1)
-        with Collector.of(self._settings, self._engines, self._make_grade(meter.pause), meter) as collector:
-            steps = RoundSteps(self._spec, self._settings, prompts, collector)
-            batch = steps.collect(0, self._load(training.adapter))
-        training.usage = add_usage(training.usage, batch.usage())
+        [batch] = self._roll_out(prompts, 1, training)
         share, limit = batch.groups_with_spread / max(1, batch.groups), self._settings.training.sft.spread_below
         if share < limit:
             return ""
         return f"{share:.0%} of {batch.groups} groups have rewards that differ (training.sft.spread_below: {limit:g})"
 
+    def _roll_out(self, prompts: Sequence[Prompt], steps: int, training: Training) -> Iterator[RolloutBatch]:
+        """Graded rollouts of the policy that the stage starts from, step by step."""
+        settings = self._settings.training.model_copy(update={"steps": steps})
+        planned = self._settings.model_copy(update={"training": settings})
+        meter = Meter(self._directory, steps=training.steps + steps)
+        adapter = self._load(training.adapter)
+        with Collector.of(planned, self._engines, self._make_grade(meter.pause), meter) as collector:
+            round_steps = RoundSteps(self._spec, planned, prompts, collector)
+            meter.enter("training", round_steps.asked * settings.group_size)
+            for step in range(steps):
+                batch = round_steps.collect(step, adapter)
+                training.usage = add_usage(training.usage, batch.usage())
+                seconds = sum(batch.seconds.values())
+                meter.stepped(training.steps + step + 1, batch.summary()["reward_mean"], collecting_seconds=seconds)
+                yield batch
+
+    def _prefer(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
+        """DPO on pairs: recorded ones of the prompts that have them, and rollouts of all others."""
+        settings, pairs = self._settings.training, Pairs()
+        recorded = [prompt.task for prompt in prompts if prompt.task.reply and prompt.task.rejected]
+        if recorded:
+            chosen, rejected = (
+                {reply.task_id: reply for reply in self._recorded(tasks)[0]}
+                for tasks in (recorded, [task.model_copy(update={"reply": task.rejected}) for task in recorded])
+            )
+            pairs.add_recorded(recorded, chosen, rejected, self._settings.rollout.max_model_len)
+        others = [prompt for prompt in prompts if not (prompt.task.reply and prompt.task.rejected)]
+        steps = math.ceil(len(others) / settings.prompts_per_step)
+        metrics, rewards = Metrics(self._directory, settings.tensorboard), list[float]()
+        for step, batch in enumerate(self._roll_out(others, steps, training) if others else (), 1):
+            number, summary = training.steps + step, batch.summary()
+            append_rollouts(self._directory, number, batch, settings.scale_rewards)
+            batch.refuse_failed(settings.max_undecided_share)
+            batch.refuse_undecided(settings.max_undecided_share)
+            figures = {"stage": "dpo", "temperature": self._settings.rollout.temperature, "seconds": batch.seconds}
+            metrics.step(number, training.steps + steps, {**summary, **figures})
+            training.system_prompts.update(batch.system_prompts)
+            rewards += batch.rewards
+            pairs.add_rollouts(batch, settings.dpo.margin)
+        pairs.write(adapter.parent)
+        if pairs.reasons:
+            log.info("not in a pair: %s", pairs.reasons)
+        reward = mean(rewards)
+        if not pairs.pairs:
+            why = f"none of {len(prompts)} tasks has a better and a worse reply"
+            return Trained(steps, reward, None, why + (f": {pairs.reasons}" if pairs.reasons else ""), steps)
+        trained: Trained
+        work = self._trainer.prefer.remote(pairs.pairs, adapter, training.steps + steps)
+        [trained] = ray_cluster.wait([work])
+        return replace(trained, steps=trained.steps + steps, rollout_steps=steps, reward_first=reward)
+
     def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
         """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""
-        tasks = [prompt.task for prompt in prompts if prompt.task.reply]
+        return self._recorded([prompt.task for prompt in prompts if prompt.task.reply])
+
+    def _recorded(self, tasks: Sequence[RoundTask]) -> tuple[list[RecordedReply], dict[str, str]]:
         empty = self._settings.training.sft.reasoning == "empty"
         work = self._engines[0].recorded_replies.remote(tasks, empty_reasoning=empty)
         [(replies, refused)] = ray_cluster.wait([work])

@@ -343,3 +343,27 @@ async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_trac
     spec = await planned_round(store, made(tmp_path))
     assert spec.train[0].prompt == list(prompt)
     assert exchange(Prompt(spec.train[0], ()), Completion("3")).history == history
+
+
+@pytest.mark.parametrize(("scores", "is_pair"), [((0.9, 0.6, 0.3, 0.5), True), ((0.62, 0.6, 0.59, 0.58), False)])
+async def test_the_best_and_the_worst_recorded_reply_to_a_prompt_are_a_pair(
+    tmp_path: Path, store: Store, scores: tuple[float, ...], is_pair: bool
+) -> None:
+    answers = [
+        replace(one, query="What now?", answer=f"answer {n}") for n, one in enumerate(replies_on(Split.TRAIN, 4))
+    ]
+    alone = replies_on(Split.TRAIN, 5)[4:]
+    by_answer = dict(zip([one.answer for one in answers], scores, strict=True))
+
+    def verdict(line: dict[str, Any]) -> Verdict:
+        score = by_answer[line["answer"]]
+        return Verdict(Outcome.ACCEPTED if score >= 0.6 else Outcome.REJECTED, score, calls=1)
+
+    await judged(store, *answers, judge=verdict)
+    await judged(store, *alone, *replies_on(Split.HELD_OUT, 1))
+    training = {"training": {"stages": ["dpo"]}}
+    spec = await planned_round(store, made(tmp_path, **training))
+    texts = [tuple(part[-1]["content"] for part in (task.reply, task.rejected) if part) for task in spec.train]
+    own = [("answer 0", "answer 2")] * 2 if is_pair else [("answer 0",), ("answer 1",)]
+    assert texts == [*own, (alone[0].answer,)]
+    assert all(task.rejected == () for task in spec.held_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flywheel.config import Config
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
-from flywheel.training.optim.supervised import minibatches, rows_of, sft_settings
+from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
 from tests.factories.round import round_spec
 from tests.training.optim.test_grpo import gradients, policy
 
@@ -33,6 +33,7 @@ GRPO: dict[str, Any] = {
     "rollout": {"temperature": 0.6, "max_completion_tokens": 16, "max_model_len": 64},
 }
 """Settings of GRPO that would change the loss of SFT if they reached it."""
+STAGES: tuple[Literal["sft", "dpo"], ...] = ("sft", "dpo")
 
 
 def recorded(task: str, *parts: tuple[int, ...]) -> RecordedReply:
@@ -127,10 +128,9 @@ def test_each_epoch_has_every_reply_once(count: int, size: int, epochs: int, see
         assert Counter(number for batch in own for number in batch) == Counter(range(count))
         assert all(len(batch) == size for batch in own[:-1])
     assert batches == minibatches(count, size, epochs, seed)
-    settings = sft_settings(
-        Config.model_validate({"training": {"sft": {"batch_size": size, "epochs": epochs}}}), count
-    )
-    assert settings.training.steps == len(batches)
+    for stage in STAGES:
+        configured = Config.model_validate({"training": {stage: {"batch_size": size, "epochs": epochs}}})
+        assert stage_settings(configured, stage, count).training.steps == len(batches)
 
 
 def test_a_reply_of_several_samples_is_one_rollout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ class Engine:
     ) -> tuple[list[RecordedReply], dict[str, str]]:
         good = [task for task in tasks if task.reply[-1]["content"]]
         refused = {task.task_id: "its text is empty" for task in tasks if task not in good}
-        return [RecordedReply(task.task_id, (Sample((1, 2), (False, True)),)) for task in good], refused
+        texts = [(1, int(task.reply[-1]["content"])) for task in good]
+        made = [Sample(ids, (False, True)) for ids in texts]
+        return [RecordedReply(task.task_id, (one,)) for task, one in zip(good, made, strict=True)], refused
 
 
 class Trainer:
@@ -53,18 +56,23 @@ class Trainer:
         self._calls.append(("sft", len(replies), len(held_out), before))
         return self._ended("sft", adapter, Trained(3, None, None))
 
+    def prefer(self, pairs: Any, adapter: Path, before: int) -> Trained:
+        scores = [(pair.chosen_score, pair.rejected_score) for pair in pairs]
+        self._calls.append(("dpo", scores, before))
+        return self._ended("dpo", adapter, Trained(1, None, None))
+
     def train(
         self, prompts: Any, engines: Any, make_grade: Any, gate_rollouts: int, adapter: Path, before: int
     ) -> Trained:
         self._calls.append(("grpo", len(prompts), before))
-        return self._ended("grpo", adapter, Trained(2, 0.1, 0.4))
+        return self._ended("grpo", adapter, Trained(2, 0.1, 0.4, rollout_steps=2))
 
     def calls(self) -> list[Any]:
         return self._calls
 
     def _ended(self, stage: str, adapter: Path, trained: Trained) -> Trained:
         if stage in self._refused:
-            return Trained(1, 0.0, 0.0, refusal="nothing can be learned")
+            return Trained(1, 0.0, 0.0, refusal="nothing can be learned", rollout_steps=1)
         adapter.mkdir()
         (adapter / "adapter_config.json").write_text(stage)
         return trained
@@ -149,3 +157,41 @@ def test_sft_is_left_out_where_rollouts_have_a_signal(engine: Any, tmp_path: Pat
     if spread:
         assert "100% of 2 groups have rewards that differ" in made.stages[0].reason
         assert calls[0] == ("load", None)
+
+
+def test_dpo_pairs_the_best_with_the_worst_rollout_of_each_prompt(engine: Any, tmp_path: Path) -> None:
+    made, calls = run(engine, tmp_path, {"stages": ["sft", "dpo"]})
+    assert [call[0] for call in calls] == ["sft", "load", "dpo"]
+    [(_, scores, before)] = calls[2:]
+    # 4 prompts in 2 steps of rollouts come before the updates.
+    assert (len(scores), before) == (4, 5)
+    assert all(better - worse >= 0.1 for better, worse in scores)
+    assert ends(made) == [("sft", "trained"), ("dpo", "trained")]
+    assert (made.steps, made.rollout_steps, made.reward_last) == (6, 2, None)
+    lines = [json.loads(line) for line in (tmp_path / "stages" / "2-dpo" / "pairs.jsonl").read_text().splitlines()]
+    assert [(line["chosen_score"], line["rejected_score"]) for line in lines] == scores
+    for line in lines:
+        assert int(line["chosen"][-1]["content"]) / 100 == line["chosen_score"]
+    rollouts = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in rollouts} == {4, 5}
+
+
+def test_dpo_takes_recorded_pairs_without_asking_the_policy(engine: Any, tmp_path: Path) -> None:
+    worse = ({"role": "assistant", "content": "9"},)
+    some = [task.model_copy(update={"rejected": worse}) for task in tasks(3)]
+    made, calls = run(engine, tmp_path, {"stages": ["dpo"]}, some=some)
+    assert calls == [("dpo", [(None, None)] * 3, 0)]
+    assert (made.steps, made.rollout_steps, made.reward_first) == (1, 0, None)
+    assert made.with_gradient == set()
+    assert not (tmp_path / "rollouts.jsonl").exists()
+
+
+@pytest.mark.parametrize("stages", [["dpo"], ["sft", "dpo"]])
+def test_without_a_pair_dpo_is_skipped_or_the_round_refused(engine: Any, tmp_path: Path, stages: list[str]) -> None:
+    made, calls = run(engine, tmp_path, {"stages": stages}, spread=False)
+    assert "dpo" not in [call[0] for call in calls]
+    assert made.stages[-1].outcome == "skipped"
+    count = 4 if "sft" in stages else 8
+    reason = f"none of {count} tasks has a better and a worse reply: {count} prompts whose rewards differ by less"
+    assert made.stages[-1].reason.startswith(reason)
+    assert bool(made.refusal) == (stages == ["dpo"])

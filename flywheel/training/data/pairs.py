@@ -1,0 +1,139 @@
+"""Pairs of a better and a worse reply to one prompt: from groups of rollouts, and from recorded replies.
+
+A reply of a pair is one sample and whole: one whose turns do not continue each other, or that reached a limit, is
+left out and counted, and nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.records.round import RoundTask
+from flywheel.records.trace import ChatMessage
+from flywheel.system.files import json_line, write_atomic
+from flywheel.training.data.formats import messages
+from flywheel.training.data.formats.export_format import LeftOut
+from flywheel.training.data.rollout import Rollout, RolloutBatch
+from flywheel.training.data.samples import Pair, RecordedReply, Sample
+
+PAIRS_FILE: Final = "pairs.jsonl"
+"""The pairs of a stage as TRL reads them, in the stage's folder."""
+
+SEVERAL: Final = "rollouts whose turns do not continue each other"
+TOO_LONG: Final = "replies that reached their maximum length"
+CLOSE: Final = "prompts whose rewards differ by less than the margin"
+SAME: Final = "prompts whose better and worse reply are the same"
+MISSES: Final = "prompts with too many calls without a recorded result"
+UNRENDERED: Final = "recorded pairs that the chat template does not make samples of"
+
+
+@dataclass(slots=True)
+class Pairs:
+    """`lines` are the same pairs for the file. `left_out` counts what is in none, by reason."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add_rollouts(self, batch: RolloutBatch, margin: float) -> None:
+        """Of each group the rollouts with the highest and the lowest reward, if these differ by `margin`."""
+        groups = defaultdict[int, list[Rollout]](list)
+        for rollout in batch.rollouts:
+            groups[rollout.request.group].append(rollout)
+        with_misses = {group for group, reason in batch.dropped.items() if reason == "misses"}
+        for group, rollouts in groups.items():
+            if group in with_misses:
+                self.left_out[MISSES] += 1
+                continue
+            graded = [(rollout.reward, rollout) for rollout in rollouts if rollout.reward is not None]
+            usable = [(reward, rollout) for reward, rollout in graded if self._is_whole(rollout)]
+            if not usable:
+                self.left_out[CLOSE] += 1
+                continue
+            best, worst = max(usable, key=lambda item: item[0]), min(usable, key=lambda item: item[0])
+            self._add(best[1].request.prompt.task, _ends(*best), _ends(*worst), margin)
+
+    def add_recorded(
+        self,
+        tasks: Sequence[RoundTask],
+        chosen: Mapping[str, RecordedReply],
+        rejected: Mapping[str, RecordedReply],
+        longest: int,
+    ) -> None:
+        """Of each task its `reply` and its `rejected` one, given the samples of both by task. Replies of more than
+        `longest` tokens, prompt included, are left out."""
+        for task in tasks:
+            made = chosen.get(task.task_id), rejected.get(task.task_id)
+            samples = [reply.samples[0] for reply in made if reply is not None and len(reply.samples) == 1]
+            if len(samples) < len(made):
+                self.left_out[UNRENDERED] += 1
+            elif max(len(sample.token_ids) for sample in samples) > longest:
+                self.left_out[TOO_LONG] += 1
+            else:
+                self._add(task, (samples[0], task.reply, None), (samples[1], task.rejected, None), 0.0)
+
+    def write(self, folder: Path) -> None:
+        """Write the pairs in TRL's format of preferences."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / PAIRS_FILE, b"".join(map(json_line, self.lines)))
+
+    @property
+    def reasons(self) -> str:
+        """What was left out, in one clause; empty if nothing was."""
+        return "; ".join(f"{number} {reason}" for reason, number in self.left_out.most_common())
+
+    def _is_whole(self, rollout: Rollout) -> bool:
+        """Whether a rollout can be in a pair; if not, it is counted."""
+        completion = rollout.completion
+        if completion.truncated:
+            self.left_out[TOO_LONG] += 1
+        elif len(completion.samples) != 1 or not completion.samples[0].trained:
+            self.left_out[SEVERAL] += 1
+        else:
+            return True
+        return False
+
+    def _add(self, task: RoundTask, better: _End, worse: _End, margin: float) -> None:
+        (chosen, chosen_messages, high), (rejected, rejected_messages, low) = better, worse
+        # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
+        if high is not None and low is not None and round(high - low, 9) < margin:
+            self.left_out[CLOSE] += 1
+            return
+        if chosen.token_ids == rejected.token_ids:
+            self.left_out[SAME] += 1
+            return
+        self.pairs.append(Pair(task.task_id, chosen, rejected, high, low))
+        self.lines.append(
+            {
+                "prompt": _converted(task.prompt),
+                "chosen": _converted(chosen_messages),
+                "rejected": _converted(rejected_messages),
+                "tools": list(task.exchange.tools),
+                "chosen_score": high,
+                "rejected_score": low,
+                "task_id": task.task_id,
+                "source": "recorded" if high is None else "rollouts",
+            }
+        )
+
+
+_End = tuple[Sample, Sequence[ChatMessage], float | None]
+"""One side of a pair: its tokens, its messages, and its reward if it is a rollout."""
+
+
+def _ends(reward: float, rollout: Rollout) -> _End:
+    completion = rollout.completion
+    answer = {"role": "assistant", "content": completion.text}
+    return completion.samples[0], [*completion.steps, answer], reward
+
+
+def _converted(given: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages as chat templates take them; as they are if a call's arguments are no JSON object."""
+    try:
+        return messages.messages(given)
+    except LeftOut:
+        return list(given)

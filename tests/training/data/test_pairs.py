@@ -1,0 +1,126 @@
+"""Which replies are pairs: the best and the worst of a prompt, whole, and far enough apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.training.data import pairs
+from flywheel.training.data.pairs import Pairs
+from flywheel.training.data.rollout import Rollout, RolloutBatch
+from flywheel.training.data.samples import RecordedReply, Sample
+from tests.factories.task import round_task
+from tests.training.data.rollouts import batch, missed, rollout
+
+REWARDS = st.lists(
+    st.lists(st.none() | st.integers(0, 20).map(lambda each: each / 20), min_size=4, max_size=6), max_size=5
+)
+
+
+def own_tokens(rewards: list[list[float | None]]) -> RolloutBatch:
+    """A batch with these rewards by group; no two rollouts have the same tokens."""
+    return RolloutBatch(
+        tuple(
+            rollout(group, reward, (8, 10 + place))
+            for group, several in enumerate(rewards)
+            for place, reward in enumerate(several)
+        )
+    )
+
+
+@given(rewards=REWARDS, margin=st.sampled_from([0.05, 0.1, 0.3]))
+def test_each_group_gives_its_extremes_or_none(rewards: list[list[float | None]], margin: float) -> None:
+    made = Pairs()
+    made.add_rollouts(own_tokens(rewards), margin)
+    expected = []
+    for group, several in enumerate(rewards):
+        known = [reward for reward in several if reward is not None]
+        if known and round(max(known) - min(known), 9) >= margin:
+            expected.append((f"t-{group}", max(known), min(known)))
+    assert [(pair.task_id, pair.chosen_score, pair.rejected_score) for pair in made.pairs] == expected
+    assert made.left_out.total() == len(rewards) - len(expected)
+    assert len(made.lines) == len(made.pairs)
+
+
+def test_a_difference_that_is_the_margin_counts_and_a_tie_does_not() -> None:
+    made = Pairs()
+    made.add_rollouts(own_tokens([[0.8, 0.9, 0.85, 0.8], [0.5, 0.5, 0.5, 0.5], [0.5, 0.55, 0.5, 0.5]]), 0.1)
+    assert [pair.task_id for pair in made.pairs] == ["t-0"]
+    assert made.left_out == {pairs.CLOSE: 2}
+
+
+def change(one: Rollout, **completion: object) -> Rollout:
+    return replace(one, completion=replace(one.completion, **completion))  # type: ignore[arg-type]
+
+
+def test_rollouts_that_are_not_whole_are_in_no_pair_and_counted() -> None:
+    best, several, cut, worst = own_tokens([[0.7, 1.0, 0.9, 0.1]]).rollouts
+    two = several.completion.samples * 2
+    made = Pairs()
+    made.add_rollouts(
+        RolloutBatch((best, change(several, samples=two), change(cut, truncated=True), worst)), margin=0.1
+    )
+    [pair] = made.pairs
+    assert (pair.chosen, pair.rejected) == (best.completion.samples[0], worst.completion.samples[0])
+    assert made.left_out == {pairs.SEVERAL: 1, pairs.TOO_LONG: 1}
+
+
+def test_equal_replies_are_no_pair() -> None:
+    made = Pairs()
+    made.add_rollouts(batch([0.1, 0.9, 0.5, 0.5]), 0.1)
+    assert made.pairs == []
+    assert made.left_out == {pairs.SAME: 1}
+
+
+def test_a_group_with_many_misses_is_left_out() -> None:
+    several = own_tokens([[0.1, 0.9]]).rollouts
+    made = Pairs()
+    made.add_rollouts(RolloutBatch((*several, missed(0), missed(0))), 0.1)
+    assert made.pairs == []
+    assert made.left_out == {pairs.MISSES: 1}
+
+
+@pytest.mark.parametrize(
+    ("worse", "longest", "reason"),
+    [
+        (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), 9, None),
+        (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), 2, pairs.TOO_LONG),
+        (RecordedReply("t-1", (Sample((5, 8), (False, True)), Sample((6, 8), (False, True)))), 9, pairs.UNRENDERED),
+        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), 9, pairs.SAME),
+        (None, 9, pairs.UNRENDERED),
+    ],
+)
+def test_recorded_pairs(worse: RecordedReply | None, longest: int, reason: str | None, tmp_path: Path) -> None:
+    task = round_task("t-1", reply=({"role": "assistant", "content": "7"},))
+    task = task.model_copy(update={"rejected": ({"role": "assistant", "content": "8"},)})
+    better = RecordedReply("t-1", (Sample((5, 7), (False, True)),))
+    made = Pairs()
+    made.add_recorded([task], {"t-1": better}, {} if worse is None else {"t-1": worse}, longest)
+    assert made.left_out == ({} if reason is None else {reason: 1})
+    made.write(tmp_path / "1-dpo")
+    lines = [json.loads(line) for line in (tmp_path / "1-dpo" / "pairs.jsonl").read_text().splitlines()]
+    if reason is not None:
+        assert lines == []
+        return
+    [line] = lines
+    assert (line["chosen"], line["rejected"]) == (
+        [{"role": "assistant", "content": "7"}],
+        [{"role": "assistant", "content": "8"}],
+    )
+    assert line["source"] == "recorded"
+    assert line["prompt"][-1]["role"] == "user"
+
+
+def test_the_file_is_what_trl_reads(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = Pairs()
+    made.add_rollouts(own_tokens([[0.1, 0.9, 0.5, 0.5]]), 0.1)
+    made.write(tmp_path)
+    [row] = datasets.Dataset.from_json(str(tmp_path / "pairs.jsonl"), cache_dir=str(tmp_path / "cache"))
+    assert row["prompt"][-1] == {"role": "user", "content": "What is 3 plus 4?"}
+    assert row["chosen"] == [{"role": "assistant", "content": "seven"}]
