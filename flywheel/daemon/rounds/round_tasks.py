@@ -94,8 +94,8 @@ def _tasks(
 
 def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact: Redactor | None) -> list[RoundTask]:
     """The tasks, each with the best accepted and the worst rejected reply to its prompt, if these differ and their
-    scores do so by `training.dpo.margin`. Without one, which is what a person decided, an accepted reply scores 1 and
-    a rejected one 0."""
+    scores do so by `training.dpo.margin`. Of replies without a score, which people decided, an accepted one counts
+    as 1 and a rejected one as 0."""
     accepted, rejected = defaultdict[str, list[RoundTask]](list), defaultdict[str, list[RoundTask]](list)
     for task in asked:
         if task.reply:

@@ -69,7 +69,8 @@ class Epochs(Generic[Item]):
     ) -> None:
         """`settings` are those of the stage. Earlier steps of the round were so many, `before`, from which the
         numbers of these go on."""
-        self._stage, self._before, self._items = stage, before, items
+        self._stage, self._before = stage, before
+        self._items: Sequence[Item] = items
         own = settings.training.sft if stage == "sft" else settings.training.dpo
         self._steps, self._epochs = settings.training.steps, own.epochs
         self._batches = minibatches(len(items), own.batch_size, own.epochs, seed)
