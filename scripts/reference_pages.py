@@ -199,6 +199,9 @@ def default_of(key: str) -> Any:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, Path):
+        # Files that ship with the package are elsewhere on every machine.
+        return value.name
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
