@@ -11,6 +11,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
