@@ -6,7 +6,7 @@ A round whose tasks give nothing to learn is refused. A debug round has the same
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,27 +92,44 @@ def roll_out_only(
     meter: Meter,
 ) -> DebugRun:
     """The first steps of a round, as many as it needs to see whether anything can be learned."""
-    training = settings.training
-    steps = min(FIRST_LOOK, training.steps)
-    round_steps = RoundSteps(spec, settings, prompts, collector)
-    metrics = Metrics(directory)
-    meter.enter("training", round_steps.asked * training.group_size, steps=steps)
+    steps = min(FIRST_LOOK, settings.training.steps)
+    batches = list(roll_out(spec, settings, directory, prompts, collector, adapter, meter, steps=steps))
+    means = [batch.summary()["reward_mean"] for batch in batches]
     usage: dict[str, int] = {}
     system_prompts: Counter[str] = Counter()
-    means: list[float | None] = []
-    batches: list[RolloutBatch] = []
-    for step in range(steps):
-        batch = round_steps.collect(step, adapter)
-        batches.append(batch)
-        append_rollouts(directory, step + 1, batch, training.scale_rewards)
-        figures = batch.summary()
-        meter.stepped(step + 1, figures["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
-        temperature = settings.rollout.temperature
-        metrics.step(step + 1, steps, {**figures, "temperature": temperature, "seconds": batch.seconds})
+    for batch in batches:
         usage = add_usage(usage, batch.usage())
         system_prompts += batch.system_prompts
-        means.append(figures["reward_mean"])
-    return DebugRun(steps, means[0], means[-1], _summary(batches), usage, system_prompts)
+    return DebugRun(len(batches), means[0], means[-1], _summary(batches), usage, system_prompts)
+
+
+def roll_out(
+    spec: RoundSpec,
+    settings: Config,
+    directory: Path,
+    prompts: Sequence[Prompt],
+    collector: Collector,
+    adapter: LoadedAdapter | None,
+    meter: Meter,
+    *,
+    steps: int,
+    before: int = 0,
+    **figures: str,
+) -> Iterator[RolloutBatch]:
+    """The rollouts of the first `steps` of `training.steps`, between which nothing is trained. Rollouts, metrics and
+    progress are written as those of steps behind `before`; `figures` are in each line of the metrics."""
+    training = settings.training
+    round_steps = RoundSteps(spec, settings, prompts, collector)
+    metrics = Metrics(directory)
+    meter.enter("training", round_steps.asked * training.group_size, steps=before + steps)
+    for step in range(steps):
+        batch = round_steps.collect(step, adapter)
+        number, summary = before + step + 1, batch.summary()
+        append_rollouts(directory, number, batch, training.scale_rewards)
+        meter.stepped(number, summary["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
+        of_step = {"temperature": settings.rollout.temperature, "seconds": batch.seconds, **figures}
+        metrics.step(number, before + steps, {**summary, **of_step})
+        yield batch
 
 
 def _summary(batches: Sequence[RolloutBatch]) -> str:

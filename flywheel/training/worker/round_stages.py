@@ -20,14 +20,13 @@ from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, StageResult
 from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
-from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_directory import steps_of_stage
-from flywheel.training.data.round_progress import Meter, Metrics
+from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.data.stages import adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.round_steps import RoundSteps
+from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.trainer import Trained
 
 log = logging.getLogger("flywheel.training.worker")
@@ -155,27 +154,15 @@ class Stages:
         """Why SFT is not needed: enough groups of a step of GRPO have rewards that differ. Empty if it is needed."""
         if not prompts:
             return ""
-        [batch] = self._roll_out(prompts, 1, training)
+        meter = Meter(self._directory, steps=1)
+        with Collector.of(self._settings, self._engines, self._make_grade(meter.pause), meter) as collector:
+            steps = RoundSteps(self._spec, self._settings, prompts, collector)
+            batch = steps.collect(0, self._load(training.adapter))
+        training.usage = add_usage(training.usage, batch.usage())
         share, limit = batch.groups_with_spread / max(1, batch.groups), self._settings.training.sft.spread_below
         if share < limit:
             return ""
         return f"{share:.0%} of {batch.groups} groups have rewards that differ (training.sft.spread_below: {limit:g})"
-
-    def _roll_out(self, prompts: Sequence[Prompt], steps: int, training: Training) -> Iterator[RolloutBatch]:
-        """Graded rollouts of the policy that the stage starts from, step by step."""
-        settings = self._settings.training.model_copy(update={"steps": steps})
-        planned = self._settings.model_copy(update={"training": settings})
-        meter = Meter(self._directory, steps=training.steps + steps)
-        adapter = self._load(training.adapter)
-        with Collector.of(planned, self._engines, self._make_grade(meter.pause), meter) as collector:
-            round_steps = RoundSteps(self._spec, planned, prompts, collector)
-            meter.enter("training", round_steps.asked * settings.group_size)
-            for step in range(steps):
-                batch = round_steps.collect(step, adapter)
-                training.usage = add_usage(training.usage, batch.usage())
-                seconds = sum(batch.seconds.values())
-                meter.stepped(training.steps + step + 1, batch.summary()["reward_mean"], collecting_seconds=seconds)
-                yield batch
 
     def _prefer(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
         """DPO on pairs: recorded ones of the prompts that have them, and rollouts of all others."""
@@ -189,15 +176,10 @@ class Stages:
             pairs.add_recorded(recorded, chosen, rejected, self._settings.rollout.max_model_len)
         others = [prompt for prompt in prompts if not (prompt.task.reply and prompt.task.rejected)]
         steps = math.ceil(len(others) / settings.prompts_per_step)
-        metrics, rewards = Metrics(self._directory, settings.tensorboard), list[float]()
-        for step, batch in enumerate(self._roll_out(others, steps, training) if others else (), 1):
-            number, summary = training.steps + step, batch.summary()
-            append_rollouts(self._directory, number, batch, settings.scale_rewards)
+        rewards: list[float] = []
+        for batch in self._roll_out(others, steps, training) if others else ():
             batch.refuse_failed(settings.max_undecided_share)
             batch.refuse_undecided(settings.max_undecided_share)
-            figures = {"stage": "dpo", "temperature": self._settings.rollout.temperature, "seconds": batch.seconds}
-            metrics.step(number, training.steps + steps, {**summary, **figures})
-            training.system_prompts.update(batch.system_prompts)
             rewards += batch.rewards
             pairs.add_rollouts(batch, settings.dpo.margin)
         pairs.write(adapter.parent)
@@ -211,6 +193,20 @@ class Stages:
         work = self._trainer.prefer.remote(pairs.pairs, adapter, training.steps + steps)
         [trained] = ray_cluster.wait([work])
         return replace(trained, steps=trained.steps + steps, rollout_steps=steps, reward_first=reward)
+
+    def _roll_out(self, prompts: Sequence[Prompt], steps: int, training: Training) -> Iterator[RolloutBatch]:
+        """Rollouts of the policy that the stage starts from."""
+        spec, directory = self._spec, self._directory
+        planned = self._settings.training.model_copy(update={"steps": steps})
+        settings = self._settings.model_copy(update={"training": planned})
+        meter = Meter(directory, steps=training.steps + steps)
+        adapter = self._load(training.adapter)
+        with Collector.of(settings, self._engines, self._make_grade(meter.pause), meter) as collector:
+            about: Any = {"steps": steps, "before": training.steps, "stage": "dpo"}
+            for batch in roll_out(spec, settings, directory, prompts, collector, adapter, meter, **about):
+                training.usage = add_usage(training.usage, batch.usage())
+                training.system_prompts.update(batch.system_prompts)
+                yield batch
 
     def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
         """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""
