@@ -16,7 +16,7 @@ from flywheel.records.trace import Reply
 from flywheel.store.kernel.database import Store
 from tests.daemon.rounds.test_planner import made
 from tests.daemon.rounds.test_round_tasks import asked, judged
-from tests.factories.config import BOXED_RUBRIC
+from tests.factories.config import BOXED_RUBRIC, base_model
 from tests.factories.trace import replies_on, reply
 from tests.training.recorded.recordings import ADD, call, steps, tool
 
@@ -121,6 +121,40 @@ async def test_calls_that_no_parser_reads_are_a_warning(
     if not is_parsed:
         assert "no parser is known for the tool calls of" in finding.text
         assert "serving.tool_call_parser" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("template", "writes"),
+    [
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", False),
+        ("{# tools #}You use tools.{% for message in messages %}{{ message.content }}{% endfor %}", False),
+        ("{%- if custom_tools %}{% endif %}{{ messages }}", False),
+        ("{%- if tools %}{{ tools | tojson }}{% endif %}{{ messages }}", True),
+        ("{%- set shown = {'a': 1} if tools else none %}{{ messages }}{% generation %}{% endgeneration %}", True),
+    ],
+)
+@pytest.mark.parametrize("where", ["model", "file", "argument"])
+async def test_a_template_that_writes_no_tools_fails_the_check(
+    tmp_path: Path, store: Store, template: str, where: str, *, writes: bool
+) -> None:
+    """As a round ends with an error then. The server's own template counts, not the model's."""
+    path = Path(base_model(tmp_path), "chat_template.jinja")
+    serving: dict[str, Any] = {"tool_call_parser": "hermes"}
+    if where == "file":
+        path.write_text("{{ messages }}" if writes else "{{ tools }}{{ messages }}")
+        path = tmp_path / "own.jinja"
+    path.write_text(template)
+    if where != "model":
+        serving["extra_args"] = ["--chat-template", str(path) if where == "file" else template]
+    finding = await found(store, made(tmp_path, serving=serving), called(1, a=1), called(2, a=2))
+    assert (finding.result is Result.FAILED) != writes
+    assert finding.figures["tools_tasks"] == 2
+    if not writes:
+        assert finding.text.startswith("2 tasks with tools, and ")
+        assert (str(path) if where == "file" else "chat template") in finding.text
+        assert "--chat-template" in finding.remedy
+    left_out = made(tmp_path, serving=serving, rollout={"agent": "reply"})
+    assert (await check_recordings(left_out)).result is Result.OK
 
 
 async def test_rounds_of_single_messages_need_no_recordings(tmp_path: Path, store: Store) -> None:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Connection
 
@@ -20,6 +20,7 @@ from flywheel.errors import FlywheelError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
+from flywheel.serving.server.model_parsers import TOOLS_REMEDY, writes_tools
 from flywheel.serving.server.vllm_command import chat_arguments
 from flywheel.sources.jsonl.reader import JsonlFile, files_of, is_listed
 from flywheel.sources.otlp.inbox import inbox_of
@@ -32,6 +33,9 @@ from flywheel.system.terminal import byte_size, quantity
 from flywheel.training.data.groups import MIN_COMPLETE_SHARE
 from flywheel.training.recorded.expected_hits import ExpectedHits, HitRate, expected_hits
 from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
+
+if TYPE_CHECKING:
+    from flywheel.training.engine.chat_rendering import ChatFormat
 
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
@@ -209,7 +213,11 @@ def _recordings(conn: Connection, config: Config) -> Finding:
         parts.append("rounds leave them out (`rollout.agent: reply`)")
         return Finding("recordings", Result.OK, "; ".join(parts), figures=figures)
     problems = []
-    if not _is_parsed(config):
+    chat = _chat(config)
+    if writes_tools(config.model.base, chat.template) is False:
+        text = f"{total} with tools, and {chat.template_of(config.model.base)} writes none"
+        return Finding("recordings", Result.FAILED, text, TOOLS_REMEDY, figures=figures)
+    if not chat.tool_parser:
         base = config.model.base
         parts.append(f"no parser is known for the tool calls of {base}: they stay text, when serving and in rounds")
         problems.append(_NO_PARSER)
@@ -235,11 +243,11 @@ def _recordings(conn: Connection, config: Config) -> Finding:
     return Finding("recordings", result, "; ".join(parts), " ".join(problems[:1]), figures=figures)
 
 
-def _is_parsed(config: Config) -> bool:
-    """Whether the server parses tool calls, by its parser or by one in its own arguments."""
+def _chat(config: Config) -> ChatFormat:
+    """The server's settings of chats, those in its own arguments included."""
     from flywheel.training.engine.chat_rendering import served_format
 
-    return bool(served_format(chat_arguments(config.model.base, config.serving)).tool_parser)
+    return served_format(chat_arguments(config.model.base, config.serving))
 
 
 def _sample(conn: Connection, config: Config) -> Iterator[TraceRecording]:

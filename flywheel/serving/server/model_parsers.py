@@ -1,4 +1,4 @@
-"""Chooses vLLM's parsers of tool calls and reasoning for a model.
+"""Chooses vLLM's parsers of tool calls and reasoning for a model, and says whether its chat template writes tools.
 
 A model's family is recognised by its name and by the type in its `config.json`, its formats by its chat template, if
 these files are on this machine. Names of parsers are those of vLLM 0.32.
@@ -83,6 +83,11 @@ families."""
 _SHARED: Final = frozenset({None, "deepseek_v3", "llama3_json", "qwen3_coder", "hermes"})
 _THINKS: Final = re.compile(r"enable_thinking|<think>(\\n|\n)?['\"]|<seed:think>|\[THINK\]")
 """In a chat template: reasoning can be switched on, or the answer begins with it."""
+_TOOLS: Final = re.compile(r"\{[{%](?:(?![%}]\}).)*\btools\b", re.DOTALL)
+"""In a chat template: the variable with the tools."""
+TOOLS_REMEDY: Final = (
+    "Name a chat template that writes tools, for server and rounds: serving: {extra_args: [--chat-template, FILE]}."
+)
 _ASKED_TO: Final = frozenset({"deepseek_v3", "deepseek_v4", "openai_gptoss"})
 """Reasoning parsers that depend on the request or the format: they also suit models that do not reason."""
 _BY_DEFAULT: Final = frozenset({"qwen3", "glm45", "glm47", "minimax_m2"})
@@ -108,6 +113,21 @@ def parsers_of(base: str, tool: str | None = None, reasoning: str | None = None)
     """The parsers of the model `base`. Names that are given take precedence; `none` is no parser."""
     known = _known(base.rstrip("/").lower().rpartition("/")[2], folder_of(base))
     return Parsers(_chosen(tool, known.tool), _chosen(reasoning, known.reasoning))
+
+
+def writes_tools(base: str, template: str | None = None) -> bool | None:
+    """Whether a chat template uses the tools of a request: that of the model, or `template`, a file or the template
+    itself. None if it is not on this machine."""
+    if template is None:
+        text = _template(folder) if (folder := folder_of(base)) else ""
+    else:
+        try:
+            text = Path(template).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return None
+        except OSError:
+            text = template if "{" in template else ""
+    return bool(_TOOLS.search(text)) if text else None
 
 
 def _chosen(given: str | None, known: str | None) -> str | None:

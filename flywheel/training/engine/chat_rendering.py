@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
@@ -59,6 +59,14 @@ class ChatFormat:
     generation: str = "auto"
     overrides: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
+
+    def template_of(self, model: str) -> str:
+        """The chat template in words, for an error."""
+        return (
+            f"the chat template {' '.join(self.template.split())[:200]}"
+            if self.template
+            else f"{model}'s chat template"
+        )
 
 
 def served_format(arguments: Sequence[str], *, max_model_len: int | None = None) -> ChatFormat:
@@ -127,6 +135,11 @@ class ServedChat:
     async def encode(self, task: RoundTask) -> tuple[int, ...]:
         """What the engine is given for the task's prompt. Raises whatever vLLM or the template does."""
         return (await self._rendered(_request(task)))[1]
+
+    async def writes_tools(self, task: RoundTask) -> bool:
+        """Whether the task's prompt depends on its tools."""
+        bare = task.model_copy(update={"exchange": replace(task.exchange, tools=())})
+        return await self.encode(task) != await self.encode(bare)
 
     async def _rendered(self, request: Any) -> tuple[str, tuple[int, ...]]:
         """The messages of a request as text and as tokens."""

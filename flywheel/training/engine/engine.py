@@ -25,6 +25,8 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
+from flywheel.serving.server.model_parsers import TOOLS_REMEDY
+from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
 from flywheel.training.data.samples import CallTokens, RecordedReply
@@ -192,7 +194,8 @@ class Engine(RoundActor):
         return await asyncio.to_thread(self._pool.start)
 
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
-        """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered."""
+        """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered. Raises
+        TrainError if the chat template leaves the tools of all tasks out."""
         prompts: list[Prompt] = []
         refused: dict[str, str] = {}
         for task in tasks:
@@ -210,7 +213,26 @@ class Engine(RoundActor):
             ]
             needs = max(task.output_tokens, sum(map(self._chat.length, written)))
             prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
+        await self._check_tools([prompt.task for prompt in prompts])
         return prompts, refused
+
+    async def _check_tools(self, tasks: Sequence[RoundTask]) -> None:
+        """Raise TrainError if the chat template writes the same prompts without the tasks' tools. Usually one of them
+        is enough to know."""
+        with_tools = [task for task in tasks if task.exchange.tools and task.agent != "program"]
+        for task in with_tools:
+            try:
+                if await self._chat.writes_tools(task):
+                    return
+            except Exception:  # a template that refuses the prompt without its tools depends on them
+                return
+        if with_tools:
+            template = self._settings.chat.template_of(self._settings.model)
+            raise TrainError(
+                f"show the model the tools of {quantity(len(with_tools), 'task')}",
+                f"{template} writes the same prompt with tools and without",
+                TOOLS_REMEDY,
+            )
 
     async def recorded_replies(
         self, tasks: Sequence[RoundTask], *, empty_reasoning: bool

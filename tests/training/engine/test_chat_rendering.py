@@ -170,6 +170,21 @@ def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(served:
 
 
 @pytest.mark.slow
+def test_a_template_that_leaves_tools_out_ends_the_round(served: Served) -> None:
+    """Tasks without tools do not tell, and neither does the user's agent, which has tools of its own."""
+    blind = TEMPLATE[TEMPLATE.index("{%- endfor %}") + len("{%- endfor %}") :]
+    some = [asked(f"t-{place}", called("search", "{}"), [SEARCH]) for place in range(2)]
+    chat = ChatFormat(template=blind)
+    with pytest.raises(TrainError, match=r"tools of 2 tasks.*the same prompt.*--chat-template"):
+        encoded(served, [round_task("t-plain"), *some], chat)
+    without = [round_task("t-plain"), some[0].model_copy(update={"agent": "program"})]
+    texts, refused = encoded(served, without, chat)
+    assert (len(texts), refused) == (2, {})
+    texts, refused = encoded(served, [round_task("t-plain"), *some])
+    assert (len(texts), refused) == (3, {})
+
+
+@pytest.mark.slow
 def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) -> None:
     broken = asked("t-broken", called("break", "{}"), [])
     texts, refused = encoded(served, [round_task("t-1"), broken, round_task("t-2")])

@@ -17,6 +17,8 @@ from tests.factories.task import round_task
 from tests.training.recorded.recordings import call, steps
 
 TEMPLATE = (
+    # The policy knows no words about tools: prompts without them differ, as they do with any template of tools.
+    "{%- if not tools -%}{{- '\n' -}}{%- endif -%}"
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' -}}"
     "{{- (message.content or '') + '<|im_end|>\n' -}}"
