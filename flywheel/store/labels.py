@@ -1,7 +1,8 @@
 """Labels: what people say of replies, beside the verdicts of the judge.
 
 Labels are append-only. Of each person, the last label on a task and criterion counts. Labels change no task: they
-show how far judge and people agree, and a file of them calibrates a rubric.
+show how far judge and people agree, a file of them calibrates a rubric, and rounds that train on recorded replies
+take what most people accept for good, and what most reject for bad.
 """
 
 from __future__ import annotations
@@ -166,6 +167,23 @@ def listed(conn: Connection, *, by: str | None = None, criterion: str | None = N
         )
         for row in rows
     ]  # fmt: skip
+
+
+def majority() -> ColumnElement[int]:
+    """Of a task: above 0 if most people accept the whole reply, below 0 if most reject it."""
+    vote = case((labels.c.label == Label.ACCEPT.value, 1), (labels.c.label == Label.REJECT.value, -1), else_=0)
+    return (
+        select(func.coalesce(func.sum(vote), 0))
+        .where(labels.c.task_id == tasks.c.id, labels.c.criterion == "", _counts())
+        .correlate(tasks)
+        .scalar_subquery()
+    )
+
+
+def decisions(conn: Connection, keys: Sequence[str]) -> dict[str, bool]:
+    """Whether most people accept the reply of each of these tasks, by key; without those that are undecided."""
+    rows = rows_in(conn, select(tasks.c.key, majority().label("votes")), tasks.c.key, keys)
+    return {row.key: row.votes > 0 for row in rows if row.votes}
 
 
 def _counts() -> ColumnElement[bool]:

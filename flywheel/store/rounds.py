@@ -184,9 +184,11 @@ def plan(
     *,
     trigger: str,
     seed: int,
+    more: Sequence[int] = (),
     **values: Any,
 ) -> Row[Any]:
-    """Plan a round and reserve its `samples`; those that are not free any more are left out.
+    """Plan a round and reserve its `samples`; those that are not free any more are left out. It has `more` tasks for
+    training, which keep their states.
 
     Its gate `test` asks the tasks `held_out`; `values` are further columns. Raises TrainError when another round is
     unfinished or there is no sample.
@@ -200,7 +202,7 @@ def plan(
     values |= {"id": number, "name": name, "live": 1, "seed": seed + number, "dir": str(rounds_dir / name)}
     create(conn, RoundState.PLANNED, trigger, trigger=trigger, **values)
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
-    rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in reserved]
+    rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in (*reserved, *more)]
     rows += [{"round_id": number, "task_id": task, "split": Split.HELD_OUT.value} for task in held_out]
     conn.execute(insert(round_samples), rows)
     gate_tests.plan(conn, number, test)
@@ -295,8 +297,8 @@ def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
     if result.comparison is not None:
         gate_tests.spend(conn, round_id, result.comparison)
     for key, why in result.left_out.items():
-        ids = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalars().all()
-        record(conn, tasks.name, map(str, ids), TaskState.RESERVED, LEFT_OUT, f"of {result.round_id}: {why}")
+        for row in conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == key)).all():
+            record(conn, tasks.name, [str(row.id)], row.state, LEFT_OUT, f"of {result.round_id}: {why}")
     of_tasks = select(tasks.c.id, tasks.c.key, tasks.c.excluded, tasks.c.payload)
     for row in list(rows_in(conn, of_tasks, tasks.c.key, list(result.inexact))):
         _mark_inexact(conn, row, f"{result.inexact[row.key]} (found by {result.round_id})")

@@ -35,7 +35,7 @@ from flywheel.records.exclusion import (
     TrainedModels,
     parsed,
 )
-from flywheel.records.states import RoundState, Split, TaskState
+from flywheel.records.states import Label, RoundState, Split, TaskState
 from flywheel.store.claims import DECIDED
 from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import (
@@ -48,7 +48,9 @@ from flywheel.store.kernel.schema import (
     tasks,
     verdicts,
 )
+from flywheel.store.kernel.schema import labels as label_rows
 from flywheel.store.kernel.transitions import utcnow
+from flywheel.store.labels import majority
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
 _OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED})
@@ -58,9 +60,14 @@ _DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED, TaskState.RESERVED, T
 
 
 def rejected_lines(conn: Connection, scope: Scope = EVERY_TARGET) -> Iterator[dict[str, Any]]:
-    """The lines of the training replies of a scope's target that the judge rejected."""
+    """The lines of the training replies of a scope's target that most people reject, or that the judge rejected and
+    most people do not accept."""
+    disliked = tasks.c.id.in_(select(label_rows.c.task_id).where(label_rows.c.label == Label.REJECT.value))
     query = select(cast(tasks.c.payload, LargeBinary)).where(
-        tasks.c.state == TaskState.REJECTED.value,
+        or_(
+            and_(tasks.c.state == TaskState.REJECTED.value, majority() <= 0),
+            and_(tasks.c.state.in_([state.value for state in _DECIDED]), disliked, majority() < 0),
+        ),
         tasks.c.split == Split.TRAIN.value,
         stands(),
         *(() if scope.target is None else (tasks.c.target == scope.target,)),
@@ -132,6 +139,16 @@ def free_samples(conn: Connection, limit: int, scope: Scope = EVERY_TARGET) -> l
     """Accepted training tasks in the order in which rounds take them."""
     which = select(tasks.c.id).where(free(), allowed(scope))
     return list(conn.execute(which.order_by(tried(), tasks.c.id).limit(limit)).scalars())
+
+
+def accepted_by_people(conn: Connection, limit: int, scope: Scope = EVERY_TARGET) -> list[int]:
+    """Training tasks that the judge rejected and most people accept, the oldest first. They stay rejected: a round
+    with a result has each of them once."""
+    labelled = select(label_rows.c.task_id).where(label_rows.c.label == Label.ACCEPT.value)
+    of_people = tasks.c.id.in_(labelled), majority() > 0
+    rejected = tasks.c.state == TaskState.REJECTED.value, tasks.c.split == Split.TRAIN.value, stands()
+    which = select(tasks.c.id).where(*of_people, *rejected, allowed(scope), tried() == 0)
+    return list(conn.execute(which.order_by(tasks.c.id).limit(limit)).scalars())
 
 
 def tried() -> ColumnElement[int]:

@@ -17,7 +17,7 @@ from flywheel.config import Config
 from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache, most_samples, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
-from flywheel.daemon.rounds.round_tasks import RoundTasks, round_tasks
+from flywheel.daemon.rounds.round_tasks import RECORDED, RoundTasks, round_tasks
 from flywheel.errors import TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric import Rubric
@@ -141,12 +141,16 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     if coming.shortfall:
         raise TrainError("plan a round", coming.shortfall, _COLLECT.format("gate.min_power"))
     most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
+    free = samples.free_samples(conn, most, takes.train) if choice is None else choice[:most]
     return rounds.plan(
         conn,
         rounds_dir,
-        samples.free_samples(conn, most, takes.train) if choice is None else choice[:most],
+        free,
         coming.tasks,
         coming.test,
+        more=samples.accepted_by_people(conn, most - len(free), takes.train)
+        if RECORDED & {*config.training.stages}
+        else (),
         trigger=trigger,
         target=config.target,
         seed=config.training.seed,

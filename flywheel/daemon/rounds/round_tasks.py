@@ -22,7 +22,7 @@ from flywheel.records.task import conversation_key, trace_parts, whole_line
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
-from flywheel.store import rounds
+from flywheel.store import labels, rounds
 from flywheel.store.samples import recorded_lines, rejected_lines, scores
 from flywheel.training.recorded.recordings import (
     RecordingPool,
@@ -77,12 +77,14 @@ def _tasks(
     redact: Redactor | None,
     left_out: dict[str, str],
 ) -> list[RoundTask]:
-    rejected = rounds.rejected(conn, ids)
+    rejected, lines = rounds.rejected(conn, ids), rounds.payloads(conn, ids)
+    people = labels.decisions(conn, [line["task_id"] for line in lines])
     found = []
-    for line in rounds.payloads(conn, ids):
-        # The judge takes a reference for an accepted answer: a rejected one is left out.
+    for line in lines:
         is_accepted = line["task_id"] not in rejected
-        task = round_task(redact(line) if redact is not None else line, config, is_accepted=is_accepted)
+        # The judge takes a reference for an accepted answer: a rejected one is left out. People know better than it.
+        is_good = people.get(line["task_id"], is_accepted)
+        task = round_task(redact(line) if redact is not None else line, config, is_accepted=is_good)
         if why := _unanswerable(task, split, config, is_accepted=is_accepted):
             left_out[task.task_id] = why
         else:
@@ -94,8 +96,8 @@ def _tasks(
 
 def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact: Redactor | None) -> list[RoundTask]:
     """The tasks, each with the best accepted and the worst rejected reply to its prompt, if these differ and their
-    scores do so by `training.dpo.margin`. Of replies without a score, which people decided, an accepted one counts
-    as 1 and a rejected one as 0."""
+    scores do so by `training.dpo.margin`. Of replies that people decided, an accepted one counts as 1 and a rejected
+    one as 0."""
     accepted, rejected = defaultdict[str, list[RoundTask]](list), defaultdict[str, list[RoundTask]](list)
     for task in asked:
         if task.reply:
@@ -107,7 +109,8 @@ def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact
             rejected[key].append(task.model_copy(update={"rejected": reply}))
     pairs = {}
     for key, worse in rejected.items():
-        score = scores(conn, [task.task_id for task in (*accepted[key], *worse)])
+        keys = [task.task_id for task in (*accepted[key], *worse)]
+        score = scores(conn, keys) | {name: float(good) for name, good in labels.decisions(conn, keys).items()}
         best = max(accepted[key], key=lambda task: score.get(task.task_id, 1.0))
         worst = min(worse, key=lambda task: score.get(task.task_id, 0.0))
         difference = round(score.get(best.task_id, 1.0) - score.get(worst.task_id, 0.0), 9)

@@ -13,12 +13,12 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
-from flywheel.records.states import Split
+from flywheel.records.states import Label, RoundState, Split, TaskState
 from flywheel.records.task import task_id
 from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import claims, verdicts
+from flywheel.store import claims, labels, samples, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.training.data.prompts import Prompt
@@ -76,6 +76,57 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
     assert again == spec
     spec = await spec_again(store, made(tmp_path, rollout={"agent": "recorded"}))
     assert [task.agent for task in spec.train] == ["recorded"] * 3
+
+
+@pytest.mark.parametrize("stages", [["sft"], ["grpo"]])
+async def test_replies_that_people_accept_are_imitated_whatever_the_judge_said(
+    tmp_path: Path, store: Store, stages: list[str]
+) -> None:
+    """By most people, whose last labels count. A round with a result has such a task once; no label changes one."""
+    replies = [*replies_on(Split.TRAIN, 6), *replies_on(Split.HELD_OUT, 2)]
+    names = ["right", "disliked", "disputed", "wrong", "liked", "doubtful", "held", "held_liked"]
+    keys = {name: task_id(each.trace_id, each.span_id) for name, each in zip(names, replies, strict=True)}
+    right = {keys[name] for name in ("right", "disliked", "disputed", "held")}
+    await judged(store, *replies, judge=lambda line: accepted() if line["task_id"] in right else rejected())
+    for name, label, by in (
+        ("disliked", Label.ACCEPT, "ann"), ("disliked", Label.REJECT, "ann"), ("liked", Label.ACCEPT, "ann"),
+        ("disputed", Label.ACCEPT, "ann"), ("disputed", Label.REJECT, "bob"), ("doubtful", Label.UNSURE, "ann"),
+        ("held_liked", Label.ACCEPT, "ann"),
+    ):  # fmt: skip
+        await store.write(labels.add, keys[name], label, by)
+    await store.write(labels.add, keys["wrong"], Label.ACCEPT, "ann", criterion="correct")
+    config = made(tmp_path, training={"stages": stages})
+    spec = await planned_round(store, config)
+    tasks = {task.task_id: task for task in (*spec.train, *spec.held_out)}
+    imitated = {name for name, each in keys.items() if each in tasks and tasks[each].reply}
+    assert imitated == ({"right", "disputed", "liked", "held", "held_liked"} if stages == ["sft"] else set())
+    assert {name for name, each in keys.items() if each in tasks and tasks[each].exchange.reference} == (
+        {"right", "disputed", "held", "held_liked"} | ({"liked"} if stages == ["sft"] else set())
+    )
+    assert (keys["liked"] in tasks) == (stages == ["sft"])
+    of_people = await store.read(samples.accepted_by_people, 9)
+    assert len(of_people) == 1
+    for state, left in ((RoundState.FAILED, of_people), (RoundState.REJECTED, [])):
+        await store.write(lambda conn, state=state: conn.execute(update(schema.rounds).values(state=state.value)))
+        assert await store.read(samples.accepted_by_people, 9) == (left if stages == ["sft"] else of_people)
+    states = await store.read(lambda conn: dict(conn.execute(select(schema.tasks.c.key, schema.tasks.c.state)).all()))
+    assert states[keys["liked"]] == states[keys["held_liked"]] == TaskState.REJECTED
+    assert states[keys["disliked"]] == TaskState.RESERVED
+
+
+async def test_people_say_which_reply_of_a_pair_is_the_better_one(tmp_path: Path, store: Store) -> None:
+    """Against the judge, whose scores differ the other way around."""
+    first, second = (
+        replace(one, query="What now?", answer=answer)
+        for one, answer in zip(replies_on(Split.TRAIN, 2), ("judge's", "people's"), strict=True)
+    )
+    replies = (first, second, *replies_on(Split.HELD_OUT, 1))
+    await judged(store, *replies, judge=lambda line: rejected() if line["answer"] == "people's" else accepted())
+    for one, label in ((first, Label.REJECT), (second, Label.ACCEPT)):
+        await store.write(labels.add, task_id(one.trace_id, one.span_id), label, "ann")
+    spec = await planned_round(store, made(tmp_path, training={"stages": ["dpo"]}))
+    pairs = [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in spec.train]
+    assert pairs == [("people's", "judge's")] * 2
 
 
 async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data(
