@@ -34,7 +34,8 @@ NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 METADATA: Final = frozenset({
     "answer", "qa_hash", "source", "trace_id", "span_id", "conversation_id", "user_id", "agent_name", "model",
     "adapter", "turn", "started_at", "ended_at", "service", "input_tokens", "output_tokens", "prompt_tokens",
-    "tools_json", "trajectory_json", "structured_json", "images_json", "errors_json", "reference", "adapter_source",
+    "tools_json", "trajectory_json", "structured_json", "images_json", "errors_json", "answer_reasoning",
+    "reference", "adapter_source",
     "prompt_exact", "prompt_reason", "prompt_source", "parameters_json", "extra_json", "split",
 })  # fmt: skip
 """The keys of `metadata` in a task's line that say where it comes from. Any others are the user's."""
@@ -84,6 +85,7 @@ def task_line(reply: Reply, source: str, key: str = "") -> TaskLine:
             "structured_json": "null" if reply.structured is None else _json(reply.structured),
             "images_json": _json(reply.images) if reply.images else "[]",
             "errors_json": _json(reply.errors) if reply.errors else "[]",
+            "answer_reasoning": reply.reasoning,
             "reference": reply.reference,
             "adapter_source": reply.adapter_source,
             "prompt_exact": not reason,

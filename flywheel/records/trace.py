@@ -61,6 +61,7 @@ class Reply(Struct, frozen=True):
     - `history`: the conversation before the reply, the system prompt first. `turn`: the number of earlier turns.
     - `trajectory`: the model and tool messages between request and answer.
     - `errors`: the steps that failed ("tool search: TimeoutError: …").
+    - `reasoning`: of the model before its answer, if the call that gave it is recorded.
     - `reference`: the right answer, if the source has one.
     - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:
       where that is recorded: the `id` or the `model` of the response, the deployment `history`, or nowhere (empty).
@@ -93,6 +94,7 @@ class Reply(Struct, frozen=True):
     images: tuple[str, ...] = ()
     structured: dict[str, Any] | None = None
     errors: tuple[str, ...] = ()
+    reasoning: str = ""
     reference: str = ""
     status: SpanStatus = SpanStatus.OK
     service: str = ""

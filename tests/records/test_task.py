@@ -148,6 +148,7 @@ def plain_line(told: Reply, source: str) -> bytes:
             "structured_json": dumped(told.structured),
             "images_json": dumped(list(told.images)),
             "errors_json": dumped(list(told.errors)),
+            "answer_reasoning": told.reasoning,
             "reference": told.reference,
             "adapter_source": told.adapter_source,
             "prompt_exact": not plain_reason(told),

@@ -163,7 +163,9 @@ def _reply(line: dict[str, Any], steps: tuple[ChatMessage, ...]) -> tuple[ChatMe
     """The messages of an accepted reply, to imitate; none for one that the model did not write as text."""
     if not line["answer"].strip() or orjson.loads(line["metadata"]["structured_json"]) is not None:
         return ()
-    return (*steps, {"role": "assistant", "content": line["answer"]})
+    reasoning = line["metadata"].get("answer_reasoning")
+    thought = {"reasoning_content": reasoning} if reasoning else {}
+    return (*steps, {"role": "assistant", "content": line["answer"], **thought})
 
 
 def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:

@@ -242,6 +242,7 @@ TEXTS: Final = ("main_query", "question", "answer", "init_messages", "prompt")
 """Keys of a task line with texts of users and models."""
 METADATA_TEXTS: Final = (
     "answer",
+    "answer_reasoning",
     "reference",
     "tools_json",
     "trajectory_json",

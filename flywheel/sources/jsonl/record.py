@@ -290,6 +290,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         images=parts.images or tuple(str(image) for image in _json(metadata, "images_json", list)),
         structured=_json(metadata, "structured_json", dict) or None,
         errors=tuple(str(error) for error in _json(metadata, "errors_json", list)),
+        reasoning=_text(metadata, "answer_reasoning"),
         reference=_text(metadata, "reference", int, float),
         service=_text(metadata, "service"),
         input_tokens=_count(metadata, "input_tokens"),

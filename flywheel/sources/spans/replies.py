@@ -190,6 +190,7 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
         images=images,
         structured=_structured(agent, calls),
         errors=calls.errors(steps),
+        reasoning=calls.reasoning_of(answer),
         status=agent.status,
         service=agent.service,
         user=at.user_id(agent),

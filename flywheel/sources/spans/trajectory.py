@@ -167,6 +167,15 @@ class Trajectory:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
 
+    def reasoning_of(self, answer: str) -> str:
+        """The reasoning before the reply's answer, if the model call that gave it is recorded; else empty."""
+        last = next((span for place, span in reversed([*enumerate(self.models)]) if place not in self._aside), None)
+        call = last.call if last is not None else None
+        if call is None or call.is_interrupted or not call.answers:
+            return ""
+        said = call.answers[0]
+        return said.reasoning.strip() if said.content.strip() == answer.strip() and not said.tool_calls else ""
+
     def _reasoning_sent_after(self, place: int) -> str:
         """The reasoning of a model call's answer, if the recorded call after it was sent it again; else empty."""
         later = (self.models[after] for after in range(place + 1, len(self.models)) if after not in self._aside)

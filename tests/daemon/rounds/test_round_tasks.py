@@ -129,6 +129,15 @@ async def test_people_say_which_reply_of_a_pair_is_the_better_one(tmp_path: Path
     assert pairs == [("people's", "judge's")] * 2
 
 
+async def test_the_reasoning_of_an_answer_is_imitated_with_it(tmp_path: Path, store: Store) -> None:
+    thought, plain = replies_on(Split.TRAIN, 2)
+    await judged(store, replace(thought, reasoning="1 and 1."), plain, *replies_on(Split.HELD_OUT, 1))
+    spec = await planned_round(store, made(tmp_path, training={"stages": ["sft"]}))
+    [[answer], [other]] = (task.reply for task in spec.train)
+    assert answer == {"role": "assistant", "content": thought.answer, "reasoning_content": "1 and 1."}
+    assert other == {"role": "assistant", "content": plain.answer}
+
+
 async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data(
     tmp_path: Path, store: Store
 ) -> None:

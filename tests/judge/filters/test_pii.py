@@ -138,6 +138,7 @@ def test_every_place_of_a_line_is_redacted_and_the_same_piece_alike() -> None:
         trajectory=({"role": "assistant", "tool_calls": [{"function": {"name": "send", "arguments": arguments}}]},),
         structured={"contact": mail, "phone": 13800138000, "count": 20123456789, mail: True},
         images=("data:image/png;base64,13800138000aaaaaaaaaaaa", f"https://x.example/?u={mail}"),
+        reasoning=f"They are {mail}.",
     )
     before = copy.deepcopy(task)
     redacted = Pii().redactor()(task)

@@ -264,7 +264,9 @@ def test_any_object_is_an_entry_or_a_bad_line(value: dict[str, Any]) -> None:
 )
 def test_a_reference_and_the_steps_that_failed_are_kept(reference: Any, kept: str) -> None:
     errors = json.dumps(["tool add: ValueError: no"])
-    read = task({"question": "q", "answer": "a", "metadata": {"reference": reference, "errors_json": errors}})
+    about = {"reference": reference, "errors_json": errors, "answer_reasoning": "I see."}
+    read = task({"question": "q", "answer": "a", "metadata": about})
+    assert read["metadata"]["answer_reasoning"] == "I see."
     assert (read["metadata"]["reference"], read["metadata"]["errors_json"]) == (kept, errors.replace(", ", ","))
 
 

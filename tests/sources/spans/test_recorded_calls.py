@@ -154,6 +154,32 @@ def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Pa
     assert sends_reasoning([*task["prompt"], *steps]) is (key is not None)
 
 
+@pytest.mark.parametrize(
+    ("values", "reasoning"),
+    [
+        ({}, "1 and 1 is 2."),
+        ({"is_interrupted": True}, ""),
+        ({"answers": (ModelAnswer(content="3", reasoning="1 and 1 is 3."),)}, ""),
+        ({"answers": (ModelAnswer(content="2"),)}, ""),
+    ],
+)
+def test_the_answers_own_reasoning_is_kept(tmp_path: Path, values: dict[str, Any], reasoning: str) -> None:
+    """That of the call which gave the answer, as the agent returned it; not what came before a tool's call."""
+    asked = recorded(answers=(ModelAnswer(reasoning="I add.", tool_calls=(CALL,)),), tools=(TOOL,))
+    answers = (ModelAnswer(content="2", reasoning="1 and 1 is 2.\n"),)
+    after = recorded(SECOND, **{"answers": answers, **values})
+    spans = (
+        marked(chat("c0", [], parent="a", ended=1)),
+        marked(chat("c1", [], "2", parent="a", began=2, ended=3), SECOND),
+        agent("a", ended=4),
+    )
+    about = line(entries(tmp_path, *spans, calls=[asked, after])["a"])["metadata"]
+    assert about["answer_reasoning"] == reasoning
+    (tmp_path / "without").mkdir()
+    about = line(entries(tmp_path / "without", *spans, calls=[asked])["a"])["metadata"]
+    assert about["answer_reasoning"] == ""
+
+
 def test_only_the_first_call_that_was_answered_has_the_prompt(tmp_path: Path) -> None:
     failed = chat("c0", SENT[:1], parent="a", ended=1, code=2, message="overloaded")
     spans = (failed, marked(chat("c1", HIDING, "2", parent="a", began=1, ended=2)), agent("a", ended=3))
