@@ -97,7 +97,9 @@ SFT: Final[Mapping[str, Option]] = {
     "max_train_samples": Option(None, "trigger.max_samples", "there is always a limit"),
     "max_length": Option(4096, "rollout.max_model_len"),
     "load_in_8bit, load_in_4bit": Option(
-        "true, false", why="the base of the trainer has the checkpoint's own numbers, as the engines' has"
+        "true, false",
+        "model.trainer_quantization",
+        "a quantised base lets the trainer's log-probabilities differ from the engine's, and needs a GPU",
     ),
     "fp16, bf16": Option("true, false", "training.precision", "the checkpoint's own numbers need no loss scaling"),
     "gradient_checkpointing": Option(True, why="it is always on where there is a GPU"),

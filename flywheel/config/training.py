@@ -71,12 +71,19 @@ class TriggerSettings(Section):
     because such a round could only be rejected."""
 
 
+Quantization = Literal["4bit", "8bit"]
+
+
 class ModelSettings(Section):
     base: Annotated[str, AfterValidator(_model)] = "Qwen/Qwen3-4B"
     """The base model: a local directory or a hub name, as for vLLM and transformers."""
     alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
     """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`. With `targets`,
     each target's alias takes its place."""
+    trainer_quantization: Quantization | None = None
+    """Holds the trainer's frozen base model in `4bit` or `8bit` (bitsandbytes, the extra `quantized`), to save memory
+    of its GPU. Engines, gate and server keep `base` as it is. A round is refused without a GPU, and fails if the
+    first step's `logprob_gap` is above 0.2. Experimental: it has not been run on a GPU yet."""
 
 
 class TargetSettings(Section):

@@ -6,15 +6,16 @@ An adapter directory appears atomically and is never written again. Nothing here
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import LoraSettings
-from flywheel.config.training import Precision
+from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import why_unloadable
@@ -105,16 +106,69 @@ def _cpu_flags() -> list[str]:
     return []
 
 
+def check_quantization(quantization: Quantization | None) -> None:
+    """Raise TrainError where the trainer's base model cannot be quantised: without bitsandbytes or without a GPU."""
+    if quantization is None:
+        return
+    import torch
+
+    attempted = f"quantise the trainer's base model (model.trainer_quantization: {quantization})"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hint = "Install it: pip install 'agentscope-flywheel[quantized]', or remove model.trainer_quantization."
+        raise TrainError(attempted, "bitsandbytes is not installed", hint)
+    if not torch.cuda.is_available():
+        hint = "Remove model.trainer_quantization, or run rounds on a GPU."
+        raise TrainError(attempted, "there is no GPU, whose memory it would save", hint)
+
+
+def quantization_config(quantization: Quantization, compute_dtype: str) -> Any:
+    """The arguments of bitsandbytes for transformers: the method of QLoRA (arXiv 2305.14314), or LLM.int8()."""
+    from transformers import BitsAndBytesConfig
+
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        # Transformers computes in float32 otherwise.
+        bnb_4bit_compute_dtype="bfloat16" if compute_dtype == "auto" else compute_dtype,
+    )
+
+
+@contextlib.contextmanager
+def adapter_dtype_kept(model: Any) -> Iterator[None]:
+    """TRL's trainers convert an adapter on a quantised base to bfloat16. After this context it has its own numbers
+    again, which are float32."""
+    own = [(weight, weight.data) for weight in model.parameters() if weight.requires_grad]
+    yield
+    for weight, data in own:
+        if weight.dtype != data.dtype:
+            weight.data = data.to(weight.device)
+
+
 def load_policy(
-    base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int, *, dtype: str | None = None
+    base: str,
+    parent: AdapterRef | None,
+    lora: LoraSettings,
+    seed: int,
+    *,
+    dtype: str | None = None,
+    quantization: Quantization | None = None,
 ) -> Any:
     """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect. The base
-    model has the checkpoint's dtype unless another one is named; the adapter is float32 if that is half precision."""
+    model has the checkpoint's dtype unless another one is named; the adapter is float32 if that is half precision.
+    Raises TrainError where a `quantization` is not possible."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or base_dtype(base))
+    dtype = dtype or base_dtype(base)
+    options: dict[str, Any] = {}
+    if quantization is not None:
+        check_quantization(quantization)
+        options["quantization_config"] = quantization_config(quantization, dtype)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
     if parent is not None:
         return PeftModel.from_pretrained(model, parent.path, is_trainable=True)
     settings = LoraConfig(

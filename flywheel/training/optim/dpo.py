@@ -20,6 +20,7 @@ from trl import DPOConfig, DPOTrainer
 from flywheel.config import Config
 from flywheel.config.training import DpoSettings
 from flywheel.training.data.samples import Pair, micro_batches
+from flywheel.training.engine.policy import adapter_dtype_kept
 from flywheel.training.optim.grpo import shared_arguments
 
 PairBatch = dict[str, torch.Tensor]
@@ -37,7 +38,8 @@ class PairTrainer(DPOTrainer):  # type: ignore[misc]
         self._micro_batch_tokens = (
             training.micro_batch_tokens or training.micro_batch_size * settings.rollout.max_model_len
         )
-        super().__init__(data_collator=list, **arguments)
+        with adapter_dtype_kept(arguments["model"]):
+            super().__init__(data_collator=list, **arguments)
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         """Items are numbers of steps, of which there is nothing to render."""

@@ -38,6 +38,7 @@ from trl.trainer.utils import use_adapter
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import Sample, TrainingRow, micro_batches, token_counts, token_weights
+from flywheel.training.engine.policy import adapter_dtype_kept
 
 MicroBatch = dict[str, torch.Tensor]
 """The inputs of TRL's loss by name."""
@@ -72,7 +73,8 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         self._collected = -1
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
-        super().__init__(reward_funcs=no_reward, **arguments)
+        with adapter_dtype_kept(arguments["model"]):
+            super().__init__(reward_funcs=no_reward, **arguments)
 
     def _prepare_inputs(self, generation_batch: Any) -> list[MicroBatch]:
         """The micro-batches of this step; those of the same step again for its further updates."""

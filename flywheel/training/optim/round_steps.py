@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from flywheel.config import Config
+from flywheel.config.training import Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.system.terminal import quantity
@@ -23,6 +25,15 @@ from flywheel.training.optim.collector import Collector
 
 FIRST_LOOK = 2
 """Number of first steps without different rewards after which a round is refused; one could be chance."""
+
+
+WIDEST_GAP: Final = 0.2
+"""The largest `logprob_gap`, in nats, of the first step of a round whose trainer has a quantised base model.
+
+The same weights in bfloat16 differ by about 0.05 between engine and trainer (SmolLM2-135M at temperature 1). At 0.2
+the probability ratio of an average token is off by a factor of 1.2, the default clip range, before anything was
+learned: from there on, corrections and clipping are about the quantisation and no longer about the policy.
+"""
 
 
 class RoundRefusedError(Exception):
@@ -60,6 +71,17 @@ def refuse_without_spread(batches: Sequence[RolloutBatch], min_share: float) -> 
         f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
         " the rubric may be too easy or too hard for these tasks"
     )
+
+
+def refuse_wide_gap(gap: float | None, quantization: Quantization | None) -> None:
+    """Raise TrainError when the quantised base differs too much from the engines' base. `gap` is in nats."""
+    if quantization is not None and gap is not None and not gap <= WIDEST_GAP:
+        raise TrainError(
+            f"train on a quantised base model (model.trainer_quantization: {quantization})",
+            f"log-probabilities of trainer and engine differ by {gap:.3f} in the first step (logprob_gap), which is"
+            f" more than {WIDEST_GAP:g}",
+            f"{'Set it to 8bit, or remove it' if quantization == '4bit' else 'Remove it'}.",
+        )
 
 
 def refuse_growing_misses(shares: Sequence[Sequence[float]], of_calling: Sequence[Sequence[float]]) -> None:

@@ -35,6 +35,7 @@ from flywheel.training.optim.round_steps import (
     RoundRefusedError,
     RoundSteps,
     refuse_growing_misses,
+    refuse_wide_gap,
     refuse_without_spread,
 )
 
@@ -83,7 +84,10 @@ class Trainer(RoundActor):
         """Load the policy that a stage starts from, with nothing of the stage before. Raises TrainError."""
         spec, training = self._spec, self._settings.training
         dtype, self._compute_dtype = trainer_dtypes(spec.base_model, training.precision)
-        self._model = load_policy(spec.base_model, parent, training.lora, spec.seed, dtype=dtype)
+        quantization = self._settings.model.trainer_quantization
+        self._model = load_policy(
+            spec.base_model, parent, training.lora, spec.seed, dtype=dtype, quantization=quantization
+        )
 
     def train(
         self,
@@ -236,6 +240,8 @@ class TrainingRun:
         self.system_prompts: Counter[str] = Counter()
         self.with_gradient: set[str] = set()
         """Ids of the tasks that were trained on so far."""
+        self._gap: float | None = None
+        """The `logprob_gap` of the first step that was trained on."""
         self._steps = RoundSteps(spec, settings, prompts, collector)
 
     def sync(self, model: Any) -> None:
@@ -286,12 +292,15 @@ class TrainingRun:
         refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
 
     def report(self, step: int, logs: Mapping[str, float]) -> None:
-        """Write the metrics line of a completed step, which counts from 1."""
+        """Write the metrics line of a completed step, which counts from 1. Raises TrainError."""
         reward = self._write_metrics(step, logs)
         self._meter.stepped(self._before + step, reward, collecting_seconds=sum(self._batch.seconds.values()))
         self.steps_done = step
         self.reward_last = reward
         self.reward_first = reward if step == 1 else self.reward_first
+        if self._gap is None:
+            self._gap = logs.get("rows/logprob_gap")
+            refuse_wide_gap(self._gap, self._settings.model.trainer_quantization)
 
     def _write_metrics(self, step: int, logs: Mapping[str, float]) -> float | None:
         """Write the metrics line of a step and return its mean reward. Without `logs`, it was not trained on."""

@@ -31,7 +31,7 @@ from flywheel.system.log import output_to
 from flywheel.system.signals import Stopped, catch_signals
 from flywheel.training.data.round_directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.policy import check_base, check_frozen, check_parent, other_form
+from flywheel.training.engine.policy import check_base, check_frozen, check_parent, check_quantization, other_form
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import MakeGrade, Round
 
@@ -46,6 +46,9 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
     check_base(spec.base_model)
     check_parent(spec.parent)
+    if settings.ray.address is None and not spec.debug:
+        # On a cluster the trainer checks its own node.
+        check_quantization(settings.model.trainer_quantization)
     if spec.parent and (form := other_form(spec.parent, settings.training.lora)):
         log.warning(
             "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"

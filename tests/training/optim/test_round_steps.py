@@ -178,6 +178,27 @@ def train(run: trainer.TrainingRun, steps: int) -> None:
         run.report(step + 1, LOGS)
 
 
+def test_the_gap_of_a_quantised_trainer_is_looked_at_in_the_first_step_that_trains(tmp_path: Path) -> None:
+    def quantised(directory: Path) -> trainer.TrainingRun:
+        directory.mkdir()
+        run = run_of(directory, differing, steps=3)
+        model = run._settings.model.model_copy(update={"trainer_quantization": "8bit"})
+        run._settings = run._settings.model_copy(update={"model": model})
+        return run
+
+    wide, later = quantised(tmp_path / "wide"), quantised(tmp_path / "later")
+    wide.roll_out(0)
+    wide.report(1, LOGS)
+    wide.roll_out(1)
+    with pytest.raises(TrainError, match=r"differ by 0\.500 in the first step"):
+        wide.report(2, {**LOGS, "rows/logprob_gap": 0.5})
+    assert metrics_of(tmp_path / "wide")[-1]["logprob_gap"] == 0.5, "the figures of that step are written"
+    for step, gap in enumerate((0.1, 0.5)):
+        later.roll_out(step)
+        later.report(step + 1, {**LOGS, "rows/logprob_gap": gap})
+    assert later.steps_done == 2, "what training changes is no fault of the quantisation"
+
+
 def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_step(tmp_path: Path) -> None:
     done = 0
 
