@@ -42,7 +42,7 @@ file; 130, 143 stopped by SIGINT, SIGTERM before it was done (`flywheel run` wit
 failed and what to do. A user's mistake never causes a traceback.
 
 `-c FILE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`, `rubric schema` and
-`config schema` need no configuration. `judge` is another name of `filter`, `train` of `round` and `explain` of `why`.
+`config schema` need no configuration. `judge` is another name of `filter` and `explain` of `why`.
 `--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
 """
 

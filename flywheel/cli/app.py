@@ -37,7 +37,7 @@ T = TypeVar("T")
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
-ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "train": "round", "explain": "why"}
+ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "explain": "why"}
 """Other names of commands, which people try first."""
 HINTS: Final[Mapping[str, str]] = {
     "start": "run", "daemon": "run", "watch": "status --watch", "metrics": "status --metrics", "server": "serve",
@@ -45,7 +45,8 @@ HINTS: Final[Mapping[str, str]] = {
     "release": "tasks release TASK", "reject": "tasks reject TASK", "retry": "dead-letters retry ID",
     "drop": "dead-letters drop ID", "eval": "filter", "evaluate": "filter", "grade": "filter", "score": "filter",
     "calibrate": "rubric calibrate", "lint": "rubric check", "validate": "rubric check", "learn": "round",
-    "finetune": "round", "gate": "why ROUND", "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
+    "finetune": "train sft", "sft": "train sft", "dpo": "train dpo", "grpo": "train grpo", "gate": "why ROUND",
+    "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
     "undo": "rollback", "revert": "rollback", "check": "doctor", "setup": "init", "new": "init", "clean": "prune",
     "annotate": "label TASK accept", "settings": "config show",
     "completion": "--install-completion", "help": "--help", "version": "--version",
@@ -356,7 +357,7 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters",
+    "run", "ingest", "filter", "rounds", "train", "rollouts", "prune", "status", "audit", "why", "dead_letters",
     "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo", "init",
     "doctor",
 )  # fmt: skip

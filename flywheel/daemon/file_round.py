@@ -1,12 +1,13 @@
-"""A round on files of tasks, without a daemon: `flywheel.tune` and commands run one."""
+"""A round on files, without a daemon: `flywheel.tune` and `flywheel train` run one."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import logging
 import random
 from collections import defaultdict
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,19 @@ from flywheel.daemon.rounds.round_tasks import round_task
 from flywheel.daemon.rounds.rounds import WorkerWatch
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ConfigError, TrainError
-from flywheel.records.round import Comparison, GateTest, RoundSpec, RoundTask
-from flywheel.sources.jsonl.record import tasks_of_file
+from flywheel.judge.filters.chain import chain_of
+from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundSpec, RoundTask
+from flywheel.serving.adapter_files import why_unloadable
+from flywheel.sources.jsonl.record import DataRow, rows_of_file
+from flywheel.system.files import tree_sha256
+from flywheel.system.terminal import quantity
 from flywheel.training.gate.gate import alpha_of, decide
+
+log = logging.getLogger(__name__)
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
-ROUND_ID: Final = "tune"
+NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,9 @@ class TuneResult:
 
     Attributes:
         adapter: The directory of the trained LoRA adapter; None if the round was refused.
-        is_better: Whether the adapter is shown to be better than the base model on the held-out tasks.
-        reason: Why it is or is not, or why the round was refused.
+        is_better: Whether the adapter is shown to be better on the held-out tasks than the base model, or than the
+            adapter that the round started from.
+        reason: Why it is or is not, why it was not compared, or why the round was refused.
         comparison: The figures of that.
         directory: The files of the round: `metrics.jsonl`, `rollouts.jsonl`, `worker.log` and others.
         reward_first, reward_last: Mean rewards of the first and the last step.
@@ -50,52 +58,127 @@ class TuneResult:
     reward_last: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class RoundNames:
+    """What the round and its arguments are called where it was started, for messages."""
+
+    round_id: str
+    attempted: str
+    data: str
+    held_out: str
+
+
+TUNE: Final = RoundNames("tune", ATTEMPTED, "train_dataset", "eval_dataset")
+
+
 def run_on_files(settings: Config, train_dataset: Any, eval_dataset: Any, directory: Path) -> TuneResult:
     """Train on the tasks of a file in one round, and compare the adapter with the base model.
 
-    `train_dataset` and `eval_dataset` are paths of JSON lines, or objects with such a `path`; without the second,
-    whole conversations of the first are held out. The round's files go to `directory`. Raises ConfigError for data
-    sets that cannot be used, and TrainError if the round fails.
+    The data sets are as in `tasks_of`. The round's files go to `directory`. Raises ConfigError for data sets that
+    cannot be used, and TrainError if the round fails.
     """
-    train, held_out = tasks_of(settings, train_dataset, eval_dataset)
-    spec = RoundSpec(
-        round_id=ROUND_ID,
+    spec = spec_of(settings, train_dataset, eval_dataset)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(train_on_files(spec, directory, settings))
+    # In a notebook, whose cells run in a loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, train_on_files(spec, directory, settings)).result()
+
+
+def spec_of(
+    settings: Config,
+    data: Any,
+    held_out: Any,
+    *,
+    parent: Path | None = None,
+    compares: bool = True,
+    names: RoundNames = TUNE,
+) -> RoundSpec:
+    """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
+    that, nothing is graded. Raises ConfigError."""
+    train, asked = tasks_of(settings, data, held_out, compares=compares, names=names)
+    return RoundSpec(
+        round_id=names.round_id,
         attempt=1,
         seed=settings.training.seed,
         debug=False,
         base_model=settings.model.base,
-        parent=None,
+        parent=_parent(parent, names.attempted) if parent is not None else None,
         train=train,
-        held_out=held_out,
-        rubric=rubric_of(settings).model_dump(mode="json"),
+        held_out=asked,
+        rubric=rubric_of(settings).model_dump(mode="json") if compares else {},
         settings=settings.model_dump(mode="json"),
-        test=GateTest(epoch=1, number=1, alpha=alpha_of(settings.gate.alpha, 1)),
+        test=GateTest(epoch=1, number=1, alpha=alpha_of(settings.gate.alpha, 1)) if compares else None,
     )
-    return _run(_train(spec, directory, settings))
 
 
-def require_packages() -> None:
+def has_rewards(config: Config) -> bool:
+    """Whether the settings say how answers are rewarded: by a rubric of their own, or by the user's agent. Raises
+    ConfigError."""
+    if "rubric" in config.filter.model_fields_set or config.rollout.reward.workflow:
+        return True
+    chain = chain_of(config)
+    return chain is not None and chain.judge is not None and chain.judge.custom_rubrics is not None
+
+
+def base_model_of(adapter: Path, attempted: str) -> str:
+    """The base model that an adapter's files name; empty if they name none. Raises ConfigError if the folder has no
+    adapter that can be loaded."""
+    hint = "Name the folder of a LoRA adapter with adapter_config.json and adapter_model.safetensors."
+    if why := why_unloadable(adapter):
+        raise ConfigError(attempted, why, hint)
+    try:
+        about = json.loads((adapter / "adapter_config.json").read_bytes())
+        if not (adapter / "adapter_model.safetensors").is_file():
+            raise ConfigError(attempted, f"{adapter} has no adapter_model.safetensors", hint)
+        return str(about.get("base_model_name_or_path") or "")
+    except OSError as error:
+        raise ConfigError(attempted, f"{error.filename}: {error.strerror}", hint) from None
+    except (ValueError, AttributeError):
+        raise ConfigError(attempted, f"{adapter / 'adapter_config.json'} is no JSON object", hint) from None
+
+
+def _parent(adapter: Path, attempted: str) -> AdapterRef:
+    base_model_of(adapter, attempted)
+    return AdapterRef(name=adapter.name, path=str(adapter), sha256=tree_sha256(adapter))
+
+
+def require_packages(attempted: str = ATTEMPTED) -> None:
     """Raises TrainError that names the packages of training that are not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise TrainError(
-            ATTEMPTED,
+            attempted,
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
             "Run: pip install 'agentscope-flywheel[gpu]', or 'agentscope-flywheel[cpu]' on a machine without a GPU.",
         )
 
 
-def tasks_of(config: Config, train: Any, held_out: Any) -> tuple[list[RoundTask], list[RoundTask]]:
-    """The tasks to train on, and those of the comparison. Raises ConfigError."""
+def tasks_of(
+    config: Config, train: Any, held_out: Any, *, compares: bool = True, names: RoundNames = TUNE
+) -> tuple[list[RoundTask], list[RoundTask]]:
+    """The tasks to train on, and those of the comparison or, without one, those of which SFT measures the loss.
+
+    `train` and `held_out` are paths of JSON lines, or objects with such a `path`. Without the second, whole
+    conversations of the first are held out. Raises ConfigError.
+    """
+    stages = config.training.stages
+    if not compares and ("grpo" in stages or config.training.sft.when != "always"):
+        why = "its rollouts get no rewards: there is no rubric"
+        raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
     if train is None:
-        raise ConfigError(ATTEMPTED, "there is no train_dataset", "Name a file of JSON lines, one task each.")
-    tasks, needed = _read(train, "train_dataset", config), config.gate.min_tasks
+        raise ConfigError(names.attempted, f"there is no {names.data}", "Name a file of JSON lines, one task each.")
+    tasks, needed = _read(train, names.data, config, compares=compares), config.gate.min_tasks if compares else 0
     if held_out is not None:
-        asked = _read(held_out, "eval_dataset", config)
+        asked = _read(held_out, names.held_out, config, compares=compares)
         if len(asked) < needed:
-            why = f"eval_dataset has {len(asked)} tasks, and gate.min_tasks is {needed}"
-            raise ConfigError(ATTEMPTED, why, "Add tasks, or lower gate.min_tasks.")
+            why = f"{names.held_out} has {quantity(len(asked), 'task')}, and gate.min_tasks is {needed}"
+            raise ConfigError(names.attempted, why, "Add tasks, or lower gate.min_tasks.")
         return tasks, asked
+    if not compares and "sft" not in stages:
+        return tasks, []
     # Whole conversations, as in a daemon: tasks of one are not independent.
     by_conversation = defaultdict[str, list[RoundTask]](list)
     for task in tasks:
@@ -103,40 +186,30 @@ def tasks_of(config: Config, train: Any, held_out: Any) -> tuple[list[RoundTask]
     conversations = sorted(by_conversation)
     random.Random(config.training.seed).shuffle(conversations)
     wanted, asked_for = max(needed, round(len(tasks) * (1 - config.ingest.train_ratio))), list[RoundTask]()
-    while conversations and len(asked_for) < wanted:
+    while len(conversations) > 1 and len(asked_for) < wanted:
         asked_for += by_conversation.pop(conversations.pop())
-    left = [task for task in tasks if task.conversation in by_conversation]
-    if len(asked_for) < needed or not left:
-        why = f"train_dataset has {len(tasks)} tasks, of which {needed} (gate.min_tasks) are held out"
-        raise ConfigError(ATTEMPTED, why, "Add tasks, name an eval_dataset, or lower gate.min_tasks.")
-    return left, asked_for
+    if len(asked_for) < needed:
+        why = f"{names.data} has {quantity(len(tasks), 'task')}, of which {needed} (gate.min_tasks) are held out"
+        raise ConfigError(names.attempted, why, f"Add tasks, name an {names.held_out}, or lower gate.min_tasks.")
+    return [task for task in tasks if task.conversation in by_conversation], asked_for
 
 
-def _run(work: Coroutine[Any, Any, TuneResult]) -> TuneResult:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    # In a notebook, whose cells run in a loop.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
-
-
-async def _train(spec: RoundSpec, directory: Path, config: Config) -> TuneResult:
+async def train_on_files(spec: RoundSpec, directory: Path, config: Config) -> TuneResult:
+    """Run a round, whose files go to `directory`. A cancellation stops its worker. Raises TrainError."""
     worker = await WorkerProcess.start(directory, spec)
     try:
-        code = await WorkerWatch(ROUND_ID, worker).follow(config.daemon.round_timeout_seconds)
+        code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)
         result = await asyncio.to_thread(result_of, directory, code)
     except TimeoutError:
         why = f"it ran longer than {config.daemon.round_timeout_seconds:g} s"
-        raise TrainError(ATTEMPTED, why, "Raise daemon.round_timeout_seconds.") from None
+        raise TrainError(f"finish {spec.round_id}", why, "Raise daemon.round_timeout_seconds.") from None
     finally:
         await worker.stop()
     decision = decide(result.comparison, config.gate) if result.comparison is not None else None
     return TuneResult(
         adapter=Path(result.adapter.path) if result.adapter is not None else None,
         is_better=decision is not None and decision.promote,
-        reason=decision.reason if decision is not None else result.reason,
+        reason=decision.reason if decision is not None else result.reason or NOT_COMPARED,
         comparison=result.comparison,
         directory=directory,
         steps=result.steps,
@@ -145,12 +218,49 @@ async def _train(spec: RoundSpec, directory: Path, config: Config) -> TuneResult
     )
 
 
-def _read(dataset: Any, name: str, config: Config) -> list[RoundTask]:
+def _read(dataset: Any, name: str, config: Config, *, compares: bool) -> list[RoundTask]:
+    """The tasks of a file, with their replies if a stage trains on them. Raises ConfigError, which names the line."""
     path = Path(getattr(dataset, "path", dataset)).expanduser()
+    attempted, stages = f"read {name} {path}", config.training.stages
     tasks: dict[str, RoundTask] = {}
-    for number, line in tasks_of_file(path, f"read {name} {path}"):
-        task = round_task(line, config, is_accepted=False)
-        key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{number}"
-        right = task.exchange.line or {"metadata": {"reference": line["answer"]}}
-        tasks[key] = task.model_copy(update={"task_id": key, "exchange": replace(task.exchange, line=right)})
+    ties = 0
+    for row in rows_of_file(path, attempted):
+        if stages == ["sft"] and not row.task["answer"].strip():
+            why = f"line {row.number}: it has no reply to train on"
+            raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
+        if stages == ["dpo"] and not compares and row.worse is None:
+            why = f"line {row.number}: it has no `chosen` and `rejected`, and no rubric grades replies to it"
+            raise ConfigError(attempted, why, "Give each line both, or name a rubric.")
+        if "dpo" in stages and _is_tie(row, config.training.dpo.margin):
+            ties += 1
+            continue
+        task = _task_of(row, config)
+        key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{row.number}"
+        tasks[key] = task.model_copy(update={"task_id": key})
+    if ties:
+        why = "their replies are equal, or their scores differ by less than training.dpo.margin"
+        log.warning("%s: %s left out: %s", path, quantity(ties, "preference"), why)
+    if not tasks:
+        raise ConfigError(attempted, "no line can be trained on" if ties else "it is empty", "Name another file.")
     return list(tasks.values())
+
+
+def _is_tie(row: DataRow, margin: float) -> bool:
+    if row.worse is None:
+        return False
+    is_same = all(row.worse["metadata"][key] == row.task["metadata"][key] for key in ("answer", "trajectory_json"))
+    # Scores such as 0.3 and 0.2 differ by 0.1.
+    return is_same or (row.difference is not None and round(row.difference, 9) < margin)
+
+
+def _task_of(row: DataRow, config: Config) -> RoundTask:
+    # As accepted ones: their answers are to be imitated. The judge gets none of them.
+    task = round_task(row.task, config, is_accepted=True)
+    right = task.exchange.line or {"metadata": {"reference": row.task["answer"]}}
+    worse = round_task(row.worse, config, is_accepted=True).reply if row.worse is not None else ()
+    return task.model_copy(
+        update={
+            "exchange": replace(task.exchange, reference="", line=right),
+            "rejected": worse if "dpo" in config.training.stages else (),
+        }
+    )

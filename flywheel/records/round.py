@@ -118,10 +118,11 @@ class RoundSpec(Frozen):
     left_out: dict[str, str] = {}
     """Tasks of the round that are not trained on, by id, with the reason."""
     rubric: dict[str, Any]
+    """Empty for a round on recorded replies alone, which grades nothing."""
     settings: dict[str, Any]
     """The whole configuration, without secrets."""
     test: GateTest | None = None
-    """None for a debug round."""
+    """None for a round that compares nothing: a debug round, or one on files without a rubric."""
     shared: SharedRecordings = SharedRecordings()
     """For training, of traces in the training split."""
     shared_gate: SharedRecordings = SharedRecordings()
@@ -288,6 +289,7 @@ class RoundResult(Frozen):
     adapter: AdapterRef | None = None
     """None after a debug round and after a refusal."""
     comparison: Comparison | None = None
+    """None if nothing was compared, and so is the probe."""
     probe: Probe | None = None
     left_out: dict[str, str] = {}
     """Tasks that were not trained on, by id, with the reason."""

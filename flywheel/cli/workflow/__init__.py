@@ -119,11 +119,11 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
 def _first_line(path: Path) -> dict[str, Any]:
     from flywheel.records.task import whole_line
-    from flywheel.sources.jsonl.record import tasks_of_file
+    from flywheel.sources.jsonl.record import rows_of_file
 
     attempted = f"read a task from {path}"
-    for _, line in tasks_of_file(path, attempted):
-        return whole_line(line)
+    for row in rows_of_file(path, attempted):
+        return whole_line(row.task)
     raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
 
 

@@ -168,6 +168,9 @@ HISTORY: Final = ("init_messages", "prompt", "messages")
 ANSWER: Final = ("answer", "metadata.answer", "completion", "response", "reference", "prompt", "messages")
 """Keys of the answer. In a list of messages it is the last assistant message after the question."""
 
+_PREFERENCE: Final = frozenset({"chosen", "rejected"})
+_SCORES: Final = ("chosen_score", "rejected_score")
+
 _READ: Final = frozenset({*QUERY, *HISTORY, *ANSWER, "task_id", "env_type", "tools", "metadata"})
 
 NO_ID: Final = frozenset({"no_id"})
@@ -213,30 +216,91 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
-def tasks_of_file(path: Path, attempted: str) -> Iterator[tuple[int, TaskLine]]:
-    """The tasks of a data set, which need no answers, with the numbers of their lines. Empty lines are left out.
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """A line of a data set.
 
-    Raises ConfigError if the file cannot be read, and for a line without a question.
+    Attributes:
+        number: That of the line, from 1.
+        task: Its task, which needs no answer. That of a preference has the better reply.
+        worse: The same task with the worse reply; None for a line that is no preference.
+        difference: How much higher the better reply's score is; None without scores.
+    """
+
+    number: int
+    task: TaskLine
+    worse: TaskLine | None = None
+    difference: float | None = None
+
+
+def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
+    """The lines of a data set: tasks, conversations (`messages`), and preferences (`chosen` and `rejected`, as texts
+    or as lists of messages, with or without their prompt). Empty lines are left out.
+
+    Raises ConfigError, which names the line, for one without a question and for a preference without both replies,
+    and if the file cannot be read.
     """
     now = datetime.now(UTC)
     try:
         with path.open("rb") as lines:
             for number, text in enumerate(lines, 1):
-                if text.strip():
-                    yield number, _row(text, path, now, attempted, number)
+                if not text.strip():
+                    continue
+                try:
+                    yield _row(text, path, now, number)
+                except LineError as error:
+                    why = f"line {number}: {error}"
+                    raise ConfigError(attempted, why, "Each line is one task, a JSON object.") from None
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
 
 
-def _row(text: bytes, source: Path, now: datetime, attempted: str, number: int) -> TaskLine:
-    try:
-        line = _parsed(text)
-        reply, _ = _reply(line, text, now)
-        if reply.skip is SkipReason.NO_QUERY:
-            raise LineError(reply.skip_detail)
-        return _task(line, reply, source)
-    except LineError as error:
-        raise ConfigError(attempted, f"line {number}: {error}", "Each line is one task, a JSON object.") from None
+def _row(text: bytes, source: Path, now: datetime, number: int) -> DataRow:
+    line = _parsed(text)
+    if not _PREFERENCE.issubset(line):
+        return DataRow(number, _asked(line, text, source, now))
+    tasks = []
+    for key in ("chosen", "rejected"):
+        task = _asked(_with_reply(line, key), text, source, now)
+        if not task["answer"].strip():
+            raise LineError(f"`{key}` holds no reply")
+        tasks.append(task)
+    better, worse = tasks
+    if better["prompt"] != worse["prompt"]:
+        raise LineError("`chosen` and `rejected` reply to different messages")
+    better_score, worse_score = (_score(line, key) for key in _SCORES)
+    difference = None if better_score is None or worse_score is None else better_score - worse_score
+    return DataRow(number, better, worse, difference)
+
+
+def _score(line: TaskLine, key: str) -> float | None:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise LineError(f"`{key}` is {kind(value)}, not a number")
+    return value
+
+
+def _asked(line: TaskLine, text: bytes, source: Path, now: datetime) -> TaskLine:
+    """The task of a line, which needs no answer. Raises LineError."""
+    reply, _ = _reply(line, text, now)
+    if reply.skip is SkipReason.NO_QUERY:
+        raise LineError(reply.skip_detail)
+    return _task(line, reply, source)
+
+
+def _with_reply(line: TaskLine, key: str) -> TaskLine:
+    """A preference with the reply in `key` as its only one, in the keys of other lines. Raises LineError."""
+    replaced = _PREFERENCE | {*_SCORES, *ANSWER} - {*HISTORY}
+    rest = {name: value for name, value in line.items() if name not in replaced}
+    if isinstance(line.get("metadata"), dict):
+        rest["metadata"] = {name: value for name, value in line["metadata"].items() if name != "answer"}
+    if isinstance(line[key], str):
+        return {**rest, "answer": line[key]}
+    messages = messages_of(line[key], key)
+    if messages and messages[0]["role"] == "assistant":
+        return {**rest, "completion": line[key]}
+    # The whole conversation, which repeats its prompt.
+    return {**{name: value for name, value in rest.items() if name not in QUERY}, "messages": line[key]}
 
 
 def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> TaskLine:

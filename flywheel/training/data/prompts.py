@@ -51,12 +51,14 @@ def asked(
     *,
     max_model_len: int,
     max_completion_tokens: int | None = None,
+    by_reply: bool = False,
 ) -> Asked:
     """The prompts to train on: those that leave room for a completion. Without `max_completion_tokens`, that is the
     length of the traced reply, and rollouts are limited to the 99th percentile of traced replies or the rest of the
     context. `refused` are tasks that the chat template refuses. Rollouts of the user's agent have at most
-    `max_completion_tokens` or `max_model_len` tokens in all of their calls."""
-    kept, left_out, inexact = _each_once(prompts, refused)
+    `max_completion_tokens` or `max_model_len` tokens in all of their calls. Of several tasks with one prompt the last
+    is kept; with `by_reply`, which is for training on recorded replies, of those that have the same replies, too."""
+    kept, left_out, inexact = _each_once(prompts, refused, by_reply=by_reply)
     longest = max_completion_tokens or longest_needed([prompt.needs for prompt in kept]) or max_model_len
     fitting: list[Prompt] = []
     for prompt in kept:
@@ -89,7 +91,7 @@ def longest_needed(needs: Sequence[int]) -> int:
 
 
 def _each_once(
-    prompts: Sequence[Prompt], refused: Mapping[str, str]
+    prompts: Sequence[Prompt], refused: Mapping[str, str], *, by_reply: bool = False
 ) -> tuple[list[Prompt], dict[str, str], dict[str, str]]:
     """The last occurrence of each prompt, because repetitions are no independent evidence; the reasons of excluded
     tasks; and those whose length differs from the recorded prompt."""
@@ -101,11 +103,12 @@ def _each_once(
         and prompt.task.agent != "program"
     }
     exact = [prompt for prompt in prompts if prompt.task.task_id not in inexact]
-    newest = {_identity(prompt): prompt for prompt in exact}
+    identities = [_identity(prompt, by_reply=by_reply) for prompt in exact]
+    newest = dict(zip(identities, exact, strict=True))
     left_out = {task: f"the chat template refuses it ({why})" for task, why in refused.items()} | inexact
     kept: list[Prompt] = []
-    for prompt in exact:
-        last = newest[_identity(prompt)]
+    for prompt, identity in zip(exact, identities, strict=True):
+        last = newest[identity]
         if last is prompt:
             kept.append(prompt)
         else:
@@ -113,10 +116,12 @@ def _each_once(
     return kept, left_out, inexact
 
 
-def _identity(prompt: Prompt) -> object:
-    """Equal for prompts of which one is a repetition. The user's agent gets the whole task: of that, everything
-    counts but what its trace says of itself."""
+def _identity(prompt: Prompt, *, by_reply: bool) -> object:
+    """Equal for prompts of which one is a repetition; with `by_reply` only if their replies are equal as well. The
+    user's agent gets the whole task: of that, everything counts but what its trace says of itself."""
     task = prompt.task
+    if by_reply:
+        return prompt.token_ids, json.dumps([task.reply, task.rejected], sort_keys=True, default=str)
     if task.agent != "program":
         return prompt.token_ids
     asked = {name: value for name, value in task.line.items() if name not in ("task_id", "answer", "metadata")}

@@ -78,7 +78,7 @@ class Round:
         self.metrics = Metrics(directory)
         self.meter = Meter(directory, steps=settings.training.steps)
         self.program = program_of(settings)
-        if not has_judge(settings):
+        if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
         self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
@@ -188,11 +188,13 @@ class Round:
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
         """The tasks that can be trained on: rendered by the model's template, short enough, without duplicates."""
-        rollout = self.settings.rollout
+        rollout, stages = self.settings.rollout, self.settings.training.stages
         return asked(
             *self._encoded(tasks),
             max_model_len=rollout.max_model_len,
             max_completion_tokens=rollout.max_completion_tokens,
+            # No prompt is asked: two replies to one prompt are two examples.
+            by_reply=stages == ["sft"] or ("grpo" not in stages and all(task.rejected for task in tasks)),
         )
 
     def asked_as_served(self, tasks: Sequence[RoundTask]) -> Asked:
@@ -222,7 +224,9 @@ class Round:
         for task, why in {**gate.left_out, **self.left_out}.items():
             log.warning("%s is left out: %s", task, why)
         self.inexact = train.inexact | gate.inexact
-        if (train.inexact and not prompts) or (gate.inexact and len(held_out) < self.settings.gate.min_tasks):
+        is_compared = self.spec.test is not None
+        needed = self.settings.gate.min_tasks if is_compared else 0
+        if (train.inexact and not prompts) or (gate.inexact and len(held_out) < needed):
             # A result and not a failure: these tasks are marked, and the next round uses others.
             return self._too_few_exact(len(prompts), len(held_out))
         if not prompts:
@@ -231,9 +235,9 @@ class Round:
                 f"none of its {len(self.spec.train)} tasks leaves room for a completion in rollout.max_model_len",
                 "Raise rollout.max_model_len or lower rollout.max_completion_tokens.",
             )
-        if not self.spec.debug:
+        if is_compared:
             # Checked before hours are spent on a candidate that could only be rejected.
-            check_enough(held_out, self.spec, self.settings.gate.min_tasks)
+            check_enough(held_out, self.spec, needed)
         log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
         if self.program is not None:
             with self._timed("trial"):
@@ -242,7 +246,7 @@ class Round:
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
-            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
+            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out) if is_compared else 0
             running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
             trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
             ray.kill(self.trainer)
@@ -264,6 +268,8 @@ class Round:
         assert trained.adapter is not None
         copy_adapter(Path(trained.adapter.path), self.directory / ADAPTER_DIR)
         adapter = adapter_of(self.spec.round_id, self.directory / ADAPTER_DIR)
+        if not is_compared:
+            return self._result("trained", adapter=adapter, **figures)
         with self._timed("evaluate"):
             self.metrics.phase("evaluating", prompts=len(held_out))
             rewards = {"reward_first": trained.reward_first, "reward": trained.reward_last}

@@ -45,6 +45,20 @@ def test_a_prompt_that_comes_again_is_asked_once_where_it_came_last() -> None:
     }
 
 
+def test_two_replies_to_one_prompt_are_two_examples() -> None:
+    def replied(name: str, text: str) -> Prompt:
+        asking = prompt(name, (1, 2))
+        return replace(
+            asking, task=asking.task.model_copy(update={"reply": ({"role": "assistant", "content": text},)})
+        )
+
+    prompts = [replied("t-1", "7"), replied("t-2", "seven"), replied("t-3", "7")]
+    kept = asked(prompts, {}, max_model_len=100, max_completion_tokens=40, by_reply=True)
+    assert [each.task.task_id for each in kept.prompts] == ["t-2", "t-3"]
+    kept = asked(prompts, {}, max_model_len=100, max_completion_tokens=40)
+    assert [each.task.task_id for each in kept.prompts] == ["t-3"]
+
+
 def test_rollouts_are_as_long_as_99_of_100_traced_replies() -> None:
     prompts = [replace(prompt(f"t-{n}", (n,)), needs=n) for n in range(1, 201)]
     found = asked(prompts, {}, max_model_len=4096)

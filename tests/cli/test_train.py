@@ -1,0 +1,192 @@
+"""`flywheel train`: options become settings, the adapter arrives where it is asked for, and errors are named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.daemon import file_round
+from flywheel.records.round import AdapterRef, RoundResult
+from tests.cli.conftest import Run
+from tests.cli.test_documented_json import compare, documented
+from tests.daemon.rounds.workers import REFUSES, works
+from tests.factories.config import BOXED_RUBRIC
+from tests.training.data.test_round_directory import POLICY
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n} plus {n}?"},
+            {"role": "assistant", "content": str(2 * n)},
+        ]
+    }
+    for n in range(12)
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in CHATS))
+    return path
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Says what runs in the worker's place; it leaves an adapter until then."""
+    monkeypatch.setattr(file_round, "PACKAGES", ())
+    work = partial(works, tmp_path, monkeypatch)
+    made = tmp_path / "out.round" / "adapter"
+    adapter = AdapterRef(name="sft", path=str(made), sha256="0")
+    result = RoundResult(round_id="sft", outcome="trained", adapter=adapter, steps=3).model_dump_json()
+    measured = [{"event": "step", "loss": loss, "held_out_loss": loss + 1} for loss in (2.0, 1.5)]
+    metrics = "\n".join(map(json.dumps, measured))
+    files = f"echo x > $3/adapter/weights; echo '{metrics}' > $3/metrics.jsonl"
+    work(f"mkdir $3/adapter; {files}\necho '{result}' > $3/result.json")
+    return work
+
+
+def spec(folder: Path) -> Any:
+    return json.loads((folder / "out.round" / "spec.json").read_text())
+
+
+def adapter(folder: Path, **about: Any) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.usefixtures("work")
+def test_options_are_settings_and_the_adapter_is_copied(flywheel: Run, tmp_path: Path, data: Path) -> None:
+    (tmp_path / "more.yaml").write_text(json.dumps({"training": {"lora": {"r": 8}, "sft": {"epochs": 9}}}))
+    options = ("--epochs", 3, "--batch-size", 2, "--learning-rate", 0.001, "--max-length", 128, "-c", "more.yaml")
+    ran = flywheel("train", "sft", "--base-model", "org/model", "--data", data, "--output", "out", *options)
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "out" / "weights").read_text() == "x\n"
+    told = ran.out.splitlines()
+    assert told[0].endswith("out: adapter after 3 steps of sft")
+    assert told[1:3] == ["loss 2.000 → 1.500", "loss on held-out replies 3.000 → 2.500"]
+    assert told[3] == "not compared with what it started from: no rubric says which answers are better"
+    made = spec(tmp_path)
+    training = made["settings"]["training"]
+    assert (made["base_model"], made["parent"], made["test"], made["rubric"]) == ("org/model", None, None, {})
+    assert training["stages"] == ["sft"]
+    assert [training["sft"][name] for name in ("epochs", "batch_size", "learning_rate")] == [3, 2, 0.001]
+    assert (training["lora"]["r"], made["settings"]["rollout"]["max_model_len"]) == (8, 128)
+    assert len(made["train"]) + len(made["held_out"]) == 12
+
+
+@pytest.mark.usefixtures("work")
+def test_a_round_goes_on_from_an_adapter_on_its_base_model(flywheel: Run, tmp_path: Path, data: Path) -> None:
+    parent = adapter(tmp_path / "first", base_model_name_or_path="org/other")
+    options = ("--steps", 5, "--num-samples", 4, "--beta", 0.1, "--batch-size", 2, "--learning-rate", 0.001)
+    files = ("--data", data, "--output", "out", "--rubric", BOXED_RUBRIC)
+    ran = flywheel("train", "grpo", "--sft-model", "first", *files, *options)
+    assert ran.code == 0, ran.err
+    made = spec(tmp_path)
+    training = made["settings"]["training"]
+    assert (made["base_model"], made["parent"]["path"]) == ("org/other", str(parent))
+    names = ("stages", "steps", "group_size", "beta", "prompts_per_step", "learning_rate")
+    assert [training[name] for name in names] == [["grpo"], 5, 4, 0.1, 2, 0.001]
+    assert made["rubric"]["id"] == "math-boxed"
+    assert made["test"]["number"] == 1
+
+
+@pytest.mark.usefixtures("work")
+def test_the_report_as_json(flywheel: Run, data: Path) -> None:
+    told = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out", "--json").json
+    compare(told, documented("train"), "train sft")
+    assert (told["is_better"], told["held_out_loss"]) == (None, [3.0, 2.5])
+
+
+def test_a_round_that_is_refused_leaves_no_adapter(
+    flywheel: Run, work: Callable[[str], None], tmp_path: Path, data: Path
+) -> None:
+    work(REFUSES)
+    ran = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out")
+    assert (ran.code, (tmp_path / "out").exists()) == (1, False)
+    assert "sft made no adapter: no spread" in ran.err
+    work("exit 1")
+    assert flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out").code == 1
+    assert (tmp_path / "out.round-2" / "spec.json").is_file(), "the files of the first one stay"
+
+
+def test_what_is_wrong_is_named(flywheel: Run, tmp_path: Path, data: Path) -> None:
+    def fails(stage: str, *options: str | Path, code: int) -> str:
+        ran = flywheel("train", stage, "--data", data, *options)
+        assert ran.code == code
+        return ran.err
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "full is not empty" in fails("sft", "--output", "full", "--base-model", "m", code=2)
+    assert "--base-model" in fails("sft", "--output", "out", code=2)
+    assert "is not there" in fails("grpo", "--output", "out", "--sft-model", "nowhere", code=78)
+    without_rubric = fails("grpo", "--output", "out", "--base-model", "m", code=78)
+    assert "cannot train with grpo: its rollouts get no rewards: there is no rubric" in without_rubric
+    data.write_text('{"question": "1+1?"}\n')
+    assert "chats.jsonl: line 1: it has no reply" in fails("sft", "--output", "out", "--base-model", "m", code=78)
+    data.unlink()
+    assert "No such file" in fails("sft", "--output", "out", "--base-model", "m", code=78)
+    assert not (tmp_path / "out.round").exists()
+
+
+@pytest.mark.usefixtures("work")
+def test_dpo_on_preferences_needs_no_rubric(flywheel: Run, tmp_path: Path) -> None:
+    preferences(tmp_path)
+    options = ("--epochs", 2, "--num-samples", 4, "--beta", 0.2, "--batch-size", 3, "--learning-rate", 0.001)
+    files = ("--base-model", "m", "--data", "preferences.jsonl", "--output", "out")
+    ran = flywheel("train", "dpo", *files, *options)
+    assert ran.code == 0, ran.err
+    made = spec(tmp_path)
+    training = made["settings"]["training"]
+    assert (training["stages"], training["group_size"]) == (["dpo"], 4)
+    names = ("epochs", "beta", "batch_size", "learning_rate")
+    assert [training["dpo"][name] for name in names] == [2, 0.2, 3, 0.001]
+    assert (len(made["train"]), made["held_out"], made["rubric"]) == (12, [], {})
+    replies = [(task["reply"][-1]["content"], task["rejected"][-1]["content"]) for task in made["train"]]
+    assert replies == [(str(2 * n), "unknown") for n in range(12)]
+
+
+def preferences(folder: Path) -> None:
+    lines = [
+        {"prompt": f"What is {n} plus {n}?", "chosen": str(2 * n), "rejected": "unknown"} for n in range(len(CHATS))
+    ]
+    (folder / "preferences.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sft_on_conversations_and_dpo_on_preferences(tmp_path: Path, data: Path) -> None:
+    preferences(tmp_path)
+
+    def trained(stage: str, output: str, *options: str) -> Any:
+        command = [sys.executable, "-m", "flywheel", "train", stage, "--output", output, "--json"]
+        more = ["--learning-rate", "0.01", "--max-length", "192", *options]
+        ran = subprocess.run(
+            [*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=550, check=False
+        )
+        log = tmp_path / f"{output}.round" / "worker.log"
+        assert ran.returncode == 0, ran.stderr + (log.read_text()[-3000:] if log.exists() else "")
+        files = sorted(path.name for path in (tmp_path / output).iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+        return json.loads(ran.stdout)
+
+    first = trained("sft", "first", "--base-model", str(POLICY), "--data", str(data), "--epochs", "2")
+    assert (first["adapter"], first["steps"], first["comparison"]) == (str(tmp_path / "first"), 2, None)
+    assert first["held_out_loss"][1] < first["held_out_loss"][0]
+    options = ("--sft-model", "first", "--data", "preferences.jsonl", "--epochs", "3", "--batch-size", "6")
+    second = trained("dpo", "second", *options)
+    assert (second["steps"], second["comparison"]) == (6, None)
+    assert second["loss"][1] < second["loss"][0]
+    spec = json.loads((tmp_path / "second.round" / "spec.json").read_text())
+    assert (spec["base_model"], spec["parent"]["path"]) == (str(POLICY), str(tmp_path / "first"))

@@ -1,0 +1,122 @@
+"""Rounds on files: which of their lines are trained on, and which are held out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.daemon.file_round import has_rewards, spec_of, tasks_of
+from flywheel.errors import ConfigError
+from tests.factories.config import BOXED_RUBRIC, make_config
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}+{n}?"}, {"role": "assistant", "content": str(2 * n)}]}
+    for n in range(10)
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return written(tmp_path / "data.jsonl", CHATS)
+
+
+def written(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def settings(folder: Path, *stages: str, **sections: Any) -> Config:
+    training = {"stages": list(stages), **sections.pop("training", {})}
+    return make_config(folder, sources=[], training=training, **sections)
+
+
+def test_a_round_of_replies_alone_compares_and_grades_nothing(tmp_path: Path, data: Path) -> None:
+    spec = spec_of(settings(tmp_path, "sft"), data, None, compares=False)
+    assert (spec.rubric, spec.test) == ({}, None)
+    assert (len(spec.train), len(spec.held_out)) == (7, 3)
+    replies = {task.prompt[-1]["content"]: task.reply[-1]["content"] for task in (*spec.train, *spec.held_out)}
+    assert replies == {f"{n}+{n}?": str(2 * n) for n in range(10)}
+    assert all(task.exchange.reference == "" for task in spec.train)
+
+
+def test_a_file_to_hold_out_leaves_the_other_whole(tmp_path: Path, data: Path) -> None:
+    held_out = written(tmp_path / "held-out.jsonl", CHATS[:1])
+    train, asked = tasks_of(settings(tmp_path, "sft"), data, held_out, compares=False)
+    assert (len(train), len(asked)) == (10, 1)
+
+
+def test_one_conversation_is_trained_on(tmp_path: Path) -> None:
+    train, asked = tasks_of(
+        settings(tmp_path, "sft"), written(tmp_path / "one.jsonl", CHATS[:1]), None, compares=False
+    )
+    assert (len(train), len(asked)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "lines", "why"),
+    [
+        ("sft", [CHATS[0], {"question": "1+1?"}], "line 2: it has no reply to train on"),
+        ("sft", [], "it is empty"),
+        ("dpo", [CHATS[0]], "line 1: it has no `chosen` and `rejected`, and no rubric grades replies to it"),
+        ("grpo", CHATS, "there is no rubric"),
+    ],
+)
+def test_data_that_cannot_be_trained_on(tmp_path: Path, stage: str, lines: list[Any], why: str) -> None:
+    data = written(tmp_path / "data.jsonl", lines)
+    with pytest.raises(ConfigError, match=why):
+        tasks_of(settings(tmp_path, stage), data, None, compares=False)
+
+
+def test_a_rubric_or_the_users_agent_rewards_answers(tmp_path: Path) -> None:
+    assert not has_rewards(settings(tmp_path, "sft"))
+    assert has_rewards(settings(tmp_path, "sft", filter={"rubric": str(BOXED_RUBRIC)}))
+    own = {"agent": {"command": ["true"]}, "reward": {"rubric": 0, "workflow": 1}}
+    assert has_rewards(settings(tmp_path, "sft", rollout=own))
+
+
+def test_a_round_with_a_rubric_compares(tmp_path: Path, data: Path) -> None:
+    config = settings(tmp_path, "sft", filter={"rubric": str(BOXED_RUBRIC)})
+    spec = spec_of(config, data, None)
+    assert spec.test is not None
+    assert spec.rubric["id"] == "math-boxed"
+    assert (len(spec.train), len(spec.held_out)) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({}, "is not there"),
+        ({"adapter_model.bin": ""}, "can hold code"),
+        ({"adapter_config.json": "{}"}, "has no adapter_model.safetensors"),
+        ({"adapter_config.json": "[", "adapter_model.safetensors": ""}, "is no JSON object"),
+        ({"adapter_model.safetensors": ""}, "No such file"),
+    ],
+)
+def test_an_adapter_that_cannot_be_started_from(tmp_path: Path, data: Path, files: dict[str, str], why: str) -> None:
+    parent = tmp_path / "parent"
+    for name, text in files.items():
+        parent.mkdir(exist_ok=True)
+        (parent / name).write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        spec_of(settings(tmp_path, "sft"), data, None, parent=parent, compares=False)
+
+
+def test_a_preference_without_a_difference_gives_no_pair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+    lines = [
+        line,
+        {**line, "rejected": "2"},
+        {**line, "chosen_score": 0.5, "rejected_score": 0.45},
+        {**line, "chosen_score": 0.3, "rejected_score": 0.2},
+    ]
+    data = written(tmp_path / "data.jsonl", lines)
+    config = settings(tmp_path, "dpo", training={"dpo": {"margin": 0.1}})
+    with caplog.at_level(logging.WARNING):
+        train, _ = tasks_of(config, data, None, compares=False)
+    assert [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in train] == [("2", "3")] * 2
+    assert "2 preferences left out" in caplog.text
