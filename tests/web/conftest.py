@@ -38,6 +38,14 @@ document.addEventListener("securitypolicyviolation", event => {
 """
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test in a browser takes seconds."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def patient_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a search that ends early would show less than what a test looks for."""
