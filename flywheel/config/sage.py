@@ -1,7 +1,7 @@
 """Options of SAGE and of ASTuner's trainer, by their names: those that become stages, and what to use for the others.
 
 `algorithm`, `dpo_config` and `grpo_config` are read; each other name is an error that says what to use, or why there
-is nothing like it. `docs/reference/sage.md` is generated from this table (`python -m scripts.reference_pages`).
+is nothing like it. `flywheel docs sage` is generated from this table (`python -m scripts.reference_pages`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import RoundSpec
+from flywheel.records.round import GateTest, RoundSpec
 from flywheel.training.data.prompts import Asked
 from flywheel.training.worker.training_round import Round
 from tests.factories.task import round_task
@@ -23,6 +23,7 @@ def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: A
     spec = RoundSpec(
         round_id="r0001", attempt=1, seed=1, debug=False, base_model="tiny", parent=None, train=[round_task()],
         held_out=[round_task()], rubric={}, settings=settings.model_dump(mode="json"),
+        test=GateTest(epoch=1, number=1, alpha=0.004),
     )  # fmt: skip
     whole = Round(spec, directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 
