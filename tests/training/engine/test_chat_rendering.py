@@ -262,8 +262,15 @@ def completed(served: Served, some: RoundTask, text: str, **values: Any) -> Comp
 
 
 @pytest.mark.slow
-def test_a_rollout_that_calls_a_tool_has_no_reward_rather_than_zero(served_with_thoughts: Served) -> None:
+def test_a_rollout_that_calls_a_tool_has_no_reward_rather_than_zero(
+    served_with_thoughts: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No tool runs in a rollout, so there is no answer to grade."""
+
+    async def not_checked(*_: Any) -> None:
+        """The template of this model writes no tools, which would end a round."""
+
+    monkeypatch.setattr(Engine, "_check_tools", not_checked)
     offered = asked("t-1", called("search", "{}"), [SEARCH])
     call = completed(served_with_thoughts, offered, f"<think>\nI search.\n</think>\n{CALL}")
     assert call.error == "it calls search, and no tool runs in a rollout"
