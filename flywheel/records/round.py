@@ -60,6 +60,11 @@ class RoundTask(Frozen):
     sends_reasoning: bool = False
     """Whether the agent sends the model's reasoning again with later calls."""
 
+    @property
+    def has_pair(self) -> bool:
+        """Whether it has a better and a worse recorded reply."""
+        return bool(self.reply and self.rejected)
+
 
 class GateTest(Frozen):
     """The gate's test of a round."""

@@ -107,10 +107,10 @@ def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact
         task = round_task(shown, config, is_accepted=False)
         if (key := _prompt_key(task)) in accepted and (reply := _reply(shown, trace_parts(shown).steps)):
             rejected[key].append(task.model_copy(update={"rejected": reply}))
+    keys = [task.task_id for key, worse in rejected.items() for task in (*accepted[key], *worse)]
+    score = scores(conn, keys) | {name: float(good) for name, good in labels.decisions(conn, keys).items()}
     pairs = {}
     for key, worse in rejected.items():
-        keys = [task.task_id for task in (*accepted[key], *worse)]
-        score = scores(conn, keys) | {name: float(good) for name, good in labels.decisions(conn, keys).items()}
         best = max(accepted[key], key=lambda task: score.get(task.task_id, 1.0))
         worst = min(worse, key=lambda task: score.get(task.task_id, 0.0))
         difference = round(score.get(best.task_id, 1.0) - score.get(worst.task_id, 0.0), 9)

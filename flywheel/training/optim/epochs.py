@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from flywheel.config import Config
+from flywheel.config.training import DpoSettings, SftSettings
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 
@@ -27,7 +28,7 @@ LIKE_SFT = {"beta": 0.0, "updates_per_batch": 1, "loss_type": "dapo", "importanc
 def stage_settings(settings: Config, stage: Literal["sft", "dpo"], items: int) -> Config:
     """The settings with which a trainer trains on so many items in this stage: its learning rate and schedule, and
     for SFT those of GRPO that would change the loss."""
-    own = settings.training.sft if stage == "sft" else settings.training.dpo
+    own = _own(settings, stage)
     training = {
         "steps": own.epochs * math.ceil(items / own.batch_size),
         "learning_rate": own.learning_rate,
@@ -37,6 +38,10 @@ def stage_settings(settings: Config, stage: Literal["sft", "dpo"], items: int) -
     }
     rollout = settings.rollout.model_copy(update={"temperature": 1.0})
     return settings.model_copy(update={"training": settings.training.model_copy(update=training), "rollout": rollout})
+
+
+def _own(settings: Config, stage: Literal["sft", "dpo"]) -> SftSettings | DpoSettings:
+    return settings.training.sft if stage == "sft" else settings.training.dpo
 
 
 def rows_of(replies: Sequence[RecordedReply]) -> list[TrainingRow]:
@@ -71,7 +76,7 @@ class Epochs(Generic[Item]):
         numbers of these go on."""
         self._stage, self._before = stage, before
         self._items: Sequence[Item] = items
-        own = settings.training.sft if stage == "sft" else settings.training.dpo
+        own = _own(settings, stage)
         self._steps, self._epochs = settings.training.steps, own.epochs
         self._batches = minibatches(len(items), own.batch_size, own.epochs, seed)
         self._metrics = Metrics(directory, settings.training.tensorboard)

@@ -167,14 +167,14 @@ class Stages:
     def _prefer(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
         """DPO on pairs: recorded ones of the prompts that have them, and rollouts of all others."""
         settings, pairs = self._settings.training, Pairs()
-        recorded = [prompt.task for prompt in prompts if prompt.task.reply and prompt.task.rejected]
+        recorded = [prompt.task for prompt in prompts if prompt.task.has_pair]
         if recorded:
             chosen, rejected = (
                 {reply.task_id: reply for reply in self._recorded(tasks)[0]}
                 for tasks in (recorded, [task.model_copy(update={"reply": task.rejected}) for task in recorded])
             )
             pairs.add_recorded(recorded, chosen, rejected, self._settings.rollout.max_model_len)
-        others = [prompt for prompt in prompts if not (prompt.task.reply and prompt.task.rejected)]
+        others = [prompt for prompt in prompts if not prompt.task.has_pair]
         steps = math.ceil(len(others) / settings.prompts_per_step)
         rewards: list[float] = []
         for batch in self._roll_out(others, steps, training) if others else ():
