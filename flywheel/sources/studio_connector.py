@@ -47,8 +47,9 @@ JOINED_BYTES: Final = 8 * 1024 * 1024
 """Bytes of the lines in one transaction, which are held in memory together."""
 JOIN_SECONDS: Final = 1.0
 """How long to wait for another batch for the same transaction."""
-SENT_BATCHES: Final = 2
-"""Batches at the child process. While it has so many, the reader's thread extracts the next one itself."""
+SENT_BATCHES: Final = 4
+"""Batches at the child process or on their way. While they are so many, the reader's thread extracts the next one
+itself. That holds the interpreter, and what is on its way waits: with two, the child ran out of work."""
 TURN_BATCHES: Final = 8
 RECENT_ROWS = 5_000
 """How many of the newest rows a recent re-scan reads after the source has changed."""

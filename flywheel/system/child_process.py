@@ -25,6 +25,8 @@ from typing import Final, Generic, NoReturn, TypeVar
 
 SECRET_BYTES: Final = 16
 LENGTH_BYTES: Final = 8
+SEND_BYTES: Final = 4 * 1024 * 1024
+"""What the system is asked to hold of messages that are not received yet. It may hold less."""
 SLICE_SECONDS: Final = 0.1
 """How often `watch` is called during a wait."""
 IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +47,8 @@ class Channel:
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._socket = connection
         self._secret = secret
+        # The usual size is a fraction of a long message, whose sender would wait for the other end with every part.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
 
     @classmethod
     def to_parent(cls) -> Channel:
