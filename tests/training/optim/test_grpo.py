@@ -43,13 +43,13 @@ def made_settings(**training: Any) -> Config:
     )
 
 
-def policy() -> Any:
-    """A policy with an adapter that has an effect."""
+def policy(base: Path = POLICY) -> Any:
+    """A policy in float32 with an adapter that has an effect."""
     import torch
 
     from flywheel.training.engine.policy import load_policy
 
-    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=1)
+    model = load_policy(str(base), None, LoraSettings(r=8, alpha=16), seed=1, dtype="float32")
     torch.manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -15,7 +15,7 @@ from flywheel.config import Config
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
-from tests.factories.round import round_spec
+from tests.factories.round import POLICY, round_spec
 from tests.training.optim.test_grpo import gradients, policy
 
 GRPO: dict[str, Any] = {
@@ -27,8 +27,9 @@ GRPO: dict[str, Any] = {
         "importance": "engine",
         "max_grad_norm": 1e9,
         "lora": {"r": 8},
+        "precision": "float32",
         "micro_batch_tokens": 40,
-        "sft": {"batch_size": 3, "epochs": 2, "learning_rate": 1e-2, "scheduler": "constant"},
+        "sft": {"batch_size": 3, "epochs": 2, "learning_rate": 1e-3, "scheduler": "constant"},
     },
     "rollout": {"temperature": 0.6, "max_completion_tokens": 16, "max_model_len": 64},
 }
@@ -52,10 +53,16 @@ REPLIES = (
 )
 
 
-def trainer_on(directory: Path, settings: Config) -> Any:
+@pytest.fixture(params=["demo", "small"])
+def base(request: pytest.FixtureRequest) -> Path:
+    """The demo's policy, whose numbers are float32, and the small model, whose are bfloat16."""
+    return POLICY if request.param == "demo" else request.getfixturevalue("small_model_path")  # type: ignore[no-any-return]
+
+
+def trainer_on(directory: Path, settings: Config, base: Path) -> Any:
     from flywheel.training.optim.trainer import Trainer
 
-    spec = round_spec(seed=3, settings=settings.model_dump(mode="json"))
+    spec = round_spec(seed=3, base_model=str(base), settings=settings.model_dump(mode="json"))
     made = Trainer(spec, str(directory), threads=1)
     made.start(None)
     return made
@@ -64,15 +71,17 @@ def trainer_on(directory: Path, settings: Config) -> Any:
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_gradient_is_that_of_the_cross_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_is_that_of_the_cross_entropy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path
+) -> None:
     import torch
     from transformers import TrainerCallback
 
     from flywheel.training.optim import grpo
 
     settings = Config.model_validate(GRPO)
-    trainer = trainer_on(tmp_path, settings)
-    trainer._model = policy()
+    trainer = trainer_on(tmp_path, settings, base)
+    trainer._model = policy(base)
     seen: list[dict[str, Any]] = []
 
     class Gradients(TrainerCallback):  # type: ignore[misc]
@@ -87,7 +96,7 @@ def test_the_gradient_is_that_of_the_cross_entropy(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(grpo.RoundTrainer, "__init__", observed)
     trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
 
-    model = policy()
+    model = policy(base)
     loss = torch.zeros(())
     tokens = 0
     for reply in REPLIES:
@@ -108,7 +117,7 @@ def test_the_gradient_is_that_of_the_cross_entropy(tmp_path: Path, monkeypatch: 
 
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(float(loss / tokens), rel=1e-5)
-    assert all(line["stage"] == "sft" and line["learning_rate"] == 1e-2 for line in lines)
+    assert all(line["stage"] == "sft" and line["learning_rate"] == 1e-3 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["held_out_loss"] > 0
     assert not lines[0].keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
