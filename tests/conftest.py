@@ -44,6 +44,7 @@ GROUPS = {
             "training/engine/ray_session/test_endpoint.py", "training/engine/ray_session/test_program_engine.py",
             "training/engine/ray_session/test_recorded_engine.py", "training/engine/ray_session/test_round_stages.py",
             "training/engine/ray_session/test_engine_memory.py", "training/engine/test_two_nodes.py"),
+    "small": ("training/engine/ray_session/test_small_model.py",),
     "demo": ("demo/test_demo.py",),
     "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_fixtures.py",
               "training/data/formats/test_trl.py", "training/data/formats/test_verl.py",
@@ -123,17 +124,17 @@ def free_port() -> int:
         return int(chosen.getsockname()[1])
 
 
-def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
+def serve_config(state_dir: Path, port: int, *, base: Path = POLICY, rank: int = 8, **serving: object) -> Config:
     return parse(
         {
             "state": {"dir": str(state_dir)},
-            "model": {"base": str(POLICY), "alias": "test-agent"},
-            "training": {"lora": {"r": 8}},
+            "model": {"base": str(base), "alias": "test-agent"},
+            "training": {"lora": {"r": rank}},
             "serving": {
                 "urls": [f"http://127.0.0.1:{port}"],
                 "port": port,
                 "max_loras": 24,
-                "max_lora_rank": 8,
+                "max_lora_rank": rank,
                 "max_model_len": 512,
                 "cpu_kv_cache_gib": 1,
                 "extra_args": ["--dtype", "float32", "--max-num-seqs", "32"],
