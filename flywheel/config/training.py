@@ -253,7 +253,7 @@ class TrainingSettings(Section):
     precision: Precision = "auto"
     """Numbers of the trainer's base model; adapter and optimizer are always float32. `float32` computes in it,
     `bfloat16` holds and computes in it. `auto` keeps the checkpoint's own numbers; of a half-precision one on a CPU
-    with bfloat16 instructions it holds float32 and computes in bfloat16, which is faster and closer."""
+    with bfloat16 instructions it holds float32 and computes in bfloat16, which is faster than `float32`."""
     sft: SftSettings = SftSettings()
     dpo: DpoSettings = DpoSettings()
     lora: LoraSettings = LoraSettings()
