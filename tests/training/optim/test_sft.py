@@ -56,7 +56,7 @@ REPLIES = (
 @pytest.fixture(params=["demo", "small"])
 def base(request: pytest.FixtureRequest) -> Path:
     """The demo's policy, whose numbers are float32, and the small model, whose are bfloat16."""
-    return POLICY if request.param == "demo" else request.getfixturevalue("small_model_path")  # type: ignore[no-any-return]
+    return POLICY if request.param == "demo" else request.getfixturevalue("small_model_path")
 
 
 def trainer_on(directory: Path, settings: Config, base: Path) -> Any:
