@@ -29,7 +29,7 @@ from benchmarks import measurement
 from flywheel.records.round import Probe, Recording
 from flywheel.serving.client import weight_verification
 from flywheel.serving.client.weight_verification import compare
-from flywheel.training.optim.probe_measurement import PLACES, PROMPTS, TOKENS, most_telling
+from flywheel.training.optim.probe_measurement import PROMPTS, TOKENS, most_telling
 
 NOISES: Final = (0.005, 0.01, 0.02, 0.05)
 DIFFERENCES: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1)
@@ -77,7 +77,7 @@ def results(cell: Cell, seed: int) -> dict[str, str]:
     }
     versions = {"adapter": adapter, "base": base, **({"parent": parent} if cell.parent else {})}
     first, second = ({name: noisy(logprobs) for name, logprobs in versions.items()} for _ in range(2))
-    order = most_telling(_recording(first, slice(None)))[:PLACES]
+    order = most_telling(_recording(first, slice(None)))[: weight_verification.PLACES[-1]]
     probe = Probe.model_construct(first=_recording(first, order), second=_recording(second, order))
     found = {}
     for kind, logprobs in weights.items():

@@ -3,12 +3,14 @@ on a rollout engine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from flywheel.records.round import Probe, Recording
+from flywheel.serving.client.weight_verification import LARGEST_ERROR, PLACES
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.engine.ray_cluster import wait
@@ -16,8 +18,8 @@ from flywheel.training.engine.ray_cluster import wait
 PROMPTS = 8
 TOKENS = 256
 """Tokens of a continuation. Few tokens of a text tell versions apart, so there are more than are compared."""
-PLACES = 512
-"""Maximum number of places of a probe."""
+LEAST_NOISE = 0.1
+"""Noise of a replica in nats per token that a probe has tokens for, however small that of this engine."""
 
 
 def make_probe(
@@ -30,8 +32,9 @@ def make_probe(
 ) -> Probe:
     """Tokens of continuations, sampled from the adapter at temperature 1, of the shortest prompts.
 
-    A first recording, of whole texts, chooses the places; a second one measures them token by token. Continuations go
-    on past the end of the turn, so that their length does not depend on the adapter.
+    A first recording, of whole texts, chooses the places; a second one measures them token by token, as many as a
+    replica needs whose noise is larger than this engine's. Continuations go on past the end of the turn, so that their
+    length does not depend on the adapter.
     """
     versions = {"adapter": adapter, "base": None, **({"parent": parent} if parent else {})}
     # Log-probabilities of a long prompt take gigabytes: a row of the vocabulary for each of its tokens.
@@ -47,20 +50,42 @@ def make_probe(
         name: [logprob for text in texts for logprob in wait([engine.score.remote(*text, version)])[0]]
         for name, version in versions.items()
     }
-    order = most_telling(Recording(**whole))[:PLACES]
+    order = most_telling(Recording(**whole))
     every = [(at, len(ids) + place) for at, (ids, tokens) in enumerate(texts) for place in range(len(tokens))]
     joined = [ids + tokens for ids, tokens in texts]
-    places = [every[at] for at in order]
-    by_token = {
-        name: wait([engine.score_next.remote(joined[text][:at], joined[text][at], version) for text, at in places])
-        for name, version in versions.items()
-    }
-    return Probe(
-        texts=joined,
-        places=places,
-        first=Recording(**{name: [logprobs[at] for at in order] for name, logprobs in whole.items()}),
-        second=Recording(**by_token),
-    )
+    by_token: dict[str, list[float]] = {name: [] for name in versions}
+    for number in PLACES:
+        places = [every[at] for at in order[:number]]
+        for name, version in versions.items():
+            new = places[len(by_token[name]) :]
+            by_token[name] += wait(
+                [engine.score_next.remote(joined[text][:at], joined[text][at], version) for text, at in new]
+            )
+        probe = Probe(
+            texts=joined,
+            places=places,
+            first=Recording(**{name: [logprobs[at] for at in order[:number]] for name, logprobs in whole.items()}),
+            second=Recording(**by_token),
+        )
+        if expected_error(probe) <= LARGEST_ERROR / 2:
+            break
+    return probe
+
+
+def expected_error(probe: Probe) -> float:
+    """The standard error of the slopes that a noisy replica would have (`weight_verification.compare`).
+
+    Its noise is taken as twice that of this engine, and at least as `LEAST_NOISE`.
+    """
+    z, x = (np.diff(each.versions, axis=0).T for each in (probe.first, probe.second))
+    try:
+        inverse = np.linalg.inv(z.T @ x)
+    except np.linalg.LinAlgError:  # the versions do not differ
+        return math.inf
+    noise = max(2 * math.sqrt(np.mean((x - z).sum(1) ** 2)), LEAST_NOISE)
+    influence = (noise / (1 - np.einsum("ti,ij,tj->t", x, inverse, z)))[:, None] * z @ inverse.T
+    error = float(np.sqrt((influence**2).sum(0)).max())
+    return error if math.isfinite(error) else math.inf
 
 
 def most_telling(recording: Recording) -> list[int]:

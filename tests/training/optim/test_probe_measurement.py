@@ -10,9 +10,11 @@ import pytest
 from flywheel.records.round import Probe
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.optim import probe_measurement as probe_module
-from flywheel.training.optim.probe_measurement import PLACES, PROMPTS, TOKENS, make_probe
+from flywheel.serving.client import weight_verification
+from flywheel.training.optim.probe_measurement import PROMPTS, TOKENS, make_probe
 from tests.training.data.rollouts import prompt
 
+PLACES = weight_verification.PLACES[-1]
 NEW, PARENT = LoadedAdapter("r0002", 1, "/r0002"), LoadedAdapter("r0001", 2, "/r0001")
 SHORT = prompt("t-short", (1,) * 10)
 TELLING = prompt("t-telling", (2,) * 12)
@@ -25,12 +27,13 @@ class Method:
 
 
 class Weights:
-    """An engine whose log-probabilities are known: adapter and parent differ in every second token, by 0.2 behind the
-    telling prompt and by 0.01 behind others, and the base model differs from both in the tokens between, by as much.
-    What is measured token by token is off by `noise`."""
+    """An engine whose log-probabilities are known: adapter and parent differ in every second token, by `far` behind
+    the telling prompt and by 0.01 behind others, and the base model differs from both in the tokens between, by as
+    much. What is measured token by token is off by `noise`."""
 
-    def __init__(self, noise: float = 0.0) -> None:
+    def __init__(self, noise: float = 0.0, far: float = 0.2) -> None:
         self.noise = noise
+        self.far = far
         self.sampled: list[int] = []
         self.measured: list[tuple[str, int]] = []
         self.sample = Method(self._sample)
@@ -50,9 +53,8 @@ class Weights:
         self.measured.append((adapter.name if adapter else "base", len(ids)))
         return self._logprob(ids[:start], len(ids) - start, adapter) + self.noise
 
-    @staticmethod
-    def _logprob(ids: Sequence[int], place: int, adapter: LoadedAdapter | None) -> float:
-        far = 0.2 if ids[0] == 2 else 0.01
+    def _logprob(self, ids: Sequence[int], place: int, adapter: LoadedAdapter | None) -> float:
+        far = self.far if ids[0] == 2 else 0.01
         if adapter is None:
             return -2.0 + far * (1 - place % 2)
         return -2.0 + far * (place % 2) * (adapter is PARENT)
@@ -83,10 +85,26 @@ def test_each_token_is_recorded_in_two_batch_shapes(monkeypatch: pytest.MonkeyPa
         assert second == pytest.approx([value + 0.03 for value in first])
     for (text, place), logprob in zip(probe.places, probe.first.base, strict=True):
         assert logprob == pytest.approx(
-            Weights._logprob(probe.texts[text], place - len(probe.texts[text]) + TOKENS, None)
+            engine._logprob(probe.texts[text], place - len(probe.texts[text]) + TOKENS, None)
         )
-    assert [name for name, _ in engine.measured] == ["r0002"] * PLACES + ["base"] * PLACES + ["r0001"] * PLACES
-    assert [length for _, length in engine.measured[:PLACES]] == [place for _, place in probe.places]
+    for name in ("r0002", "base", "r0001"):
+        assert [length for model, length in engine.measured if model == name] == [place for _, place in probe.places]
+
+
+def test_no_more_tokens_are_recorded_than_a_noisy_replica_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a noise of 0.1, the error of 64 tokens that differ by 0.6 is 0.021, of 128 that differ by 0.3 it is 0.029."""
+    assert len(made(Weights(far=0.6), None, monkeypatch).places) == 64
+    assert len(made(Weights(far=0.3), None, monkeypatch).places) == 128
+    assert len(made(Weights(far=0.1), None, monkeypatch).places) == PLACES
+
+
+def test_the_engines_own_noise_needs_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alternating(Weights):
+        def _score_next(self, ids: Sequence[int], token: int, adapter: LoadedAdapter | None) -> float:
+            sign = 1 if len(self.measured) % 3 else -2
+            return super()._score_next(ids, token, adapter) + sign * 0.05
+
+    assert len(made(Alternating(far=0.6), None, monkeypatch).places) > 64
 
 
 def test_without_a_parent_there_is_one_difference(monkeypatch: pytest.MonkeyPatch) -> None:
