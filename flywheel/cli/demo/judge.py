@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from flywheel.cli.demo.questions import solve
 from flywheel.judge.prompt import parse_sections
@@ -26,6 +26,8 @@ from flywheel.judge.prompt import parse_sections
 MODEL: Final = "demo-judge"
 MAX_BODY_BYTES: Final = 4 << 20
 _NUMBER: Final = re.compile(r"-?\d+")
+
+Complete: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ def complete(request: Mapping[str, Any]) -> dict[str, Any]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: _Server
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
@@ -127,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": {"message": f"there is no {self.path}"}})
             return
         try:
-            self._answer(200, complete(json.loads(body)))
+            self._answer(200, self.server.complete(json.loads(body)))
         except (ValueError, KeyError, TypeError, StopIteration) as error:
             message = f"this judge answers Flywheel's own requests only ({type(error).__name__}: {error})"
             self._answer(400, {"error": {"message": message, "type": "invalid_request_error"}})
@@ -148,6 +151,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def __init__(self, port: int, complete: Complete) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.complete = complete
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves in the middle is no news; anything else is."""
         if not isinstance(sys.exception(), ConnectionError):
@@ -155,9 +162,13 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def running(port: int = 0) -> Iterator[str]:
-    """The judge on a port of the loopback (0: one that the system chooses); its base URL, with `/v1`."""
-    server = _Server(("127.0.0.1", port), _Handler)
+def running(port: int = 0, complete: Complete = complete) -> Iterator[str]:
+    """The judge on a port of the loopback (0: one that the system chooses); its base URL, with `/v1`.
+
+    Another `complete`, which returns the chat completion for a request, makes another scripted model of it; its
+    ValueError, KeyError and TypeError are answered with 400.
+    """
+    server = _Server(port, complete)
     # Answers are small and waited for: nothing is gained by collecting them.
     server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="judge")

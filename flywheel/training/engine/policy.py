@@ -94,16 +94,17 @@ def trainer_dtypes(base: str, precision: Precision) -> tuple[str, str]:
     if precision != "auto":
         return precision, precision
     dtype = base_dtype(base)
-    if dtype == "bfloat16" and not torch.cuda.is_available() and BFLOAT16_FLAGS & set(_cpu_flags()):
+    if dtype == "bfloat16" and not torch.cuda.is_available() and has_bfloat16():
         return "float32", "bfloat16"
     return dtype, dtype
 
 
-def _cpu_flags() -> list[str]:
-    """The instruction sets of the processor, as Linux names them; none where that is unknown."""
+def has_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16, as far as Linux says so."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
-        return next((line.split() for line in file if line.startswith("flags")), [])
-    return []
+        flags = next((line.split() for line in file if line.startswith("flags")), [])
+        return not BFLOAT16_FLAGS.isdisjoint(flags)
+    return False
 
 
 def check_quantization(quantization: Quantization | None) -> None:

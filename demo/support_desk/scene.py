@@ -1,0 +1,250 @@
+"""`python -m demo.support_desk`: two turns of the wheel on a genuine small model, each step a command of Flywheel.
+
+The first turn fine-tunes it on a large model's recorded replies, the second trains it by GRPO on traffic that it
+answered itself. What it is worth is measured on held-out messages, by exact checks of what the served alias answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+import yaml
+from opentelemetry.sdk.trace import TracerProvider
+
+from demo import small_model
+from demo.parts import Part, adopt_orphans, end_descendants
+from demo.studio import StudioDatabase
+from demo.support_desk import desk, models
+from demo.support_desk.checks import Result, result
+from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, TEACHER, Kind, Message
+from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, free_port, settings_of
+from flywheel.cli.demo import judge
+
+TEMPLATE: Final = "demo-real.yaml"
+TEACHER_MESSAGES: Final = 72
+DESK_MESSAGES: Final = 160
+HELD_OUT_MESSAGES: Final = 96
+IMPROVE_THRESHOLD: Final = 0.4
+"""What a reply of the small model must be worth for GRPO to ask its message again: most of them."""
+BUDGETS: Final = {
+    "the model": 60,
+    "recorded replies of the large model": 30,
+    "the server starts": 60,
+    "the base model, measured": 60,
+    "turn 1: judge the recorded replies": 30,
+    "turn 1: SFT, gate and swap": 180,
+    "turn 1, measured": 60,
+    "turn 2: the deployed model answers": 60,
+    "turn 2: judge its replies": 30,
+    "turn 2: GRPO, gate and swap": 600,
+    "turn 2, measured": 60,
+}
+"""Seconds of each phase on two quiet cores with bfloat16 instructions."""
+STOP_SECONDS: Final = 25.0
+
+
+class SceneError(Exception):
+    """The scene cannot go on; the text says why."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """The held-out messages, answered by the alias: at temperature 1, as users ask, and greedily."""
+
+    sampled: Result
+    greedy: Result
+
+    def as_json(self) -> dict[str, Any]:
+        return {"sampled": self.sampled.as_json(), "greedy": self.greedy.as_json()}
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a scene. `seconds` is by phase, `rounds` are those of `flywheel round --json`."""
+
+    measured: dict[str, Measured] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def slow(self) -> list[str]:
+        """Phases that took more than twice their budget."""
+        return [phase for phase, seconds in self.seconds.items() if seconds > 2 * BUDGETS[phase]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": small_model.NAME,
+            "measured": {version: each.as_json() for version, each in self.measured.items()},
+            "rounds": self.rounds,
+            "seconds": {phase: round(seconds, 1) for phase, seconds in self.seconds.items()},
+            "total_seconds": round(sum(self.seconds.values()), 1),
+            "over_twice_the_budget": self.slow,
+        }
+
+
+class SupportDesk:
+    """One scene in `folder`, which is made. After `play` or an exception nothing of it runs any more."""
+
+    def __init__(self, folder: Path, seed: int, say: Any, *, development: bool = False) -> None:
+        self._folder = folder
+        self._seed = seed
+        self._say = say
+        self._measured_on: Kind = DEVELOPMENT if development else HELD_OUT
+        self._part: Part | None = None
+        self._running: subprocess.Popen[str] | None = None
+        self.report = Report()
+
+    async def play(self) -> Report:
+        """Both turns. Raises SceneError, PartError and FlywheelError."""
+        adopt_orphans()
+        self._folder.mkdir(parents=True)
+        recorded = TEACHER.draw(TEACHER_MESSAGES, self._seed)
+        asked = DESK.draw(DESK_MESSAGES, self._seed)
+        held_out = self._measured_on.draw(HELD_OUT_MESSAGES, self._seed)
+        scripted = models.Models([*recorded, *asked, *held_out], self._seed)
+        database = StudioDatabase(self._folder / "studio.sqlite")
+        try:
+            with (
+                judge.running(complete=scripted.judge) as judge_url,
+                judge.running(complete=scripted.teach) as teacher_url,
+                desk.traced(database) as spans,
+            ):
+                with self._phase("the model"):
+                    base = await asyncio.to_thread(small_model.for_this_machine)
+                settings = settings_of(TEMPLATE, self._folder, judge_url, free_port())
+                settings["model"]["base"] = str(base)
+                settings["training"]["seed"] = self._seed
+                first = self._write("turn-1.yaml", settings)
+                second = self._write("turn-2.yaml", self._second_turn(settings))
+                url = f"http://127.0.0.1:{settings['serving']['port']}"
+                with self._phase("recorded replies of the large model"):
+                    await self._traffic(teacher_url, models.TEACHER, recorded, spans)
+                with self._phase("the server starts"):
+                    await self._serve(first, url)
+                with self._phase("the base model, measured"):
+                    await self._measure("base", url, held_out)
+                with self._phase("turn 1: judge the recorded replies"):
+                    await self._judge(first, len(recorded))
+                with self._phase("turn 1: SFT, gate and swap"):
+                    await self._round(first)
+                with self._phase("turn 1, measured"):
+                    await self._measure("turn 1", url, held_out)
+                with self._phase("turn 2: the deployed model answers"):
+                    await self._traffic(f"{url}/v1", settings["model"]["alias"], asked, spans)
+                with self._phase("turn 2: judge its replies"):
+                    await self._judge(second, len(asked))
+                with self._phase("turn 2: GRPO, gate and swap"):
+                    await self._round(second)
+                with self._phase("turn 2, measured"):
+                    await self._measure("turn 2", url, held_out)
+                return self.report
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._stop))
+
+    def _second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """GRPO on the model's own traffic, which is asked again if it was not all wrong."""
+        rubric = yaml.safe_load(Path(settings["filter"]["rubric"]).read_text(encoding="utf-8"))
+        improve = self._write(
+            "improve.yaml", {**rubric, "id": "support-desk-improve", "threshold": IMPROVE_THRESHOLD}
+        )
+        [source] = settings["sources"]
+        return {
+            **settings,
+            "sources": [{key: value for key, value in source.items() if key != "models"}],
+            "filter": {"rubric": str(improve)},
+            "training": {**settings["training"], "stages": ["grpo"]},
+        }
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> Path:
+        path = self._folder / name
+        path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        return path
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        seconds = self.report.seconds[name] = time.monotonic() - started
+        slow = "  SLOW" if name in self.report.slow else ""
+        self._say(f"{name}: {seconds:.0f} s of {BUDGETS[name]} s{slow}")
+
+    async def _serve(self, config: Path, url: str) -> None:
+        arguments = [sys.executable, "-m", "flywheel", "serve", "-c", str(config)]
+        part = self._part = Part("flywheel serve", arguments, self._folder / "serve.log", ENVIRONMENT)
+        async with httpx2.AsyncClient(trust_env=False) as client:
+            while True:
+                part.check()
+                with contextlib.suppress(httpx2.TransportError):
+                    if (await client.get(f"{url}/health")).status_code == httpx2.codes.OK:
+                        return
+                await asyncio.sleep(0.5)
+
+    async def _traffic(self, url: str, model: str, messages: list[Message], spans: TracerProvider) -> None:
+        await desk.answers(url, model, messages)
+        await asyncio.to_thread(spans.force_flush)
+
+    async def _measure(self, version: str, url: str, messages: list[Message]) -> None:
+        """What the alias answers now, by exact checks."""
+        alias = yaml.safe_load((self._folder / "turn-1.yaml").read_text())["model"]["alias"]
+        results = []
+        for temperature in (1.0, 0.0):
+            answers = await desk.answers(f"{url}/v1", alias, messages, temperature=temperature, tracing=False)
+            results.append(result(messages, answers))
+            self._write(
+                f"answers-{version}-{temperature:g}.yaml".replace(" ", "-"),
+                dict(zip([m.text for m in messages], answers, strict=True)),
+            )
+        measured = self.report.measured[version] = Measured(*results)
+        self._say(f"  all fields right {measured.sampled.exact}, fields right {measured.sampled.right}")
+
+    async def _judge(self, config: Path, expected: int) -> None:
+        report = await self._flywheel("filter", config)
+        self._say(f"  {json.dumps(report)[:300]}")
+
+    async def _round(self, config: Path) -> None:
+        report = await self._flywheel("round", config)
+        self.report.rounds.append(report)
+        if report["state"] != "promoted":
+            raise SceneError(f"The round ended as {report['state']}: {report['reason']}. See {report['dir']}.")
+
+    async def _flywheel(self, command: str, config: Path) -> dict[str, Any]:
+        """What `flywheel COMMAND --json` prints. Raises SceneError where it fails."""
+        self._say(f"$ flywheel {command} -c {config}")
+        log = self._folder / f"{command}-{config.stem}.log"
+        with log.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "flywheel",
+                command,
+                "-c",
+                str(config),
+                "--json",
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            output, _ = await process.communicate()
+        if process.returncode:
+            raise SceneError(f"flywheel {command} ended with {process.returncode}. See {log}.")
+        report: dict[str, Any] = json.loads(output)
+        return report
+
+    def _stop(self) -> None:
+        if self._part is not None:
+            self._part.ask_to_stop()
+            self._part.wait(STOP_SECONDS)
+        end_descendants(PATIENCE_SECONDS)
