@@ -27,7 +27,7 @@ from flywheel.sources.otlp.inbox import COLUMNS
 from flywheel.sources.otlp.rows import rows_of
 
 AGENT: Final = "desk"
-MAX_TOKENS: Final = 80
+MAX_TOKENS: Final = 64
 AT_ONCE: Final = 32
 ANSWER_SECONDS: Final = 300.0
 

@@ -201,16 +201,19 @@ class SupportDesk:
         for temperature in (1.0, 0.0):
             answers = await desk.answers(f"{url}/v1", alias, messages, temperature=temperature, tracing=False)
             results.append(result(messages, answers))
-            self._write(
-                f"answers-{version}-{temperature:g}.yaml".replace(" ", "-"),
-                dict(zip([m.text for m in messages], answers, strict=True)),
-            )
+            by_message = dict(zip([message.text for message in messages], answers, strict=True))
+            self._write(f"answers-{version.replace(' ', '-')}-{temperature:g}.yaml", by_message)
         measured = self.report.measured[version] = Measured(*results)
         self._say(f"  all fields right {measured.sampled.exact}, fields right {measured.sampled.right}")
 
     async def _judge(self, config: Path, expected: int) -> None:
+        """Read and judge the new replies, of which there are at least `expected`."""
         report = await self._flywheel("filter", config)
-        self._say(f"  {json.dumps(report)[:300]}")
+        if report["judged"] < expected or report["undecided"]:
+            raise SceneError(
+                f"{report['judged']} of {expected} replies were judged, {report['undecided']} undecided."
+            )
+        self._say(f"  {report['accepted']} of {report['judged']} replies accepted")
 
     async def _round(self, config: Path) -> None:
         report = await self._flywheel("round", config)

@@ -33,8 +33,8 @@ def make_probe(
     """Tokens of continuations, sampled from the adapter at temperature 1, of the shortest prompts.
 
     A first recording, of whole texts, chooses the places; a second one measures them token by token, as many as a
-    replica needs whose noise is larger than this engine's. Continuations go on past the end of the turn, so that their
-    length does not depend on the adapter.
+    replica needs whose noise is larger than this engine's. Continuations go on past the end of the turn, so that
+    their length does not depend on the adapter.
     """
     versions = {"adapter": adapter, "base": None, **({"parent": parent} if parent else {})}
     # Log-probabilities of a long prompt take gigabytes: a row of the vocabulary for each of its tokens.

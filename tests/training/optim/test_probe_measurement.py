@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flywheel.records.round import Probe
+from flywheel.serving.client import weight_verification
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.optim import probe_measurement as probe_module
-from flywheel.serving.client import weight_verification
 from flywheel.training.optim.probe_measurement import PROMPTS, TOKENS, make_probe
 from tests.training.data.rollouts import prompt
 
@@ -92,7 +92,7 @@ def test_each_token_is_recorded_in_two_batch_shapes(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_more_tokens_are_recorded_than_a_noisy_replica_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a noise of 0.1, the error of 64 tokens that differ by 0.6 is 0.021, of 128 that differ by 0.3 it is 0.029."""
+    """With a noise of 0.1, the error of 64 tokens that differ by 0.6 is 0.021, of 128 that differ by 0.3 0.029."""
     assert len(made(Weights(far=0.6), None, monkeypatch).places) == 64
     assert len(made(Weights(far=0.3), None, monkeypatch).places) == 128
     assert len(made(Weights(far=0.1), None, monkeypatch).places) == PLACES
