@@ -79,10 +79,12 @@ def ensure() -> Path:
 def for_this_machine() -> Path:
     """The model with the numbers that this machine computes with: bfloat16, or float32 where the processor has no
     instructions for bfloat16, with which vLLM then generates a hundredth of the tokens. Raises ModelError."""
+    import torch
+
     from flywheel.training.engine.policy import has_bfloat16
 
     made = ensure()
-    if has_bfloat16():
+    if torch.cuda.is_available() or has_bfloat16():
         return made
     copy = made.with_name(f"{made.name}-float32")
     with _lock(made.with_name(f"{made.name}.lock")):

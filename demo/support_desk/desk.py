@@ -18,6 +18,7 @@ from agentscope.middleware import TracingMiddleware
 from agentscope.model import OpenAIChatModel
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
@@ -27,6 +28,7 @@ from flywheel.sources.otlp.inbox import COLUMNS
 from flywheel.sources.otlp.rows import rows_of
 
 AGENT: Final = "desk"
+SERVICE: Final = "support-desk"
 MAX_TOKENS: Final = 64
 AT_ONCE: Final = 32
 ANSWER_SECONDS: Final = 300.0
@@ -50,7 +52,7 @@ def traced(database: StudioDatabase) -> Iterator[TracerProvider]:
 
     OpenTelemetry permits it once in a process.
     """
-    provider = TracerProvider()
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
     provider.add_span_processor(BatchSpanProcessor(StudioExporter(database), schedule_delay_millis=500))
     trace.set_tracer_provider(provider)
     try:

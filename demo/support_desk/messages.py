@@ -13,10 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Final
 
-SYSTEM_PROMPT: Final = (
-    "Extract from the customer's message as JSON: queue (billing, delivery, account or returns), order (like "
-    "AB-12345), customer, date (like 2026-01-31), urgent (true or false)."
-)
+SYSTEM_PROMPT: Final = "Extract as JSON: queue (billing, delivery, account, returns), order, customer, date, urgent."
 MONTHS: Final = (
     "January",
     "February",

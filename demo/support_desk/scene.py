@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx2
+import numpy as np
 import yaml
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -30,28 +31,35 @@ from demo.support_desk.checks import Result, result
 from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, TEACHER, Kind, Message
 from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, free_port, settings_of
 from flywheel.cli.demo import judge
+from flywheel.config import Config, load
+from flywheel.records.round import RESULT_FILE, RoundResult
+from flywheel.store import deployments
+from flywheel.store.kernel.database import Store
 
 TEMPLATE: Final = "demo-real.yaml"
 TEACHER_MESSAGES: Final = 72
-DESK_MESSAGES: Final = 160
+DESK_MESSAGES: Final = 120
 HELD_OUT_MESSAGES: Final = 96
 IMPROVE_THRESHOLD: Final = 0.4
 """What a reply of the small model must be worth for GRPO to ask its message again: most of them."""
 BUDGETS: Final = {
     "the model": 60,
-    "recorded replies of the large model": 30,
-    "the server starts": 60,
-    "the base model, measured": 60,
-    "turn 1: judge the recorded replies": 30,
-    "turn 1: SFT, gate and swap": 180,
-    "turn 1, measured": 60,
-    "turn 2: the deployed model answers": 60,
-    "turn 2: judge its replies": 30,
-    "turn 2: GRPO, gate and swap": 600,
-    "turn 2, measured": 60,
+    "recorded replies of the large model": 10,
+    "the server starts": 40,
+    "the base model, measured": 40,
+    "turn 1: judge the recorded replies": 10,
+    "turn 1: SFT, gate and swap": 200,
+    "turn 1, measured": 40,
+    "turn 2: the deployed model answers": 40,
+    "turn 2: judge its replies": 10,
+    "turn 2: GRPO, gate and swap": 400,
+    "turn 2, measured": 40,
 }
 """Seconds of each phase on two quiet cores with bfloat16 instructions."""
 STOP_SECONDS: Final = 25.0
+LEAST_NOISE: Final = 1e-3
+"""In nats: two recordings may be equal to the last bit."""
+SHOWN_OF_ROUND: Final = ("round", "state", "adapter", "parent", "reason")
 
 
 class SceneError(Exception):
@@ -71,10 +79,15 @@ class Measured:
 
 @dataclass(slots=True)
 class Report:
-    """What came of a scene. `seconds` is by phase, `rounds` are those of `flywheel round --json`."""
+    """What came of a scene. `seconds` is by phase, and `rounds` are those of `flywheel round --json`.
+
+    `signals` say how clearly the proof of weights tells each round's adapter from the base model and from its parent:
+    the root mean square of the recorded differences over that of the noise.
+    """
 
     measured: dict[str, Measured] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
+    signals: list[dict[str, float]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -86,7 +99,8 @@ class Report:
         return {
             "model": small_model.NAME,
             "measured": {version: each.as_json() for version, each in self.measured.items()},
-            "rounds": self.rounds,
+            "rounds": [{name: each[name] for name in SHOWN_OF_ROUND} for each in self.rounds],
+            "signals": self.signals,
             "seconds": {phase: round(seconds, 1) for phase, seconds in self.seconds.items()},
             "total_seconds": round(sum(self.seconds.values()), 1),
             "over_twice_the_budget": self.slow,
@@ -125,8 +139,8 @@ class SupportDesk:
                 settings = settings_of(TEMPLATE, self._folder, judge_url, free_port())
                 settings["model"]["base"] = str(base)
                 settings["training"]["seed"] = self._seed
-                first = self._write("turn-1.yaml", settings)
-                second = self._write("turn-2.yaml", self._second_turn(settings))
+                first = self.write("turn-1.yaml", settings)
+                second = self.write("turn-2.yaml", self.second_turn(settings))
                 url = f"http://127.0.0.1:{settings['serving']['port']}"
                 with self._phase("recorded replies of the large model"):
                     await self._traffic(teacher_url, models.TEACHER, recorded, spans)
@@ -152,12 +166,10 @@ class SupportDesk:
         finally:
             await asyncio.shield(asyncio.to_thread(self._stop))
 
-    def _second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """GRPO on the model's own traffic, which is asked again if it was not all wrong."""
         rubric = yaml.safe_load(Path(settings["filter"]["rubric"]).read_text(encoding="utf-8"))
-        improve = self._write(
-            "improve.yaml", {**rubric, "id": "support-desk-improve", "threshold": IMPROVE_THRESHOLD}
-        )
+        improve = self.write("improve.yaml", {**rubric, "id": "support-desk-improve", "threshold": IMPROVE_THRESHOLD})
         [source] = settings["sources"]
         return {
             **settings,
@@ -166,7 +178,8 @@ class SupportDesk:
             "training": {**settings["training"], "stages": ["grpo"]},
         }
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> Path:
+    def write(self, name: str, content: Mapping[str, Any]) -> Path:
+        """A YAML file in the run's folder."""
         path = self._folder / name
         path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
         return path
@@ -202,7 +215,7 @@ class SupportDesk:
             answers = await desk.answers(f"{url}/v1", alias, messages, temperature=temperature, tracing=False)
             results.append(result(messages, answers))
             by_message = dict(zip([message.text for message in messages], answers, strict=True))
-            self._write(f"answers-{version.replace(' ', '-')}-{temperature:g}.yaml", by_message)
+            self.write(f"answers-{version.replace(' ', '-')}-{temperature:g}.yaml", by_message)
         measured = self.report.measured[version] = Measured(*results)
         self._say(f"  all fields right {measured.sampled.exact}, fields right {measured.sampled.right}")
 
@@ -220,6 +233,9 @@ class SupportDesk:
         self.report.rounds.append(report)
         if report["state"] != "promoted":
             raise SceneError(f"The round ended as {report['state']}: {report['reason']}. See {report['dir']}.")
+        comparison = report["comparison"]
+        self._say("  held out, by the judge: {deployed_mean:.2f} → {candidate_mean:.2f}".format(**comparison))
+        self.report.signals.append(await _signals(load(config), Path(report["dir"])))
 
     async def _flywheel(self, command: str, config: Path) -> dict[str, Any]:
         """What `flywheel COMMAND --json` prints. Raises SceneError where it fails."""
@@ -251,3 +267,25 @@ class SupportDesk:
             self._part.ask_to_stop()
             self._part.wait(STOP_SECONDS)
         end_descendants(PATIENCE_SECONDS)
+
+
+async def _signals(config: Config, directory: Path) -> dict[str, float]:
+    """Of the adapter of the round in `directory`, which is deployed: see `Report`."""
+    store = await Store.view(config.state_dir)
+    try:
+        row = await store.read(deployments.active, config.model.alias)
+    finally:
+        await store.close()
+    assert row is not None
+    [replica] = row.report["replicas"]
+    figures = replica["probe"]
+    probe = RoundResult.model_validate_json((directory / RESULT_FILE).read_bytes()).probe
+    assert probe is not None
+    adapter = np.array(probe.second.adapter)
+    others = {"base": probe.second.base, "parent": probe.second.parent}
+    differences = {name: adapter - np.array(logprobs) for name, logprobs in others.items() if logprobs is not None}
+    noise = max(figures["noise"], LEAST_NOISE)
+    return {
+        name: round(float(np.sqrt(np.mean(difference[: figures["tokens"]] ** 2))) / noise, 2)
+        for name, difference in differences.items()
+    }

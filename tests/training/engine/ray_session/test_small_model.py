@@ -19,6 +19,7 @@ import httpx2
 import pytest
 import ray
 
+from demo import small_model
 from flywheel.config import Config
 from flywheel.errors import ServeError
 from flywheel.records.round import METRICS_FILE, AdapterRef, Probe
@@ -139,32 +140,10 @@ class Served:
         return await swap([self.replica], self.config.model.alias, adapter, probe, ignore)
 
 
-def computes_bfloat16() -> bool:
-    """Whether vLLM is quick in it here."""
-    import torch
-
-    from flywheel.training.engine.policy import BFLOAT16_FLAGS
-
-    flags = {flag for line in Path("/proc/cpuinfo").read_text().splitlines() for flag in line.split()}
-    return torch.cuda.is_available() or bool(BFLOAT16_FLAGS & flags)
-
-
 @pytest.fixture(scope="module")
-def model(small_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(small_model_path: Path) -> Path:
     """The small model in the numbers in which this machine computes quickly."""
-    if computes_bfloat16():
-        return small_model_path
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("model") / "small-float32"
-    shutil.copytree(small_model_path, folder)
-    weights = load_file(folder / "model.safetensors")
-    exact = {name: weight.to(torch.float32) for name, weight in weights.items()}
-    save_file(exact, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    return folder
+    return small_model.for_this_machine()
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +221,7 @@ def tuned(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 async def served(model: Path, tmp_path: Path) -> AsyncIterator[Served]:
     """A server as `flywheel serve` starts it."""
-    dtype = "bfloat16" if computes_bfloat16() else "float32"
+    dtype = json.loads((model / "config.json").read_text())["dtype"]
     config = serve_config(
         tmp_path / "state",
         free_port(),
@@ -401,9 +380,7 @@ async def test_the_server_proves_the_adapter_and_then_answers_with_it(
 
     from flywheel.training.optim import probe_measurement
 
-    # A probe of a round has 512 places, of which the proof of so different weights reads few.
     monkeypatch.setattr(probe_measurement, "TOKENS", 64)
-    monkeypatch.setattr(probe_measurement, "PLACES", 128)
     probe = probe_measurement.make_probe(engine, people[8:], tuned.adapter, None, max_model_len=CONTEXT)
 
     path, zeroed = Path(tuned.adapter.path), tmp_path / "zeroed"
