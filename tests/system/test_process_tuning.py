@@ -1,4 +1,4 @@
-"""glibc's malloc is limited to a few arenas."""
+"""glibc's malloc: few arenas, and freed blocks that are returned or kept."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ ends = [line.split()[0].split("-") for line in maps if len(line.split()) == 5]
 print(sum(int(start, 16) % (64 << 20) == 0 for start, _ in ends))
 """
 
+_FREED = """
+import sys
+from pathlib import Path
+from flywheel.system import process
+if sys.argv[1] == "kept":
+    process.keep_freed_memory()
+def resident_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+before = resident_mb()
+block = bytearray(b"1") * (100 << 20)
+held = resident_mb() - before
+del block
+print(held, resident_mb() - before)
+"""
+
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such arenas")
 def test_threads_share_arenas() -> None:
@@ -38,3 +53,15 @@ def test_threads_share_arenas() -> None:
         return int(run.stdout)
 
     assert arenas("tuned") <= 2 < arenas("as it is")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such limit")
+def test_freed_blocks_are_kept_for_reuse() -> None:
+    def resident_mb(kind: str) -> list[int]:
+        run = subprocess.run([sys.executable, "-c", _FREED, kind], capture_output=True, text=True, check=True)
+        return [int(figure) for figure in run.stdout.split()]
+
+    held, after = resident_mb("kept")
+    assert held >= 95 and after >= 95
+    held, after = resident_mb("as it is")
+    assert held >= 95 and after < 50
