@@ -72,9 +72,10 @@ def _table(report: Report) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAVY)
     for heading in ("served", "all fields right", "fields right", "all right, greedy", "fields, greedy"):
         table.add_column(heading, justify="left" if heading == "served" else "right")
-    for version, measured in report.measured.items():
+    states = ["", *(f", {each['state']}" for each in report.rounds)]
+    for (version, measured), state in zip(report.measured.items(), states, strict=True):
         results = (measured.sampled, measured.greedy)
-        table.add_row(version, *(str(share) for each in results for share in (each.exact, each.right)))
+        table.add_row(version + state, *(str(share) for each in results for share in (each.exact, each.right)))
     return table
 
 

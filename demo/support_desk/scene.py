@@ -48,12 +48,12 @@ BUDGETS: Final = {
     "the server starts": 40,
     "the base model, measured": 40,
     "turn 1: judge the recorded replies": 10,
-    "turn 1: SFT, gate and swap": 200,
-    "turn 1, measured": 40,
+    "turn 1: SFT, gate and swap": 220,
+    "turn 1, measured": 60,
     "turn 2: the deployed model answers": 40,
     "turn 2: judge its replies": 10,
-    "turn 2: GRPO, gate and swap": 400,
-    "turn 2, measured": 40,
+    "turn 2: GRPO, gate and swap": 600,
+    "turn 2, measured": 60,
 }
 """Seconds of each phase on two quiet cores with bfloat16 instructions."""
 STOP_SECONDS: Final = 25.0
@@ -151,7 +151,8 @@ class SupportDesk:
                 with self._phase("turn 1: judge the recorded replies"):
                     await self._judge(first, len(recorded))
                 with self._phase("turn 1: SFT, gate and swap"):
-                    await self._round(first)
+                    if await self._round(first) != "promoted":
+                        raise SceneError(f"SFT was not promoted, so there is nothing to improve. See {self._folder}.")
                 with self._phase("turn 1, measured"):
                     await self._measure("turn 1", url, held_out)
                 with self._phase("turn 2: the deployed model answers"):
@@ -228,14 +229,16 @@ class SupportDesk:
             )
         self._say(f"  {report['accepted']} of {report['judged']} replies accepted")
 
-    async def _round(self, config: Path) -> None:
+    async def _round(self, config: Path) -> str:
+        """How the round ended: promoted or rejected, after which the deployed adapter goes on serving."""
         report = await self._flywheel("round", config)
         self.report.rounds.append(report)
-        if report["state"] != "promoted":
+        if report["state"] not in ("promoted", "rejected"):
             raise SceneError(f"The round ended as {report['state']}: {report['reason']}. See {report['dir']}.")
-        comparison = report["comparison"]
-        self._say("  held out, by the judge: {deployed_mean:.2f} → {candidate_mean:.2f}".format(**comparison))
-        self.report.signals.append(await _signals(load(config), Path(report["dir"])))
+        self._say(f"  {report['state']}: {report['reason']}")
+        if report["state"] == "promoted":
+            self.report.signals.append(await _signals(load(config), Path(report["dir"])))
+        return str(report["state"])
 
     async def _flywheel(self, command: str, config: Path) -> dict[str, Any]:
         """What `flywheel COMMAND --json` prints. Raises SceneError where it fails."""
