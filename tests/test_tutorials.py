@@ -22,7 +22,7 @@ from tests.web.recorded_state import unpack
 ROOT = Path(__file__).parent.parent
 TUTORIALS = ROOT / "docs" / "tutorials"
 INSTALLED = {". .venv/bin/activate": ":"}
-WHOLE = ("make demo", "make demo-agent", "make demo-agent DEMO_ARGS=--workflow")
+WHOLE = ("make demo", "make demo-real", "make demo-agent", "make demo-agent DEMO_ARGS=--workflow")
 """`make test-all` runs these, in tests/demo."""
 
 
@@ -123,17 +123,17 @@ def test_first_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tool_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "shown"), [("tool-agent.md", ["r0002", "add"]), ("small-model.md", ["r0002"])])
+def test_commands_on_the_files_of_a_demo(tmp_path: Path, page: str, shown: list[str]) -> None:
     config = unpack(tmp_path)
     settings = {"state": {"dir": str(config.state_dir)}, "model": {"alias": config.model.alias}}
     (tmp_path / "flywheel.yaml").write_text(yaml.safe_dump(settings))
-    lines = [typed(line) for line in commands("tool-agent.md") if not line.startswith("export FLYWHEEL_CONFIG=")]
+    lines = [typed(line) for line in commands(page) if not line.startswith("export FLYWHEEL_CONFIG=")]
     told = run(lines, tmp_path, FLYWHEEL_CONFIG=str(tmp_path / "flywheel.yaml"))
-    assert "r0002" in told
-    assert "add" in told
+    assert all(text in told for text in shown)
 
 
 def test_every_tutorial_has_a_test() -> None:
     assert {path.name for path in TUTORIALS.glob("*.md")} == {
-        "judge-100-replies.md", "first-round.md", "tool-agent.md",
+        "judge-100-replies.md", "first-round.md", "tool-agent.md", "small-model.md",
     }  # fmt: skip
