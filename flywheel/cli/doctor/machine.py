@@ -104,8 +104,17 @@ def list_gpus() -> tuple[list[Gpu], str]:
 
 def check_gpu(config: Config, base: Base) -> Finding:
     """Whether the GPU build of vLLM has GPUs, with memory for a rollout engine and the server."""
+    quantized = config.model.trainer_quantization is not None
     if version_of(EXTRAS["gpu"]) is None:
+        if quantized:
+            why = (
+                "model.trainer_quantization needs a GPU, and none is used without the extra [gpu]: rounds are refused"
+            )
+            return Finding("gpu", Result.FAILED, why, "Remove the key, or run rounds on a machine with a GPU.")
         return Finding("gpu", Result.SKIPPED, "no GPU is used without the extra [gpu]")
+    if quantized and version_of("bitsandbytes") is None:
+        why = "model.trainer_quantization needs bitsandbytes, which is not installed: rounds are refused"
+        return Finding("gpu", Result.FAILED, why, f"Install it: pip install '{OWN}[quantized]', or remove the key.")
     gpus, trouble = list_gpus()
     if not gpus:
         why = "; ".join(filter(None, ("vLLM is the build for GPUs, and there is none", trouble)))
