@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -110,13 +110,12 @@ class Report:
 class SupportDesk:
     """One scene in `folder`, which is made. After `play` or an exception nothing of it runs any more."""
 
-    def __init__(self, folder: Path, seed: int, say: Any, *, development: bool = False) -> None:
+    def __init__(self, folder: Path, seed: int, say: Callable[[str], None], *, development: bool = False) -> None:
         self._folder = folder
         self._seed = seed
         self._say = say
         self._measured_on: Kind = DEVELOPMENT if development else HELD_OUT
         self._part: Part | None = None
-        self._running: subprocess.Popen[str] | None = None
         self.report = Report()
 
     async def play(self) -> Report:
