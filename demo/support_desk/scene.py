@@ -46,7 +46,7 @@ BUDGETS: Final = {
     "the model": 60,
     "recorded replies of the large model": 10,
     "the server starts": 40,
-    "the base model, measured": 40,
+    "the base model, measured": 60,
     "turn 1: judge the recorded replies": 10,
     "turn 1: SFT, gate and swap": 220,
     "turn 1, measured": 60,
