@@ -516,12 +516,13 @@ def test_the_probe_tells_the_adapter_from_parent_and_base(trained: Done, continu
         assert probe is not None
         assert adapter is not None
         assert len(probe.texts) == 8
-        assert len(set(probe.places)) == 512
+        assert 64 <= len(set(probe.places)) == len(probe.places) <= 512
         assert (probe.second.parent is None) is (parent is None)
         for first, second in zip(probe.first.versions, probe.second.versions, strict=True):
             assert first == pytest.approx(second, abs=1e-3), "both are computed in float32"
-        text = probe.texts[0]
-        chosen = [number for number, (of_text, _) in enumerate(probe.places) if of_text == 0]
+        most_telling = probe.places[0][0]
+        text = probe.texts[most_telling]
+        chosen = [number for number, (of_text, _) in enumerate(probe.places) if of_text == most_telling]
         measured = logprobs_of([adapter, *([parent] if parent else [])], text[:1], text[1:])
         recorded = probe.second
         told = [recorded.base, recorded.adapter, *([recorded.parent] if recorded.parent else [])]
