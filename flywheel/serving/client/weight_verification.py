@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from flywheel.errors import ServeError
 from flywheel.records.round import Probe
 from flywheel.serving.client.replica_client import Condition, Replica
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PLACES: Final = (64, 128, 256, 512)
 """Numbers of tokens, tried in this order until the standard error is small enough."""
@@ -77,17 +80,12 @@ def compare(measured: Sequence[float], base: Sequence[float], probe: Probe) -> P
     import numpy as np
 
     tokens = len(measured)
-    z, x = (np.diff(each.versions, axis=0).T[:tokens] for each in (probe.first, probe.second))  # (T, 1 or 2)
-    try:
-        inverse = np.linalg.inv(z.T @ x)
-    except np.linalg.LinAlgError:  # the versions do not differ
-        inverse = np.full((x.shape[1],) * 2, np.nan)
+    z, x, inverse = regressors(probe, tokens)
     with np.errstate(all="ignore"):
         y = np.array(measured) - np.array(base)
         slopes = inverse @ z.T @ y
         residuals = y - x @ slopes
-        influence = (residuals / (1 - np.einsum("ti,ij,tj->t", x, inverse, z)))[:, None] * z @ inverse.T
-        error = float(np.sqrt((influence**2).sum(0)).max())
+        error = standard_error(residuals, z, x, inverse)
         shift = np.array(base) - probe.second.base[:tokens]
         noise = float(max(np.mean((x - z).sum(1) ** 2), np.mean(shift**2)))
         residual = float(residuals @ residuals / max(1, tokens - len(slopes)))
@@ -104,6 +102,27 @@ def compare(measured: Sequence[float], base: Sequence[float], probe: Probe) -> P
         indistinct=not is_distinct and bool(np.isfinite(y).all()),
         passed=is_distinct and not misfit and all(LEAST_SLOPE <= slope <= LARGEST_SLOPE for slope in slopes),
     )
+
+
+def regressors(probe: Probe, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the first tokens, the differences of each version to the one before it in the first recording, Z, and in the
+    second, X, both (T, 1 or 2), and (Z'X)⁻¹, which is NaN where the versions do not differ."""
+    import numpy as np
+
+    z, x = (np.diff(each.versions, axis=0).T[:tokens] for each in (probe.first, probe.second))
+    try:
+        inverse = np.linalg.inv(z.T @ x)
+    except np.linalg.LinAlgError:
+        inverse = np.full((x.shape[1],) * 2, np.nan)
+    return z, x, inverse
+
+
+def standard_error(residuals: np.ndarray, z: np.ndarray, x: np.ndarray, inverse: np.ndarray) -> float:
+    """The larger standard error of the slopes, HC3 as in `compare`. NaN where it cannot be computed."""
+    import numpy as np
+
+    influence = (residuals / (1 - np.einsum("ti,ij,tj->t", x, inverse, z)))[:, None] * z @ inverse.T
+    return float(np.sqrt((influence**2).sum(0)).max())
 
 
 async def prove(replica: Replica, model: str, base_model: str, probe: Probe) -> ProbeFigures:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flywheel.records.round import Probe, Recording
-from flywheel.serving.client.weight_verification import LARGEST_ERROR, PLACES
+from flywheel.serving.client.weight_verification import LARGEST_ERROR, PLACES, regressors, standard_error
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.engine.ray_cluster import wait
@@ -77,14 +77,9 @@ def expected_error(probe: Probe) -> float:
 
     Its noise is taken as twice that of this engine, and at least as `LEAST_NOISE`.
     """
-    z, x = (np.diff(each.versions, axis=0).T for each in (probe.first, probe.second))
-    try:
-        inverse = np.linalg.inv(z.T @ x)
-    except np.linalg.LinAlgError:  # the versions do not differ
-        return math.inf
+    z, x, inverse = regressors(probe, len(probe.places))
     noise = max(2 * math.sqrt(np.mean((x - z).sum(1) ** 2)), LEAST_NOISE)
-    influence = (noise / (1 - np.einsum("ti,ij,tj->t", x, inverse, z)))[:, None] * z @ inverse.T
-    error = float(np.sqrt((influence**2).sum(0)).max())
+    error = standard_error(np.full(len(x), noise), z, x, inverse)
     return error if math.isfinite(error) else math.inf
 
 
