@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,20 +60,15 @@ def folder() -> Path:
 
 def ensure() -> Path:
     """The folder of the model, which is made first if it is not there. Raises ModelError if that cannot be done."""
-    made = folder()
-    if made.is_dir():
-        return made
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(made.with_name(f"{made.name}.lock")):
-        if not made.is_dir():
-            log.info("making %s in %s, which takes about a minute", NAME, made)
-            with tempfile.TemporaryDirectory(prefix=".new-", dir=made.parent) as work:
-                converted = Path(work) / "model"
-                convert(fetch(Path(work)), converted)
-                verify(converted)
-                converted.rename(made)
-                sync_directory(made.parent)
-    return made
+
+    def make(work: Path) -> Path:
+        log.info("making %s in %s, which takes about a minute", NAME, folder())
+        converted = work / "model"
+        convert(fetch(work), converted)
+        verify(converted)
+        return converted
+
+    return _once(folder(), make)
 
 
 def for_this_machine() -> Path:
@@ -86,13 +81,20 @@ def for_this_machine() -> Path:
     made = ensure()
     if torch.cuda.is_available() or has_bfloat16():
         return made
-    copy = made.with_name(f"{made.name}-float32")
+    return _once(made.with_name(f"{made.name}-float32"), lambda work: _as_float32(made, work / "model"))
+
+
+def _once(made: Path, make: Callable[[Path], Path]) -> Path:
+    """The folder `made`. If it is not there, `make` makes it in a temporary folder, under a lock, and it is moved."""
+    if made.is_dir():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
     with _lock(made.with_name(f"{made.name}.lock")):
-        if not copy.is_dir():
+        if not made.is_dir():
             with tempfile.TemporaryDirectory(prefix=".new-", dir=made.parent) as work:
-                _as_float32(made, Path(work) / "model").rename(copy)
+                make(Path(work)).rename(made)
                 sync_directory(made.parent)
-    return copy
+    return made
 
 
 def fetch(work: Path) -> Path:
