@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -139,7 +139,7 @@ class Wheel:
                     arguments = [sys.executable, "-m", "flywheel", name, "-c", str(file)]
                     self._parts.append(Part(f"flywheel {name}", arguments, self._folder / f"{name}.log", ENVIRONMENT))
                 self._screen.say(f"The run's files are in {self._folder}. vLLM starts; that takes half a minute.")
-                await self._until_ready(config.serving.urls[0])
+                await until_ready(config.serving.urls[0], self._parts)
                 asking = asyncio.create_task(users.run())
                 try:
                     with self._screen.on():
@@ -150,16 +150,6 @@ class Wheel:
             finally:
                 # In a thread: a second Ctrl-C must still be heard.
                 await asyncio.shield(asyncio.to_thread(self._stop))
-
-    async def _until_ready(self, url: str) -> None:
-        async with httpx2.AsyncClient(trust_env=False) as client:
-            while True:
-                for part in self._parts:
-                    part.check()
-                with contextlib.suppress(httpx2.TransportError):
-                    if (await client.get(f"{url}/health")).status_code == httpx2.codes.OK:
-                        return
-                await asyncio.sleep(LOOK_SECONDS / 2)
 
     async def _watch(self, config: Config, users: Users, asking: asyncio.Task[None]) -> Mapping[str, Any]:
         deadline = time.monotonic() + self._limit_seconds
@@ -201,6 +191,18 @@ class Wheel:
             while not part.wait(0.2) and not self.hurry and time.monotonic() < deadline:
                 pass
         end_descendants(0.0 if self.hurry else PATIENCE_SECONDS)
+
+
+async def until_ready(url: str, parts: Sequence[Part]) -> None:
+    """Wait for the server. Raises PartError when one of the parts has ended."""
+    async with httpx2.AsyncClient(trust_env=False) as client:
+        while True:
+            for part in parts:
+                part.check()
+            with contextlib.suppress(httpx2.TransportError):
+                if (await client.get(f"{url}/health")).status_code == httpx2.codes.OK:
+                    return
+            await asyncio.sleep(LOOK_SECONDS / 2)
 
 
 async def look(config: Config) -> dict[str, Any] | None:

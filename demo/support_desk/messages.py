@@ -231,4 +231,5 @@ HELD_OUT: Final = Kind(
     dates=("{name} {day} {year}", "{day:02}.{month:02}.{year}"),
     urgencies=("It is very urgent.", "Very urgent!"),
 )
+QUEUES: Final = tuple(TEACHER.phrases)
 KINDS: Final = (TEACHER, DESK, DEVELOPMENT, HELD_OUT)

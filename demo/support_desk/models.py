@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import json
 import random
-import time
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from demo.support_desk.checks import FIELDS, right_fields
-from demo.support_desk.messages import LETTERS, Message, Ticket
-from flywheel.cli.demo.judge import criteria_of, token_of
+from demo.support_desk.messages import LETTERS, QUEUES, Message, Ticket
+from flywheel.cli.demo.judge import completion, criteria_of, token_of
 from flywheel.judge.prompt import parse_sections
 
 TEACHER: Final = "large-model"
 JUDGE: Final = "desk-judge"
 WRONG_REPLIES: Final = 0.15
 WRONG_VERDICTS: Final = 0.05
-QUEUES: Final = ("billing", "delivery", "account", "returns")
 
 
 class Models:
@@ -41,7 +38,7 @@ class Models:
         ticket = self._tickets[text]
         chosen = self._random("reply", text)
         given = _spoilt(ticket, chosen) if chosen.random() < WRONG_REPLIES else ticket
-        return completion(TEACHER, given.as_json(), request)
+        return completion(TEACHER, given.as_json(), len(json.dumps(request["messages"])))
 
     def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The judge's completion: a choice for each criterion that is asked for, which has the id of a field."""
@@ -54,24 +51,11 @@ class Models:
             good = right[name] != (self._random("verdict", name, question, answer).random() < WRONG_VERDICTS)
             reason = f"The field {name} is {'right' if good else 'missing or wrong'}."
             criteria[name] = {"reason": reason, "choice": choices[-1] if good else choices[0]}
-        return completion(JUDGE, json.dumps({"criteria": criteria, "check": token_of(request)}), request)
+        content = json.dumps({"criteria": criteria, "check": token_of(request)})
+        return completion(JUDGE, content, len(json.dumps(request["messages"])))
 
     def _random(self, *of: str) -> random.Random:
         return random.Random("\0".join((str(self._seed), *of)))
-
-
-def completion(model: str, content: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat completion with this content; tokens are counted as four characters each."""
-    sent = len(json.dumps(request["messages"])) // 4 + 1
-    written = len(content) // 4 + 1
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written},
-    }
 
 
 def _spoilt(ticket: Ticket, chosen: random.Random) -> Ticket:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import httpx2
 import numpy as np
 import yaml
 from opentelemetry.sdk.trace import TracerProvider
@@ -29,7 +28,7 @@ from demo.studio import StudioDatabase
 from demo.support_desk import desk, models
 from demo.support_desk.checks import Result, result
 from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, TEACHER, Kind, Message
-from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, free_port, settings_of
+from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, free_port, settings_of, until_ready
 from flywheel.cli.demo import judge
 from flywheel.config import Config, load
 from flywheel.records.round import RESULT_FILE, RoundResult
@@ -140,28 +139,28 @@ class SupportDesk:
                 settings["training"]["seed"] = self._seed
                 first = self.write("turn-1.yaml", settings)
                 second = self.write("turn-2.yaml", self.second_turn(settings))
-                url = f"http://127.0.0.1:{settings['serving']['port']}"
+                url, alias = f"http://127.0.0.1:{settings['serving']['port']}", settings["model"]["alias"]
                 with self._phase("recorded replies of the large model"):
                     await self._traffic(teacher_url, models.TEACHER, recorded, spans)
                 with self._phase("the server starts"):
                     await self._serve(first, url)
                 with self._phase("the base model, measured"):
-                    await self._measure("base", url, held_out)
+                    await self._measure("base", url, alias, held_out)
                 with self._phase("turn 1: judge the recorded replies"):
                     await self._judge(first, len(recorded))
                 with self._phase("turn 1: SFT, gate and swap"):
                     if await self._round(first) != "promoted":
                         raise SceneError(f"SFT was not promoted, so there is nothing to improve. See {self._folder}.")
                 with self._phase("turn 1, measured"):
-                    await self._measure("turn 1", url, held_out)
+                    await self._measure("turn 1", url, alias, held_out)
                 with self._phase("turn 2: the deployed model answers"):
-                    await self._traffic(f"{url}/v1", settings["model"]["alias"], asked, spans)
+                    await self._traffic(f"{url}/v1", alias, asked, spans)
                 with self._phase("turn 2: judge its replies"):
                     await self._judge(second, len(asked))
                 with self._phase("turn 2: GRPO, gate and swap"):
                     await self._round(second)
                 with self._phase("turn 2, measured"):
-                    await self._measure("turn 2", url, held_out)
+                    await self._measure("turn 2", url, alias, held_out)
                 return self.report
         finally:
             await asyncio.shield(asyncio.to_thread(self._stop))
@@ -194,22 +193,15 @@ class SupportDesk:
 
     async def _serve(self, config: Path, url: str) -> None:
         arguments = [sys.executable, "-m", "flywheel", "serve", "-c", str(config)]
-        part = self._part = Part("flywheel serve", arguments, self._folder / "serve.log", ENVIRONMENT)
-        async with httpx2.AsyncClient(trust_env=False) as client:
-            while True:
-                part.check()
-                with contextlib.suppress(httpx2.TransportError):
-                    if (await client.get(f"{url}/health")).status_code == httpx2.codes.OK:
-                        return
-                await asyncio.sleep(0.5)
+        self._part = Part("flywheel serve", arguments, self._folder / "serve.log", ENVIRONMENT)
+        await until_ready(url, [self._part])
 
     async def _traffic(self, url: str, model: str, messages: list[Message], spans: TracerProvider) -> None:
         await desk.answers(url, model, messages)
         await asyncio.to_thread(spans.force_flush)
 
-    async def _measure(self, version: str, url: str, messages: list[Message]) -> None:
+    async def _measure(self, version: str, url: str, alias: str, messages: list[Message]) -> None:
         """What the alias answers now, by exact checks."""
-        alias = yaml.safe_load((self._folder / "turn-1.yaml").read_text())["model"]["alias"]
         results = []
         for temperature in (1.0, 0.0):
             answers = await desk.answers(f"{url}/v1", alias, messages, temperature=temperature, tracing=False)
