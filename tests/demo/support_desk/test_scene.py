@@ -1,4 +1,4 @@
-"""The support desk as a user runs it: settings, Ctrl-C, and the whole of it."""
+"""The support desk as a user runs it: settings, traces, and the whole of it."""
 
 from __future__ import annotations
 
