@@ -142,7 +142,8 @@ async def test_half_a_character_in_a_reason_is_stored_as_a_question_mark(store: 
 async def test_a_stop_ends_the_waits_between_attempts_at_once(store: Store, tmp_path: Path) -> None:
     await tell(store, 8)
     stop = threading.Event()
-    with JudgeServer(behaviour="503 in a minute") as judge:
+    # All four are asked before one is answered: after the first answer the key rests, and no further call is sent.
+    with JudgeServer(behaviour="503 in a minute", hold_until=4) as judge:
         filtering = TaskJudging(store, config(tmp_path, judge, timeout_seconds=600))
         running = asyncio.create_task(filtering.run(stop=stop))
         # The stop comes from outside while all threads wait as long as they were asked to.
