@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.config import Config, parse
-from flywheel.config.other_programs import from_tuner, merged
+from flywheel.config.section import merged
+from flywheel.config.trinity import from_tuner
 from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
 from flywheel.system.yaml_file import read_yaml

@@ -82,7 +82,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     """All settings in effect, of a configuration that was read from `path`."""
-    from flywheel.config.other_programs import MARKERS
+    from flywheel.config.agentjet import MARKERS
     from flywheel.system.yaml_file import YamlDocument
 
     document = None if path is None else YamlDocument(path.read_text(encoding="utf-8"))

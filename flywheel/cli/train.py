@@ -224,7 +224,7 @@ def _base(named: str | None, adapter: Path | None, attempted: str) -> str | None
 def _settings(options: Mapping[str, Any], config: Path | None, command: str) -> Config:
     """The settings of the file, with those of the command line above them. Raises ConfigError."""
     from flywheel.config import parse
-    from flywheel.config.other_programs import merged
+    from flywheel.config.section import merged
     from flywheel.system.yaml_file import read_yaml
 
     file, raw = find_config(config), dict[str, Any]()

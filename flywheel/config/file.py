@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from flywheel.config.agentjet import MARKERS, from_agentjet
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -26,7 +27,6 @@ from flywheel.config.ingest import (
 )
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
-from flywheel.config.other_programs import MARKERS, from_agentjet
 from flywheel.config.sage import from_sage
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.config.other_programs import ROOTS, merged
+from flywheel.config.agentjet import ROOTS
+from flywheel.config.section import merged
 from flywheel.errors import ConfigError
 
 PAGE: Final = "flywheel docs sage"

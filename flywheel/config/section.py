@@ -1,9 +1,10 @@
-"""The base class of all sections: strict, frozen, documented by the docstrings of its fields."""
+"""The base class of all sections: strict, frozen, documented by the docstrings of its fields. Settings by path."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -45,3 +46,21 @@ class Section(BaseModel):
             if name.endswith("_env") and (variable := getattr(self, name)):
                 register_secret_variable(variable)
         return self
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings, with those in them; where both have a value, that of `above`."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        result[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def put(into: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, whose sections are made where they are missing."""
+    *sections, key = path.split(".")
+    for section in sections:
+        into = into.setdefault(section, {})
+    into[key] = value

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from flywheel.config import Config
-from flywheel.config.other_programs import filters_in
+from flywheel.config.agentjet import filters_in
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError, FlywheelError
 from flywheel.judge.filters.deduplication import Deduplication
