@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, stdev
 from typing import Any, Final
 
@@ -53,10 +53,15 @@ def share(values: Sequence[tuple[str, float]]) -> Share:
     by_phrase: dict[str, list[float]] = {}
     for phrase, value in values:
         by_phrase.setdefault(phrase, []).append(value)
-    means = [fmean(several) for several in by_phrase.values()]
+    found = interval([fmean(several) for several in by_phrase.values()])
+    return replace(found, lower=max(0.0, found.lower), upper=min(1.0, found.upper))
+
+
+def interval(means: Sequence[float]) -> Share:
+    """The mean of what was found for each of several phrases, with Student's t interval over the phrases."""
     mean = fmean(means)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(means) - 1)) * stdev(means) / len(means) ** 0.5
-    return Share(mean, max(0.0, mean - reach), min(1.0, mean + reach), len(means))
+    return Share(mean, mean - reach, mean + reach, len(means))
 
 
 @dataclass(frozen=True, slots=True)

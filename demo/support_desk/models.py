@@ -35,24 +35,34 @@ class Models:
         """The large model's completion. Raises KeyError for a message that it does not know."""
         asked = next(message["content"] for message in reversed(request["messages"]) if message["role"] == "user")
         text = asked if isinstance(asked, str) else "".join(part["text"] for part in asked)
-        ticket = self._tickets[text]
-        chosen = self._random("reply", text)
+        return completion(TEACHER, self.taught(text), len(json.dumps(request["messages"])))
+
+    def taught(self, question: str) -> str:
+        """The large model's reply. Raises KeyError for a message that it does not know."""
+        ticket, chosen = self._tickets[question], self._random("reply", question)
         given = _spoilt(ticket, chosen) if chosen.random() < WRONG_REPLIES else ticket
-        return completion(TEACHER, given.as_json(), len(json.dumps(request["messages"])))
+        return given.as_json()
 
     def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The judge's completion: a choice for each criterion that is asked for, which has the id of a field."""
         said = [parse_sections(message["content"]) for message in request["messages"] if message["role"] == "user"]
         sections = next(each for each in said if "QUESTION" in each)
         question, answer = sections["QUESTION"], sections["ANSWER"]
-        right = right_fields(answer, self._tickets[question])
+        found = self.findings(question, answer)
         criteria = {}
         for name, choices in criteria_of(request).items():
-            good = right[name] != (self._random("verdict", name, question, answer).random() < WRONG_VERDICTS)
+            good = found[name]
             reason = f"The field {name} is {'right' if good else 'missing or wrong'}."
             criteria[name] = {"reason": reason, "choice": choices[-1] if good else choices[0]}
         content = json.dumps({"criteria": criteria, "check": token_of(request)})
         return completion(JUDGE, content, len(json.dumps(request["messages"])))
+
+    def findings(self, question: str, answer: str) -> dict[str, bool]:
+        """What the judge finds: field → whether it calls it right, which is sometimes wrong."""
+        return {
+            name: right != (self._random("verdict", name, question, answer).random() < WRONG_VERDICTS)
+            for name, right in right_fields(answer, self._tickets[question]).items()
+        }
 
     def _random(self, *of: str) -> random.Random:
         return random.Random("\0".join((str(self._seed), *of)))
