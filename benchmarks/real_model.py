@@ -28,9 +28,10 @@ import yaml
 
 from benchmarks import measurement
 from demo import small_model
+from demo.checks import Share, interval
 from demo.parts import adopt_orphans, end_descendants
-from demo.support_desk.checks import Share, interval, right_fields
 from demo.support_desk.desk import MAX_TOKENS
+from demo.support_desk.fields import right_fields
 from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, SYSTEM_PROMPT, TEACHER, Message
 from demo.support_desk.models import Models
 from flywheel.cli.demo import judge

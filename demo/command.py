@@ -10,10 +10,10 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,7 @@ from demo.wheel import Scene, Screen, SlowError, Wheel, record
 from flywheel.errors import FlywheelError
 
 INTERRUPTED = 130
+T = TypeVar("T")
 
 
 def play(
@@ -58,7 +59,7 @@ def play(
     wheel = Wheel(scene, folder, options.rounds, options.minutes * 60, Screen(console))
     started = time.monotonic()
     try:
-        status = asyncio.run(_until_stopped(wheel, console))
+        status = asyncio.run(until_stopped(wheel.turn(), wheel.hurry, console.print))
     except (PartError, TrafficError, SlowError, FlywheelError) as error:
         console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -76,15 +77,15 @@ def play(
     return 0
 
 
-async def _until_stopped(wheel: Wheel, console: Console) -> Status:
-    """The wheel's last status; cancelled by Ctrl-C and its like, a second one of which ends everything at once."""
-    turning = asyncio.create_task(wheel.turn())
+async def until_stopped(playing: Coroutine[Any, Any, T], hurry: Callable[[], None], say: Callable[[str], None]) -> T:
+    """What `playing` returns. It is cancelled by Ctrl-C and its like, of which a second one calls `hurry`."""
+    turning = asyncio.create_task(playing)
 
     def stop() -> None:
         if turning.cancelling():
-            wheel.hurry = True
+            hurry()
             return
-        console.print("\nStopping; once more to stop at once.")
+        say("\nStopping; once more to stop at once.")
         turning.cancel()
 
     loop = asyncio.get_running_loop()

@@ -34,28 +34,7 @@ COPYING_STEPS: Final = 750
 RARE_STEPS: Final = 250
 LAST_STEPS: Final = 500
 
-CHAT_TEMPLATE: Final = """\
-{%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
-{%- else -%}
-{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
-{%- if loop.first and tools -%}
-{{- '\\n<tools>' -}}
-{%- for tool in tools -%}
-{{- '\\n{"name": ' + tool.function.name | tojson + ', "parameters": ' + tool.function.parameters | tojson + '}' -}}
-{%- endfor -%}
-{{- '\\n</tools>' -}}
-{%- endif -%}
-{%- for call in message.tool_calls or [] -%}
-{{- '<tool_call>\\n{"name": ' + call.function.name | tojson -}}
-{{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
+CHAT_TEMPLATE: Final = (Path(__file__).parent / "tool_chat.jinja").read_text(encoding="utf-8")
 
 PARAMETERS: Final = json.dumps(ADD["function"]["parameters"])
 WORDS: Final = (

@@ -121,8 +121,7 @@ class Wheel:
         self._limit_seconds = limit_seconds
         self._screen = screen
         self._parts: list[Part] = []
-        self.hurry = False
-        """Set to end the processes without waiting for them to stop by themselves."""
+        self._hurry = False
 
     async def turn(self) -> Mapping[str, Any]:
         """The last status. Raises PartError, TrafficError, SlowError and FlywheelError."""
@@ -150,6 +149,10 @@ class Wheel:
             finally:
                 # In a thread: a second Ctrl-C must still be heard.
                 await asyncio.shield(asyncio.to_thread(self._stop))
+
+    def hurry(self) -> None:
+        """End the processes without waiting for them to stop by themselves."""
+        self._hurry = True
 
     async def _watch(self, config: Config, users: Users, asking: asyncio.Task[None]) -> Mapping[str, Any]:
         deadline = time.monotonic() + self._limit_seconds
@@ -188,9 +191,9 @@ class Wheel:
             part.ask_to_stop()
         deadline = time.monotonic() + STOP_SECONDS
         for part in self._parts:
-            while not part.wait(0.2) and not self.hurry and time.monotonic() < deadline:
+            while not part.wait(0.2) and not self._hurry and time.monotonic() < deadline:
                 pass
-        end_descendants(0.0 if self.hurry else PATIENCE_SECONDS)
+        end_descendants(0.0 if self._hurry else PATIENCE_SECONDS)
 
 
 async def until_ready(url: str, parts: Sequence[Part]) -> None:

@@ -1,100 +1,87 @@
-"""The desk's agent, made with AgentScope, and its traces in a Studio database.
-
-AgentScope's own tracing makes the spans; they are written as Studio's server writes those that it receives.
-"""
+"""Scene 1: a support desk, whose agent answers customers' messages with JSON of five fields."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
-import openai
+import yaml
 from agentscope.agent import Agent, InjectionConfig
-from agentscope.credential import OpenAICredential
 from agentscope.message import UserMsg
-from agentscope.middleware import TracingMiddleware
-from agentscope.model import OpenAIChatModel
-from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from agentscope.model import ChatModelBase
 
-from demo.studio import StudioDatabase
-from demo.support_desk.messages import SYSTEM_PROMPT, Message
-from flywheel.sources.otlp.inbox import COLUMNS
-from flywheel.sources.otlp.rows import rows_of
+from demo.checks import Result
+from demo.support_desk.fields import result
+from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, SYSTEM_PROMPT, TEACHER
+from demo.support_desk.models import WRONG_REPLIES, WRONG_VERDICTS, Models
+from demo.two_turns import TwoTurns
 
 AGENT: Final = "desk"
-SERVICE: Final = "support-desk"
 MAX_TOKENS: Final = 64
-AT_ONCE: Final = 32
-ANSWER_SECONDS: Final = 300.0
+TEACHER_MESSAGES: Final = 72
+DESK_MESSAGES: Final = 120
+HELD_OUT_MESSAGES: Final = 96
+IMPROVE_THRESHOLD: Final = 0.4
+"""What a reply of the small model must be worth for GRPO to ask its message again: most of them."""
 
 
-class StudioExporter(SpanExporter):
-    """Writes finished spans to a Studio database."""
+class SupportDesk(TwoTurns):
+    """It learns to read customers' messages. The large model is wrong in a stated share of its replies, and the judge
+    in one of its findings."""
 
-    def __init__(self, database: StudioDatabase) -> None:
-        self._database = database
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        rows = rows_of(encode_spans(spans)).accepted
-        self._database.export([dict(zip(COLUMNS, row, strict=True)) for row in rows])
-        return SpanExportResult.SUCCESS
-
-
-@contextlib.contextmanager
-def traced(database: StudioDatabase) -> Iterator[TracerProvider]:
-    """Spans of this process go to the database: by `force_flush` of what is yielded, and by the end.
-
-    OpenTelemetry permits it once in a process.
-    """
-    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
-    provider.add_span_processor(BatchSpanProcessor(StudioExporter(database), schedule_delay_millis=500))
-    trace.set_tracer_provider(provider)
-    try:
-        yield provider
-    finally:
-        provider.shutdown()
-
-
-async def answers(
-    url: str, model: str, messages: Sequence[Message], *, temperature: float = 1.0, tracing: bool = True
-) -> list[str]:
-    """The agent's answer to each message, by a model at an OpenAI-compatible endpoint (with `/v1`).
-
-    Raises openai.OpenAIError where the endpoint fails.
-    """
-    chat = OpenAIChatModel(
-        credential=OpenAICredential(api_key="unused", base_url=url),
-        model=model,
-        parameters=OpenAIChatModel.Parameters(temperature=temperature, max_tokens=MAX_TOKENS),
-        stream=False,
-        # The endpoint is on this machine: a proxy of the environment is not for it.
-        client_kwargs={
-            "http_client": openai.DefaultAsyncHttpxClient(trust_env=False),
-            "timeout": ANSWER_SECONDS,
-        },
+    about = (
+        "learns to read customers' messages. The large model whose replies are recorded, and the judge, are scripts: "
+        f"{WRONG_REPLIES:.0%} of those replies are wrong, and {WRONG_VERDICTS:.0%} of the judge's findings, "
+        "both ways."
     )
-    places = asyncio.Semaphore(AT_ONCE)
+    template = "demo-real.yaml"
+    budgets: ClassVar[Mapping[str, int]] = {
+        "the model": 60,
+        "recorded replies of the large model": 10,
+        "the server starts": 40,
+        "the base model, measured": 60,
+        "turn 1: judge the recorded replies": 10,
+        "turn 1: SFT, gate and swap": 220,
+        "turn 1, measured": 60,
+        "turn 2: the deployed model answers": 40,
+        "turn 2: judge its replies": 10,
+        "turn 2: GRPO, gate and swap": 600,
+        "turn 2, measured": 60,
+    }
+    max_tokens = MAX_TOKENS
 
-    async def answer(message: Message) -> str:
-        async with places:
-            agent = Agent(
-                name=AGENT,
-                system_prompt=SYSTEM_PROMPT,
-                model=chat,
-                middlewares=[TracingMiddleware()] if tracing else [],
-                # Without the runtime reminder, which AgentScope does not trace, the traces have the exact prompts.
-                injection_config=InjectionConfig(inject_runtime_state=False),
-            )
-            reply = await agent.reply(UserMsg(name="user", content=message.text))
-            return (reply.get_text_content() or "").strip()
+    def draw(self, *, development: bool) -> None:
+        recorded, asked = TEACHER.draw(TEACHER_MESSAGES, self._seed), DESK.draw(DESK_MESSAGES, self._seed)
+        self._measured = (DEVELOPMENT if development else HELD_OUT).draw(HELD_OUT_MESSAGES, self._seed)
+        self._models = Models([*recorded, *asked, *self._measured], self._seed)
+        self.recorded, self.asked, self.held_out = (
+            [message.text for message in messages] for messages in (recorded, asked, self._measured)
+        )
 
-    try:
-        return list(await asyncio.gather(*map(answer, messages)))
-    finally:
-        await chat.client.close()
+    def teach(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._models.teach(request)
+
+    def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._models.judge(request)
+
+    async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
+        agent = Agent(
+            name=AGENT,
+            system_prompt=SYSTEM_PROMPT,
+            model=model,
+            middlewares=middlewares,
+            # Without the runtime reminder, which AgentScope does not trace, the traces have the exact prompts.
+            injection_config=InjectionConfig(inject_runtime_state=False),
+        )
+        reply = await agent.reply(UserMsg(name="user", content=question))
+        return (reply.get_text_content() or "").strip()
+
+    def check(self, answers: Sequence[str]) -> Result:
+        return result(self._measured, answers)
+
+    def second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """GRPO also asks messages again whose answers were partly right."""
+        rubric = yaml.safe_load(Path(settings["filter"]["rubric"]).read_text(encoding="utf-8"))
+        improve = self.write("improve.yaml", {**rubric, "id": "support-desk-improve", "threshold": IMPROVE_THRESHOLD})
+        return {**super().second_turn(settings), "filter": {"rubric": str(improve)}}

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from demo.support_desk.checks import FIELDS, right_fields
+from demo.support_desk.fields import FIELDS, right_fields
 from demo.support_desk.messages import LETTERS, QUEUES, Message, Ticket
+from demo.two_turns import TEACHER
 from flywheel.cli.demo.judge import completion, criteria_of, token_of
 from flywheel.judge.prompt import parse_sections
 
-TEACHER: Final = "large-model"
 JUDGE: Final = "desk-judge"
 WRONG_REPLIES: Final = 0.15
 WRONG_VERDICTS: Final = 0.05

@@ -85,7 +85,7 @@ def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
         ("demo", "run"),
         pytest.param("demo", "vllm", marks=pytest.mark.long),
         pytest.param("demo.agent", "vllm", marks=pytest.mark.long),
-        pytest.param("demo.support_desk", "vllm", marks=pytest.mark.long),
+        pytest.param("demo.real_model", "vllm", marks=pytest.mark.long),
     ],
 )
 def test_ctrl_c_leaves_no_process(tmp_path: Path, program: str, started: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from demo.support_desk import models
-from demo.support_desk.checks import FIELDS, right_fields
+from demo.support_desk.fields import FIELDS, right_fields
 from demo.support_desk.messages import SYSTEM_PROMPT, TEACHER
 from demo.support_desk.models import WRONG_REPLIES, WRONG_VERDICTS, Models
 from flywheel.cli.demo import judge

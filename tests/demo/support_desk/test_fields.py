@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from demo.support_desk.checks import FIELDS, result, right_fields, share
+from demo.checks import share
+from demo.support_desk.fields import FIELDS, result, right_fields
 from demo.support_desk.messages import HELD_OUT, Ticket
 
 TICKET = Ticket("billing", "AB-12345", "Lara", "2026-01-31", urgent=True)
@@ -50,7 +51,7 @@ def test_a_result_counts_exact_answers_and_fields() -> None:
     answers = [message.ticket.as_json() for message in messages]
     answers[0] = "nothing"
     found = result(messages, answers)
-    assert found.answers == 96 and found.exact.phrases == 48
-    assert found.exact.mean == pytest.approx(95 / 96)
-    assert found.right.mean == pytest.approx(95 / 96)
+    assert found.answers == 96 and found.shares["exact"].phrases == 48
+    assert found.shares["exact"].mean == pytest.approx(95 / 96)
+    assert found.shares["fields"].mean == pytest.approx(95 / 96)
     assert found.by_field == pytest.approx(dict.fromkeys(FIELDS, 95 / 96))

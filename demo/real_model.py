@@ -1,42 +1,43 @@
-"""`python -m demo.support_desk`: the command of the scene. Owns options, signals and exit codes."""
+"""`make demo-real`: a genuine small model learns. Owns options, signals and exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from demo import small_model
-from demo.command import INTERRUPTED
+from demo.calculator import Calculator
+from demo.command import INTERRUPTED, until_stopped
 from demo.parts import PartError
-from demo.support_desk.models import WRONG_REPLIES, WRONG_VERDICTS
-from demo.support_desk.scene import Report, SceneError, SupportDesk
+from demo.support_desk.desk import SupportDesk
+from demo.two_turns import Report, SceneError, TwoTurns
 from flywheel.errors import FlywheelError
 
-INTRODUCTION = (
-    f"{small_model.NAME}, learns to read customers' messages. The large model whose replies are recorded, and the "
-    f"judge, are scripts: {WRONG_REPLIES:.0%} of those replies are wrong, and {WRONG_VERDICTS:.0%} of the judge's "
-    "findings, both ways. What is printed at the end is checked exactly, not judged."
-)
+SCENES: Final[dict[str, type[TwoTurns]]] = {"desk": SupportDesk, "agent": Calculator}
+TITLES: Final = {"exact": "all fields right", "fields": "fields right", "right": "right", "called": "called the tool"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m demo.support_desk", description=INTRODUCTION)
-    parser.add_argument("--seed", type=int, default=0, help="of the messages, the scripts' errors and the rounds (0)")
+    description = f"{small_model.NAME}, learns from recorded replies of a large model, and then by GRPO."
+    parser = argparse.ArgumentParser(prog="python -m demo.real_model", description=description)
+    scenes = "desk: JSON from customers' messages; agent: an agent with a tool (desk)"
+    parser.add_argument("--scene", choices=SCENES, default="desk", help=scenes)
+    parser.add_argument("--seed", type=int, default=0, help="of questions, the scripts' errors and the rounds (0)")
     parser.add_argument(
         "--dir", type=Path, default=Path("demo-run"), help="where the run's folder is made (demo-run)"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to stderr")
     parser.add_argument(
-        "--development", action="store_true", help="measure on the messages on which settings are chosen"
+        "--development", action="store_true", help="measure on the questions on which settings are chosen"
     )
     options = parser.parse_args()
     console = Console(stderr=options.json)
@@ -45,10 +46,11 @@ def main() -> int:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     folder = (options.dir / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
-    say(f"{INTRODUCTION}\nThe run's files are in {folder}.")
-    scene = SupportDesk(folder, options.seed, say, development=options.development)
+    scene = SCENES[options.scene](folder, options.seed, say, development=options.development)
+    checked = "What is printed at the end is checked exactly, not judged."
+    say(f"{small_model.NAME}, {scene.about} {checked}\nThe run's files are in {folder}.")
     try:
-        asyncio.run(_until_stopped(scene))
+        asyncio.run(until_stopped(scene.play(), scene.hurry, say))
     except (PartError, SceneError, FlywheelError) as error:
         console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_code if isinstance(error, FlywheelError) else 1
@@ -66,26 +68,20 @@ def main() -> int:
 
 
 def _table(report: Report) -> Table:
-    """The held-out messages, answered by the alias after each turn."""
+    """The held-out questions, answered by the alias after each turn."""
     [first, *_] = report.measured.values()
-    title = f"{first.sampled.answers} messages, {first.sampled.exact.phrases} phrases (intervals over phrases)"
+    names = list(first.sampled.shares)
+    phrases = first.sampled.shares[names[0]].phrases
+    title = f"{first.sampled.answers} questions, {phrases} phrases (intervals over phrases)"
     table = Table(title=title, box=box.SIMPLE_HEAVY)
-    for heading in ("served", "all fields right", "fields right", "all right, greedy", "fields, greedy"):
-        table.add_column(heading, justify="left" if heading == "served" else "right")
+    table.add_column("served")
+    for heading in (*(TITLES[name] for name in names), *(f"{TITLES[name]}, greedy" for name in names)):
+        table.add_column(heading, justify="right")
     states = ["", *(f", {each['state']}" for each in report.rounds)]
     for (version, measured), state in zip(report.measured.items(), states, strict=True):
         results = (measured.sampled, measured.greedy)
-        table.add_row(version + state, *(str(share) for each in results for share in (each.exact, each.right)))
+        table.add_row(version + state, *(str(each.shares[name]) for each in results for name in names))
     return table
-
-
-async def _until_stopped(scene: SupportDesk) -> None:
-    """Cancelled by Ctrl-C and its like."""
-    playing = asyncio.create_task(scene.play())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, playing.cancel)
-    await playing
 
 
 if __name__ == "__main__":

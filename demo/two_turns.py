@@ -1,7 +1,9 @@
-"""`python -m demo.support_desk`: two turns of the wheel on a genuine small model, each step a command of Flywheel.
+"""Two turns of the wheel on a genuine small model, each step a command of Flywheel: what the scenes of
+`python -m demo.real_model` have in common.
 
-The first turn fine-tunes it on a large model's recorded replies, the second trains it by GRPO on traffic that it
-answered itself. What it is worth is measured on held-out messages, by exact checks of what the served alias answers.
+The first turn fine-tunes the model on a large model's recorded replies, the second trains it by GRPO on traffic that
+it answered itself. What it is worth is measured on held-out questions, by exact checks of what the served alias
+answers.
 """
 
 from __future__ import annotations
@@ -13,21 +15,25 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
+import openai
 import yaml
+from agentscope.credential import OpenAICredential
+from agentscope.middleware import TracingMiddleware
+from agentscope.model import ChatModelBase, OpenAIChatModel
 from opentelemetry.sdk.trace import TracerProvider
 
 from demo import small_model
+from demo.checks import Result
 from demo.parts import Part, adopt_orphans, end_descendants
 from demo.studio import StudioDatabase
-from demo.support_desk import desk, models
-from demo.support_desk.checks import Result, result
-from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, TEACHER, Kind, Message
+from demo.tracing import traced
 from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, free_port, settings_of, until_ready
 from flywheel.cli.demo import judge
 from flywheel.config import Config, load
@@ -35,26 +41,9 @@ from flywheel.records.round import RESULT_FILE, RoundResult
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store
 
-TEMPLATE: Final = "demo-real.yaml"
-TEACHER_MESSAGES: Final = 72
-DESK_MESSAGES: Final = 120
-HELD_OUT_MESSAGES: Final = 96
-IMPROVE_THRESHOLD: Final = 0.4
-"""What a reply of the small model must be worth for GRPO to ask its message again: most of them."""
-BUDGETS: Final = {
-    "the model": 60,
-    "recorded replies of the large model": 10,
-    "the server starts": 40,
-    "the base model, measured": 60,
-    "turn 1: judge the recorded replies": 10,
-    "turn 1: SFT, gate and swap": 220,
-    "turn 1, measured": 60,
-    "turn 2: the deployed model answers": 40,
-    "turn 2: judge its replies": 10,
-    "turn 2: GRPO, gate and swap": 600,
-    "turn 2, measured": 60,
-}
-"""Seconds of each phase on two quiet cores with bfloat16 instructions."""
+TEACHER: Final = "large-model"
+AT_ONCE: Final = 32
+ANSWER_SECONDS: Final = 300.0
 STOP_SECONDS: Final = 25.0
 LEAST_NOISE: Final = 1e-3
 """In nats: two recordings may be equal to the last bit."""
@@ -67,7 +56,7 @@ class SceneError(Exception):
 
 @dataclass(slots=True)
 class Measured:
-    """The held-out messages, answered by the alias: at temperature 1, as users ask, and greedily."""
+    """The held-out questions, answered by the alias: at temperature 1, as users ask, and greedily."""
 
     sampled: Result
     greedy: Result
@@ -84,6 +73,8 @@ class Report:
     the root mean square of the recorded differences over that of the noise.
     """
 
+    budgets: Mapping[str, int]
+    """Seconds of each phase on two quiet cores with bfloat16 instructions."""
     measured: dict[str, Measured] = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     signals: list[dict[str, float]] = field(default_factory=list)
@@ -92,7 +83,7 @@ class Report:
     @property
     def slow(self) -> list[str]:
         """Phases that took more than twice their budget."""
-        return [phase for phase, seconds in self.seconds.items() if seconds > 2 * BUDGETS[phase]]
+        return [phase for phase, seconds in self.seconds.items() if seconds > 2 * self.budgets[phase]]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -106,76 +97,112 @@ class Report:
         }
 
 
-class SupportDesk:
+class TwoTurns(ABC):
     """One scene in `folder`, which is made. After `play` or an exception nothing of it runs any more."""
+
+    about: ClassVar[str]
+    """What the model learns, and what is scripted, as a sentence without its subject."""
+    template: ClassVar[str]
+    """The configuration in `configs/`."""
+    budgets: ClassVar[Mapping[str, int]]
+    max_tokens: ClassVar[int]
+    recorded: Sequence[str]
+    """Questions that the large model answered."""
+    asked: Sequence[str]
+    """Questions that the deployed model answers after the first turn."""
+    held_out: Sequence[str]
 
     def __init__(self, folder: Path, seed: int, say: Callable[[str], None], *, development: bool = False) -> None:
         self._folder = folder
         self._seed = seed
         self._say = say
-        self._measured_on: Kind = DEVELOPMENT if development else HELD_OUT
         self._part: Part | None = None
-        self.report = Report()
+        self._hurry = False
+        self.report = Report(self.budgets)
+        self.draw(development=development)
+
+    @abstractmethod
+    def draw(self, *, development: bool) -> None:
+        """Set `recorded`, `asked` and `held_out`, of which the last are other ones for `development`."""
+
+    @abstractmethod
+    def teach(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The large model's completion."""
+
+    @abstractmethod
+    def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The judge's completion."""
+
+    @abstractmethod
+    async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
+        """What a new agent answers."""
+
+    @abstractmethod
+    def check(self, answers: Sequence[str]) -> Result:
+        """How good the answers to the held-out questions are, by exact checks."""
+
+    def settings(self, judge_url: str) -> dict[str, Any]:
+        """The configuration of the first turn."""
+        settings = settings_of(self.template, self._folder, judge_url, free_port())
+        settings["training"]["seed"] = self._seed
+        return settings
+
+    def second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of the second turn: GRPO on the model's own traffic."""
+        [source] = settings["sources"]
+        return {
+            **settings,
+            "sources": [{key: value for key, value in source.items() if key != "models"}],
+            "training": {**settings["training"], "stages": ["grpo"]},
+        }
 
     async def play(self) -> Report:
         """Both turns. Raises SceneError, PartError and FlywheelError."""
         adopt_orphans()
         self._folder.mkdir(parents=True)
-        recorded = TEACHER.draw(TEACHER_MESSAGES, self._seed)
-        asked = DESK.draw(DESK_MESSAGES, self._seed)
-        held_out = self._measured_on.draw(HELD_OUT_MESSAGES, self._seed)
-        scripted = models.Models([*recorded, *asked, *held_out], self._seed)
         database = StudioDatabase(self._folder / "studio.sqlite")
         try:
             with (
-                judge.running(complete=scripted.judge) as judge_url,
-                judge.running(complete=scripted.teach) as teacher_url,
-                desk.traced(database) as spans,
+                judge.running(complete=self.judge) as judge_url,
+                judge.running(complete=self.teach) as teacher_url,
+                traced(database) as spans,
             ):
                 with self._phase("the model"):
                     base = await asyncio.to_thread(small_model.for_this_machine)
-                settings = settings_of(TEMPLATE, self._folder, judge_url, free_port())
+                settings = self.settings(judge_url)
                 settings["model"]["base"] = str(base)
-                settings["training"]["seed"] = self._seed
                 first = self.write("turn-1.yaml", settings)
                 second = self.write("turn-2.yaml", self.second_turn(settings))
                 url, alias = f"http://127.0.0.1:{settings['serving']['port']}", settings["model"]["alias"]
                 with self._phase("recorded replies of the large model"):
-                    await self._traffic(teacher_url, models.TEACHER, recorded, spans)
+                    await self.traffic(teacher_url, TEACHER, self.recorded, spans)
                 with self._phase("the server starts"):
                     await self._serve(first, url)
                 with self._phase("the base model, measured"):
-                    await self._measure("base", url, alias, held_out)
+                    await self._measure("base", url, alias)
                 with self._phase("turn 1: judge the recorded replies"):
-                    await self._judge(first, len(recorded))
+                    await self._judge(first, len(self.recorded))
                 with self._phase("turn 1: SFT, gate and swap"):
                     if await self._round(first) != "promoted":
                         raise SceneError(f"SFT was not promoted, so there is nothing to improve. See {self._folder}.")
                 with self._phase("turn 1, measured"):
-                    await self._measure("turn 1", url, alias, held_out)
+                    await self._measure("turn 1", url, alias)
                 with self._phase("turn 2: the deployed model answers"):
-                    await self._traffic(f"{url}/v1", alias, asked, spans)
+                    await self.traffic(f"{url}/v1", alias, self.asked, spans)
                 with self._phase("turn 2: judge its replies"):
-                    await self._judge(second, len(asked))
+                    await self._judge(second, len(self.asked))
                 with self._phase("turn 2: GRPO, gate and swap"):
                     await self._round(second)
                 with self._phase("turn 2, measured"):
-                    await self._measure("turn 2", url, alias, held_out)
+                    await self._measure("turn 2", url, alias)
                 return self.report
         finally:
+            # In a thread: a second Ctrl-C must still be heard.
             await asyncio.shield(asyncio.to_thread(self._stop))
 
-    def second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """GRPO on the model's own traffic, which is asked again if it was not all wrong."""
-        rubric = yaml.safe_load(Path(settings["filter"]["rubric"]).read_text(encoding="utf-8"))
-        improve = self.write("improve.yaml", {**rubric, "id": "support-desk-improve", "threshold": IMPROVE_THRESHOLD})
-        [source] = settings["sources"]
-        return {
-            **settings,
-            "sources": [{key: value for key, value in source.items() if key != "models"}],
-            "filter": {"rubric": str(improve)},
-            "training": {**settings["training"], "stages": ["grpo"]},
-        }
+    def hurry(self) -> None:
+        """End the processes without waiting for them to stop by themselves."""
+        self._hurry = True
 
     def write(self, name: str, content: Mapping[str, Any]) -> Path:
         """A YAML file in the run's folder."""
@@ -189,27 +216,55 @@ class SupportDesk:
         yield
         seconds = self.report.seconds[name] = time.monotonic() - started
         slow = "  SLOW" if name in self.report.slow else ""
-        self._say(f"{name}: {seconds:.0f} s of {BUDGETS[name]} s{slow}")
+        self._say(f"{name}: {seconds:.0f} s of {self.budgets[name]} s{slow}")
 
     async def _serve(self, config: Path, url: str) -> None:
         arguments = [sys.executable, "-m", "flywheel", "serve", "-c", str(config)]
         self._part = Part("flywheel serve", arguments, self._folder / "serve.log", ENVIRONMENT)
         await until_ready(url, [self._part])
 
-    async def _traffic(self, url: str, model: str, messages: list[Message], spans: TracerProvider) -> None:
-        await desk.answers(url, model, messages)
+    async def traffic(self, url: str, model: str, questions: Sequence[str], spans: TracerProvider) -> list[str]:
+        """Answers whose traces have been written. Raises openai.OpenAIError."""
+        answers = await self._answers(url, model, questions, 1.0, [TracingMiddleware()])
         await asyncio.to_thread(spans.force_flush)
+        return answers
 
-    async def _measure(self, version: str, url: str, alias: str, messages: list[Message]) -> None:
+    async def _answers(
+        self, url: str, model: str, questions: Sequence[str], temperature: float, middlewares: list[Any]
+    ) -> list[str]:
+        """Answers by a model at an OpenAI-compatible endpoint (with `/v1`). Raises openai.OpenAIError."""
+        chat = OpenAIChatModel(
+            credential=OpenAICredential(api_key="unused", base_url=url),
+            model=model,
+            parameters=OpenAIChatModel.Parameters(temperature=temperature, max_tokens=self.max_tokens),
+            stream=False,
+            # The endpoint is on this machine: a proxy of the environment is not for it.
+            client_kwargs={
+                "http_client": openai.DefaultAsyncHttpxClient(trust_env=False),
+                "timeout": ANSWER_SECONDS,
+            },
+        )
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def answer(question: str) -> str:
+            async with places:
+                return await self.answer(chat, question, middlewares)
+
+        try:
+            return list(await asyncio.gather(*map(answer, questions)))
+        finally:
+            await chat.client.close()
+
+    async def _measure(self, version: str, url: str, alias: str) -> None:
         """What the alias answers now, by exact checks."""
         results = []
         for temperature in (1.0, 0.0):
-            answers = await desk.answers(f"{url}/v1", alias, messages, temperature=temperature, tracing=False)
-            results.append(result(messages, answers))
-            by_message = dict(zip([message.text for message in messages], answers, strict=True))
-            self.write(f"answers-{version.replace(' ', '-')}-{temperature:g}.yaml", by_message)
-        measured = self.report.measured[version] = Measured(*results)
-        self._say(f"  all fields right {measured.sampled.exact}, fields right {measured.sampled.right}")
+            answers = await self._answers(f"{url}/v1", alias, self.held_out, temperature, [])
+            results.append(self.check(answers))
+            by_question = dict(zip(self.held_out, answers, strict=True))
+            self.write(f"answers-{version.replace(' ', '-')}-{temperature:g}.yaml", by_question)
+        self.report.measured[version] = Measured(*results)
+        self._say("  " + ", ".join(f"{name} {share}" for name, share in results[0].shares.items()))
 
     async def _judge(self, config: Path, expected: int) -> None:
         """Read and judge the new replies, of which there are at least `expected`."""
@@ -259,8 +314,10 @@ class SupportDesk:
     def _stop(self) -> None:
         if self._part is not None:
             self._part.ask_to_stop()
-            self._part.wait(STOP_SECONDS)
-        end_descendants(PATIENCE_SECONDS)
+            deadline = time.monotonic() + STOP_SECONDS
+            while not self._part.wait(0.2) and not self._hurry and time.monotonic() < deadline:
+                pass
+        end_descendants(0.0 if self._hurry else PATIENCE_SECONDS)
 
 
 async def _signals(config: Config, directory: Path) -> dict[str, float]:

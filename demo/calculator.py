@@ -1,0 +1,125 @@
+"""Scene 2: an agent with a tool that adds, which the small model learns to call."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from agentscope.agent import Agent, InjectionConfig, ReActConfig
+from agentscope.message import UserMsg
+from agentscope.model import ChatModelBase
+from agentscope.tool import FunctionTool, Toolkit
+
+from demo.checks import Result, share
+from demo.tool_workflow import NAME, add
+from demo.two_turns import TEACHER, TwoTurns
+from flywheel.cli.demo import judge
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, large_sum
+
+TEMPLATE: Final = Path(__file__).parent / "tool_chat.jinja"
+"""The model's own chat template has no tools."""
+WRONG_REPLIES: Final = 0.15
+RECORDED: Final = 40
+ASKED: Final = 160
+HELD_OUT: Final = 96
+MOST_CALLS: Final = 3
+"""Model calls of one reply."""
+
+
+class Calculator(TwoTurns):
+    """It learns to add with a tool. Held-out sums are in no other question."""
+
+    about = (
+        "learns to add with a tool, which it cannot without. The large model whose trajectories are recorded, and "
+        f"the judge, are scripts: {WRONG_REPLIES:.0%} of those trajectories guess or call it with a wrong number."
+    )
+    template = "demo-real-agent.yaml"
+    budgets: ClassVar[Mapping[str, int]] = {
+        "the model": 60,
+        "recorded replies of the large model": 10,
+        "the server starts": 40,
+        "the base model, measured": 60,
+        "turn 1: judge the recorded replies": 10,
+        "turn 1: SFT, gate and swap": 220,
+        "turn 1, measured": 60,
+        "turn 2: the deployed model answers": 40,
+        "turn 2: judge its replies": 10,
+        "turn 2: GRPO, gate and swap": 600,
+        "turn 2, measured": 60,
+    }
+    max_tokens = 48
+
+    def draw(self, *, development: bool) -> None:
+        chosen = random.Random(self._seed)
+        drawn: dict[tuple[int, int], Question] = {}
+        while len(drawn) < RECORDED + ASKED + 2 * HELD_OUT:
+            a, b, question = large_sum(chosen)
+            drawn.setdefault((a, b), question)
+        questions = list(drawn.values())
+        self.recorded, self.asked = (
+            [question.text for question in questions[start : start + count]]
+            for start, count in ((0, RECORDED), (RECORDED, ASKED))
+        )
+        place = RECORDED + ASKED + (HELD_OUT if development else 0)
+        self._measured = questions[place : place + HELD_OUT]
+        self.held_out = [question.text for question in self._measured]
+        self._sums = {question.text: numbers for numbers, question in drawn.items()}
+
+    def settings(self, judge_url: str) -> dict[str, Any]:
+        settings = super().settings(judge_url)
+        arguments = [*settings["serving"]["extra_args"], "--chat-template", str(TEMPLATE)]
+        return {**settings, "serving": {**settings["serving"], "extra_args": arguments}}
+
+    def teach(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The large model calls the tool, and then says its result in a box."""
+        messages = request["messages"]
+        sent = len(json.dumps(messages))
+        asked = next(_text(message) for message in messages if message["role"] == "user")
+        a, b = self._sums[asked]
+        if messages[-1]["role"] == "tool":
+            return judge.completion(TEACHER, f"\\boxed{{{_text(messages[-1])}}}", sent)
+        chosen = random.Random(f"{self._seed} {asked}")
+        if chosen.random() < WRONG_REPLIES:
+            if chosen.random() < 0.5:
+                return judge.completion(TEACHER, f"\\boxed{{{chosen.randint(200, 1998)}}}", sent)
+            b += chosen.choice((-100, -10, 10, 100))
+        call = {"name": "add", "arguments": json.dumps({"a": a, "b": b})}
+        made = judge.completion(TEACHER, "", sent)
+        [choice] = made["choices"]
+        calls = [{"id": f"call-{uuid.uuid4().hex[:8]}", "type": "function", "function": call}]
+        message = {"role": "assistant", "content": None, "tool_calls": calls}
+        return {**made, "choices": [{**choice, "message": message, "finish_reason": "tool_calls"}]}
+
+    def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return judge.complete(request)
+
+    async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
+        agent = Agent(
+            name=NAME,
+            system_prompt=SYSTEM_PROMPT,
+            model=model,
+            toolkit=Toolkit(tools=[FunctionTool(add, is_read_only=True)]),
+            middlewares=middlewares,
+            react_config=ReActConfig(max_iters=MOST_CALLS),
+            injection_config=InjectionConfig(inject_runtime_state=False),
+        )
+        reply = await agent.reply(UserMsg(name="user", content=question))
+        return (reply.get_text_content() or "").strip()
+
+    def check(self, answers: Sequence[str]) -> Result:
+        """`right` is the share of answers with the right number in a box."""
+        checked = (
+            (question.text, judge.examine(question.text, answer))
+            for question, answer in zip(self._measured, answers, strict=True)
+        )
+        right = share([(text, float(found.right and found.boxed)) for text, found in checked])
+        return Result({"right": right}, len(answers))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
