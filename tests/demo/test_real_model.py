@@ -106,9 +106,7 @@ async def test_traces_of_genuine_agents_become_tasks_with_exact_prompts(name: st
     assert {task["main_query"]: task["metadata"]["answer"] for task in tasks} == answers
     assert len(answers) == 12
     assert all(task["metadata"]["prompt_exact"] is not False for task in tasks)
-    called = [
-        any(step.get("tool_calls") for step in json.loads(task["metadata"]["trajectory_json"])) for task in tasks
-    ]
+    steps = [step for task in tasks for step in json.loads(task["metadata"]["trajectory_json"])]
     assert any("tool_calls" in step for step in steps) == (name == "agent")
 
 
