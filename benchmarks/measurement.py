@@ -75,6 +75,9 @@ def measure(function: Callable[..., Any], *arguments: Any) -> Measured:
             value, seconds, cpu_seconds, before, own_peak = ours.recv()
         except EOFError:
             raise SystemExit(f"{function.__name__} failed; see above") from None
+    except BaseException:
+        process.terminate()
+        raise
     finally:
         process.join()
     return Measured(value, seconds, cpu_seconds, (max(peak, own_peak) - before) / _MEBIBYTE)

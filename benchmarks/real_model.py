@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks import measurement
 from demo import small_model
-from demo.checks import Share, interval
+from demo.checks import Share, interval, share
 from demo.parts import adopt_orphans, end_descendants
 from demo.support_desk.desk import MAX_TOKENS
 from demo.support_desk.fields import right_fields
@@ -261,7 +261,7 @@ def _checked(messages: Sequence[Message], outputs: Sequence[Any]) -> tuple[dict[
             right = right_fields(answer.text.strip(), message.ticket).values()
             found.setdefault(message.phrase, []).append((float(all(right)), fmean(right)))
     by_phrase = {phrase: [round(fmean(of), 4) for of in zip(*each, strict=True)] for phrase, each in found.items()}
-    exact, fields = (interval([values[of] for values in by_phrase.values()]) for of in (0, 1))
+    exact, fields = (share([(phrase, values[of]) for phrase, values in by_phrase.items()]) for of in (0, 1))
     answers = sum(map(len, found.values()))
     return by_phrase, {
         "exact": exact.as_json(),
