@@ -305,7 +305,13 @@ class TwoTurns(ABC):
                 stderr=errors,
                 start_new_session=True,
             )
-            output, _ = await process.communicate()
+            try:
+                output, _ = await process.communicate()
+            except asyncio.CancelledError:
+                process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), STOP_SECONDS)
+                raise
         if process.returncode:
             raise SceneError(f"flywheel {command} ended with {process.returncode}. See {log}.")
         report: dict[str, Any] = json.loads(output)
