@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.config.agentjet import ROOTS
 from flywheel.config.section import merged
 from flywheel.errors import ConfigError
 
 PAGE: Final = "flywheel docs sage"
+ROOTS: Final = ("ajet", "astuner")
+"""The roots of configurations of AgentJet and ASTuner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,4 +322,13 @@ def _others(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple
 
 def by_name(table: Mapping[str, Option]) -> dict[str, Option]:
     """A table with a row for each name."""
-    return {name.strip(): option for names, option in table.items() for name in names.split(",")}
+    return {name: option for names, option in table.items() for name in names_in(names)}
+
+
+def names_in(names: str) -> list[str]:
+    """The names of a row. One that begins with a dot is in the section of the name before it."""
+    found: list[str] = []
+    for each in names.split(","):
+        name = each.strip()
+        found.append(found[-1].rpartition(".")[0] + name if name.startswith(".") else name)
+    return found
