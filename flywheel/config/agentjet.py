@@ -45,6 +45,10 @@ DASHSCOPE_JUDGE: Final = {
     "backup": {"api_key_env": DASHSCOPE_KEYS[1]},
 }
 """AgentJet's judge, for a file without the address of another."""
+PATHS: Final = frozenset(
+    {"sources.path", "ingest.output", "model.base", "rollout.agent.workflow", "rollout.reward_function"}
+)
+"""Flywheel's keys that such a file sets to paths."""
 _USED: Final = by_name(COPIED | MADE)
 _REFUSED: Final = by_name(REFUSED)
 _BELOW: Final = by_name(COPIED | MADE | UNUSED)
@@ -153,7 +157,9 @@ def from_agentjet(
             f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
         )
     path = made.pop("sources", {}).get("path")
-    made["sources"] = [_lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}]
+    made["sources"] = [
+        _lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}
+    ]
     own = {key: value for key, value in raw.items() if key in sections and value is not None}
     if program := _program(settings, _mapping(own.get("rollout")).get("agent"), root, attempted):
         made = merged(made, {"rollout": program})
@@ -200,14 +206,20 @@ def _is_of_other_reader(key: str, kind: Any) -> bool:
     )
 
 
-def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> dict[str, tuple[str, Any]]:
-    """The place in such a file from which each key of Flywheel has its value, and the value there."""
-    return {
-        use: (place, value)
-        for place, key, value in keys_in(raw, sections)
-        if key in _USED and value is not None
-        for use in _USED[key].use.split(", ")
-    }
+def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
+    """The keys of Flywheel that such a file sets by other names: each with its place in the file (empty: it is
+    AgentJet's default), and whether it is a relative path."""
+    for key, value in DASHSCOPE_JUDGE.items():
+        for name in value if isinstance(value, dict) else ("",):
+            yield f"judge.{key}{'.' if name else ''}{name}", "", False
+    for place, key, value in keys_in(raw, sections):
+        for use in _USED[key].use.split(", ") if key in _USED and value is not None else ():
+            yield use, place, use in PATHS and _is_relative(value)
+
+
+def _is_relative(value: Any) -> bool:
+    name = value.partition("->")[0] if isinstance(value, str) else ""
+    return name[:1] not in ("", "/", "~") and ("->" not in value or name.endswith(".py"))
 
 
 def keys_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, Any]]:

@@ -42,9 +42,13 @@ MADE: Final[Mapping[str, Option]] = {
     "task_reader.type": Option("huggingface_dat_repo", "sources.type", "`tracing`, or a file of JSON lines"),
     "task_reader.jsonl_dataset_file.training.file_path, task_reader.dataset_file.training.file_path,"
     " task_reader.jsonl.training.file_path": Option(None, "sources.path", KINDS),
-    "task_reader.feedback_tracing.filters": Option(None, "filter.chain", "each with the parameters that it has there"),
+    "task_reader.feedback_tracing.filters": Option(
+        None, "filter.chain", "each with the parameters that it has there"
+    ),
     "rollout.user_workflow, .agentscope_workflow, .agentscope_learn_protocol": Option(
-        None, "rollout.agent.workflow", "`rollout.reward` is then the workflow's or the judge's, without a rubric"
+        None,
+        "rollout.agent.workflow, rollout.reward.rubric, rollout.reward.workflow",
+        "the reward is then the workflow's or the judge's alone",
     ),
     "task_judge.judge_type": Option("customized_protocol", "rollout.reward_function", "with `judge_protocol`"),
     "task_judge.judge_protocol": Option(None, "rollout.reward_function", "a workflow must be set"),

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.config.section import merged
+from flywheel.config.section import has, merged
 from flywheel.errors import ConfigError
 
 PAGE: Final = "flywheel docs sage"
@@ -247,7 +247,7 @@ def _settings(
             _check_only(option, value, f"{place}.{inner}", attempted)
             continue
         path = option.use.split(".")
-        if any(_has(settings, path) for settings in (raw, {"training": before})):
+        if any(has(settings, path) for settings in (raw, {"training": before})):
             raise ConfigError(
                 attempted, f"`{place}.{inner}` and another key both set `{option.use}`", "Remove one of them."
             )
@@ -256,14 +256,6 @@ def _settings(
             nested = {part: nested}
         made = merged(made, nested)
     return made
-
-
-def _has(settings: Any, path: list[str]) -> bool:
-    for part in path:
-        if not isinstance(settings, Mapping) or part not in settings:
-            return False
-        settings = settings[part]
-    return True
 
 
 def _check_only(option: Option, value: Any, place: str, attempted: str) -> None:

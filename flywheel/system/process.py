@@ -66,7 +66,9 @@ def gpus_of_machine() -> int:
     """Number of NVIDIA GPUs that it may use: those of this machine, or of them those in CUDA_VISIBLE_DEVICES."""
     found = len(glob("/dev/nvidia[0-9]*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else min(found, sum(each.strip() not in ("", "-1") for each in visible.split(",")))
+    return (
+        found if visible is None else min(found, sum(each.strip() not in ("", "-1") for each in visible.split(",")))
+    )
 
 
 def trim_malloc() -> None:
