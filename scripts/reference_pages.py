@@ -70,9 +70,9 @@ not set has Flywheel's default; the last column says why it differs.
 
 AGENTJET_HEAD = """## Every key
 
-This section is generated from `flywheel/config/agentjet_keys.py` (`python -m scripts.reference_pages`); a test compares
-the two. Names are relative to the root, `ajet:` or `astuner:`. What a file does not set has Flywheel's default, except
-for the judge's address.
+This section is generated from `flywheel/config/agentjet_keys.py` (`python -m scripts.reference_pages`); a test
+compares the two. Names are relative to the root, `ajet:` or `astuner:`; `feedback_tracing` may also be below the root
+itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge.
 """
 
 

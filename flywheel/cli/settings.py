@@ -93,7 +93,9 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     document = None if path is None else YamlDocument(path.read_text(encoding="utf-8"))
     file = "" if path is None else short_path(str(path.absolute()))
     effective = _effective(config)
-    translated = {} if document is None or config.project is None else _translated(config.project, file, document)
+    translated = {}
+    if document is not None and isinstance(document.value, Mapping) and config.project is not None:
+        translated = _translated(config.project, file, document, document.value)
     for each in _walked(config, (), file, document):
         value, origin = each.value, each.origin
         if origin != DEFAULT:
@@ -109,7 +111,7 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
         yield Setting(each.key, _masked(value), origin)
 
 
-def _translated(project: ProjectRoot, file: str, document: YamlDocument) -> dict[str, str]:
+def _translated(project: ProjectRoot, file: str, document: YamlDocument, raw: Mapping[str, Any]) -> dict[str, str]:
     """The origins of keys that have other names in AgentJet's file, or its defaults: the line, and where a relative
     path starts."""
     from flywheel.config import Config
@@ -117,8 +119,8 @@ def _translated(project: ProjectRoot, file: str, document: YamlDocument) -> dict
     from flywheel.config.section import has
 
     origins = {}
-    for key, place, is_path in origins_in(document.value, Config.model_fields.keys()):
-        if has(document.value, key.split(".")) or (key == "sources.path" and "sources" in document.value):
+    for key, place, is_path in origins_in(raw, Config.model_fields.keys()):
+        if has(raw, key.split(".")) or (key == "sources.path" and "sources" in raw):
             continue  # Flywheel's own key takes precedence
         line = f"{file}:{document.position(place.split('.'), key=True).line}" if place else "AgentJet's default"
         origins[key] = f"{line}; relative to {project}" if is_path else line

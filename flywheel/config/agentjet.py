@@ -189,12 +189,12 @@ def _checked_section(place: str, section: Any, kind: Any, attempted: str) -> Map
         raise ConfigError(
             attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
         )
-    section = _mapping(section)
-    if unknown := [str(key) for key in section if key not in _SECTION_KEYS]:
+    given = _mapping(section)
+    if unknown := [str(key) for key in given if key not in _SECTION_KEYS]:
         close = difflib.get_close_matches(unknown[0], _SECTION_KEYS, n=1)
         meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(_SECTION_KEYS)}"
         raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
-    return section
+    return given
 
 
 def _is_of_other_reader(key: str, kind: Any) -> bool:
@@ -294,8 +294,8 @@ def _program(settings: Mapping[str, Any], own: Any, root: str, attempted: str) -
         if judge:
             raise ConfigError(
                 attempted,
-                f"`{root}.task_judge.judge_protocol` names a judge, and no workflow runs whose answers it could judge",
-                f"Add `{root}.rollout.user_workflow`, or take the judge out: a rubric judges answers without workflow.",
+                f"`{root}.task_judge.judge_protocol` judges a workflow's answers, and there is no workflow",
+                f"Add `{root}.rollout.user_workflow`, or remove the judge: `filter.rubric` judges other answers.",
             )
         return {}
     return {

@@ -6,7 +6,6 @@ it. `docs/how-to/agentjet.md` is generated from these tables (`python -m scripts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from flywheel.config.sage import ENDS, GROUP, PPO, TRAINER_COMMON, Option
@@ -16,7 +15,7 @@ KINDS: Final = "it is read only with that `task_reader.type`"
 GPUS: Final = "without GPUs it is 1, and with fewer than that needs the largest that fits"
 OTHER_READER: Final = "that `task_reader.type` is refused"
 GRADER: Final = "`judge_type: rubrics_auto_grader` is refused"
-COPIED: Final[Mapping[str, Option]] = {
+COPIED: Final[dict[str, Option]] = {
     "model.path": Option(None, "model.base", "it must be set"),
     "rollout.num_repeat": Option(4, "training.group_size", GROUP),
     "rollout.temperature": Option(0.9, "rollout.temperature"),
@@ -38,7 +37,7 @@ COPIED: Final[Mapping[str, Option]] = {
     "task_reader.feedback_tracing.split_seed": Option(42, "ingest.split_seed"),
 }
 """Keys whose value a key of Flywheel gets; of several with one key, the last."""
-MADE: Final[Mapping[str, Option]] = {
+MADE: Final[dict[str, Option]] = {
     "task_reader.type": Option("huggingface_dat_repo", "sources.type", "`tracing`, or a file of JSON lines"),
     "task_reader.jsonl_dataset_file.training.file_path, task_reader.dataset_file.training.file_path,"
     " task_reader.jsonl.training.file_path": Option(None, "sources.path", KINDS),
@@ -61,7 +60,7 @@ MADE: Final[Mapping[str, Option]] = {
     **{f"trainer_common.{name}": option for name, option in TRAINER_COMMON.items()},
 }
 """Keys that are translated by code: their values have another form, or depend on each other."""
-REFUSED: Final[Mapping[str, Option]] = {
+REFUSED: Final[dict[str, Option]] = {
     "backbone: verl, backbone: trinity": Option(
         None,
         "`flywheel export --format agentjet`, which writes the tasks for a training there",
@@ -90,7 +89,7 @@ REFUSED: Final[Mapping[str, Option]] = {
     "trainer_common.algorithm.adv_estimator: gae": Option(None, "`adv_estimator: grpo`", PPO),
 }
 """Values that are an error, with what to use instead."""
-UNUSED: Final[Mapping[str, Option]] = {
+UNUSED: Final[dict[str, Option]] = {
     "project_name, experiment_name, experiment_dir": Option(
         ("ajet_default_project", "read_yaml_name", "auto"), why="rounds have numbers, and `state.dir` has their files"
     ),
@@ -157,7 +156,7 @@ UNUSED: Final[Mapping[str, Option]] = {
     "trainer_common.nnodes, .n_gpus_per_node": Option(
         (1, 8), why="a round uses the GPUs of this machine, or of the cluster in `ray.address`"
     ),
-    "trainer_common.mini_batch_num": Option(1, why="a step updates on its whole batch; see `training.updates_per_batch`"),
+    "trainer_common.mini_batch_num": Option(1, why="a step has one batch; see `training.updates_per_batch`"),
     "trainer_common.fsdp_config.param_offload, .optimizer_offload": Option(
         (True, True), why="one process trains an adapter, and nothing is sharded"
     ),
@@ -176,7 +175,7 @@ UNUSED: Final[Mapping[str, Option]] = {
     "execute_test, execute_testing_lambda": Option((False, ""), why="it is for AgentJet's own tests"),
 }  # fmt: skip
 """Keys without effect."""
-OUTSIDE: Final[Mapping[str, Option]] = {
+OUTSIDE: Final[dict[str, Option]] = {
     "hydra, defaults": Option((None, None), why="what a file does not set has Flywheel's default, not AgentJet's"),
     "trinity.synchronizer": Option(None, why="engines get the weights after each step"),
     "trainer, trinity, actor_rollout_ref": Option(

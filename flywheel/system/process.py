@@ -11,7 +11,7 @@ import contextlib
 import os
 import resource
 import socket
-from glob import glob
+from pathlib import Path
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
 
 def gpus_of_machine() -> int:
     """Number of NVIDIA GPUs that it may use: those of this machine, or of them those in CUDA_VISIBLE_DEVICES."""
-    found = len(glob("/dev/nvidia[0-9]*"))
+    found = len([*Path("/dev").glob("nvidia[0-9]*")])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
         found if visible is None else min(found, sum(each.strip() not in ("", "-1") for each in visible.split(",")))

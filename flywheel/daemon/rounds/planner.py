@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from flywheel.records.states import RoundState, Split
 from flywheel.serving.server.model_parsers import folder_of
 from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.system.terminal import quantity
+
+log = logging.getLogger(__name__)
 
 MOST_DOUBLINGS: Final = 4
 """The wait after a failed round doubles at most this often when more rounds fail in a row."""
@@ -227,7 +230,7 @@ def _spec(
             "Check rollout.agent, rollout.tools.uncalled and rollout.finish_tools.",
         )
     if config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
-        log.info("a step asks %d prompts, of which the round has no more", most)
+        log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)
         config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.
     judge = judge_settings(config, chain_of(config))

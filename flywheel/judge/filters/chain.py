@@ -179,8 +179,8 @@ def load_chain(
     ordered = filters if file.keep_order else sorted(filters, key=lambda each: FILTERS[each[0]][0])
     steps = [step for _, step in ordered]
     notices = [
-        f"{path}: deduplication's db_path {folder / step.db_path} is not used: earlier tasks are kept in Flywheel's own state,"
-        " and that file is left as it is"
+        f"{path}: deduplication's db_path {folder / step.db_path} is not used: earlier tasks are kept in Flywheel's"
+        " own state, and that file is left as it is"
         for step in steps
         if isinstance(step, Deduplication) and step.db_path is not None
     ]
