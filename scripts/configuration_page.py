@@ -24,15 +24,12 @@ One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in 
 default. An unknown key, or one that is written twice, is an error that names its path. `~` expands, relative
 paths are relative to the file, and secrets are never in it: it names the environment variables that hold them.
 
-Configurations made for AgentJet or ASTuner are read: `feedback_tracing`, at the root or in `task_reader` below
-`ajet:` or `astuner:`, has its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
-`alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. Below `ajet:`
-or `astuner:`, `model.path` is read as `model.base`, `rollout.num_repeat` as `training.group_size`, and
-`rollout.temperature` as Flywheel's, and `rollout.user_workflow` with `task_judge.judge_protocol` as the agent of
-rollouts and its reward; `task_reader.type` is `tracing` or, for a file of tasks, `jsonl` (or
-`jsonl_dataset_file`). Any other type is an error, and so is a missing model. Other keys are named once in the log
-and ignored. Flywheel's own sections may be added and take precedence. Where `train_output_path` is a file that
-AgentJet wrote, it is renamed to `tasks-1.jsonl`, and its tasks are neither judged nor written again.
+Configurations made for AgentJet or ASTuner, which have `ajet:`, `astuner:` or `feedback_tracing:` at their root, are
+read as well: [each of their keys](../how-to/agentjet.md#every-key) is used, refused with the reason, or named in the
+log as without effect. Their relative paths start at
+[the project root](../how-to/agentjet.md#where-relative-paths-start). Flywheel's own sections may be added and take
+precedence. Where `train_output_path` is a file that AgentJet wrote, it is renamed to `tasks-1.jsonl`, and its tasks
+are neither judged nor written again.
 
 Options of SAGE and of ASTuner's trainer (`algorithm`, `dpo_config`, `grpo_config`) become the stage of a round;
 [their table](sage.md) says what to use for the others.

@@ -1,7 +1,8 @@
 """Writes the generated pages of `docs/reference/`: `python -m scripts.reference_pages`.
 
 The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, the
-states and tables from the schema and its docstrings, and SAGE's options from the table that translates them.
+states and tables from the schema and its docstrings, and SAGE's options and AgentJet's keys from the tables that
+translate them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
-from flywheel.config import Config, sage
+from flywheel.config import Config, agentjet_keys, sage
 from flywheel.records import states
 from flywheel.store.kernel import schema
 from scripts import configuration_page
@@ -28,6 +30,7 @@ ROOT = configuration_page.ROOT
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
 STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
 SAGE_PAGE = ROOT / "docs" / "reference" / "sage.md"
+AGENTJET_PAGE = ROOT / "docs" / "how-to" / "agentjet.md"
 
 CLI_HEAD = """# Command line
 
@@ -62,6 +65,14 @@ below `ajet:` or `astuner:`. They become the [stage](../explanation/choosing-a-s
 Options of two stages in one file, or beside `training.stages`, are an error; `ppo_config` and `algorithm: ppo` are
 refused with the reason. Every other option of SAGE is an error that names the key to use instead. What a file does
 not set has Flywheel's default; the last column says why it differs.
+"""
+
+
+AGENTJET_HEAD = """## Every key
+
+This section is generated from `flywheel/config/agentjet_keys.py` (`python -m scripts.reference_pages`); a test
+compares the two. Names are relative to the root, `ajet:` or `astuner:`; `feedback_tracing` may also be below the root
+itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge.
 """
 
 
@@ -180,13 +191,42 @@ def sage_page() -> str:
     return "\n".join(parts)
 
 
+def agentjet_page() -> str:
+    """The page with its written part as it is, and the tables after it."""
+    written = AGENTJET_PAGE.read_text().partition(AGENTJET_HEAD.splitlines()[0])[0]
+    parts = [written + AGENTJET_HEAD]
+    for title, table in (
+        ("Used", agentjet_keys.COPIED | agentjet_keys.MADE),
+        ("Refused", agentjet_keys.REFUSED),
+        ("Without effect", agentjet_keys.UNUSED | agentjet_keys.OUTSIDE),
+    ):
+        parts += [f"### {title}", "", *_keys_of_agentjet(table, is_refused=title == "Refused"), ""]
+    return "\n".join(parts)
+
+
+def _keys_of_agentjet(table: Mapping[str, sage.Option], *, is_refused: bool) -> Iterator[str]:
+    yield "| value | instead | because |" if is_refused else "| key | default there | here | |"
+    yield "|---|---|---|" if is_refused else "|---|---|---|---|"
+    for row, option in table.items():
+        names = sage.names_in(row)
+        defaults = option.default if isinstance(option.default, tuple) else (option.default,) * len(names)
+        for name, default in zip(names, defaults, strict=True):
+            if is_refused:
+                yield f"| `{name}` | {_cell(option.use)} | {_cell(option.why)} |"
+                continue
+            there = "–" if default is None else f"`{json.dumps(default)}`"
+            use = ", ".join(f"`{key}`" for key in option.use.split(", ") if key)
+            only = f"{', '.join(f'`{json.dumps(each)}`' for each in option.only)} only" if option.only else "–"
+            yield f"| `{name}` | {there} | {use or only} | {_cell(option.why)} |"
+
+
 def _options_of_sage(table: Mapping[str, sage.Option]) -> Iterator[str]:
     yield "| option | default there | Flywheel | default here | reason |"
     yield "|---|---|---|---|---|"
     for names, option in table.items():
         keys = [key.strip() for key in option.use.split(",")] if option.use else []
         here = ", ".join(f"`{_plain(default_of(key))}`" for key in keys if key != "sources")
-        named, use = (", ".join(f"`{name.strip()}`" for name in some) for some in (names.split(","), keys))
+        named, use = (", ".join(f"`{name}`" for name in some) for some in (sage.names_in(names), keys))
         yield f"| {named} | {_plain(option.default)} | {use or '–'} | {here or '–'} | {_cell(option.why) or '–'} |"
 
 
@@ -228,3 +268,4 @@ if __name__ == "__main__":
     CLI_PAGE.write_text(cli_page())
     STATE_PAGE.write_text(state_page())
     SAGE_PAGE.write_text(sage_page())
+    AGENTJET_PAGE.write_text(agentjet_page())

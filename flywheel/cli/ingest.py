@@ -19,7 +19,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import print_facts, short_path, source_text
-from flywheel.errors import EXIT_FAILED
+from flywheel.errors import EXIT_FAILED, ConfigError
 from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal
 
@@ -40,11 +40,17 @@ def ingest(
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies from the sources and turn them into tasks."""
-    from flywheel.config import StudioSource, source_at
+    from flywheel.config import JsonlSource, StudioSource, source_at
 
     settings = load_config(config, "" if source else "read the configured sources")
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
+    elif settings.project is not None:
+        # Sources of Flywheel's own files may come later. AgentJet's have to be there.
+        for path in (each.path for each in settings.sources if isinstance(each, StudioSource | JsonlSource)):
+            if not path.exists():
+                hint = f"Correct it in {settings.file}; a relative path starts at {settings.project}."
+                raise ConfigError(f"read {path}", "there is no such file", hint)
     # The configured combination was checked when the configuration was loaded.
     if out or source:
         appended = absolute(out or settings.task_file)

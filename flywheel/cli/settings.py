@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from flywheel.config import Config
+    from flywheel.config.agentjet import ProjectRoot
     from flywheel.system.yaml_file import YamlDocument
 
 config_app = command_group("config", "Show the settings and their JSON Schemas.")
@@ -50,11 +51,16 @@ class Setting(NamedTuple):
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Print every setting in effect and where it comes from; secrets are masked."""
     path = find_config(config)
-    in_effect = [*settings_of(load_config(config), path)]
+    settings = load_config(config)
+    in_effect = [*settings_of(settings, path)]
+    root = settings.project
     if as_json:
         file = None if path is None else str(path.absolute())
-        print_json({"file": file, "settings": [setting._asdict() for setting in in_effect]})
+        project = None if root is None else {"root": str(root.folder), "why": root.why}
+        print_json({"file": file, "project": project, "settings": [setting._asdict() for setting in in_effect]})
         return
+    if root is not None:
+        typer.echo(escape_terminal(f"Relative paths start at {root}.", one_line=True))
     rows = [
         Row((setting.key, escape_terminal(_text(setting.value), one_line=True), escape_terminal(setting.origin)))
         for setting in in_effect
@@ -82,16 +88,18 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     """All settings in effect, of a configuration that was read from `path`."""
-    from flywheel.config.agentjet import MARKERS
     from flywheel.system.yaml_file import YamlDocument
 
     document = None if path is None else YamlDocument(path.read_text(encoding="utf-8"))
-    if document is not None and isinstance(document.value, Mapping) and not MARKERS.isdisjoint(document.value):
-        document = None  # its keys have other names in the file
     file = "" if path is None else short_path(str(path.absolute()))
     effective = _effective(config)
+    translated = {}
+    if document is not None and isinstance(document.value, Mapping) and config.project is not None:
+        translated = _translated(config.project, file, document, document.value)
     for each in _walked(config, (), file, document):
         value, origin = each.value, each.origin
+        if origin != DEFAULT:
+            origin = translated.get(re.sub(r"\.\d+", "", each.key), origin)
         if value is None and each.key in effective:
             value, origin = effective[each.key]
         if each.key.endswith("_env") and value is not None:
@@ -101,6 +109,22 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
         if _WEBHOOK.fullmatch(each.key) and value is not None:
             value = f"{urlsplit(value).scheme}://{urlsplit(value).hostname}/{REDACTED}"
         yield Setting(each.key, _masked(value), origin)
+
+
+def _translated(project: ProjectRoot, file: str, document: YamlDocument, raw: Mapping[str, Any]) -> dict[str, str]:
+    """The origins of keys that have other names in AgentJet's file, or its defaults: the line, and where a relative
+    path starts."""
+    from flywheel.config import Config
+    from flywheel.config.agentjet import origins_in
+    from flywheel.config.section import has
+
+    origins = {}
+    for key, place, is_path in origins_in(raw, Config.model_fields.keys()):
+        if has(raw, key.split(".")) or (key == "sources.path" and "sources" in raw):
+            continue  # Flywheel's own key takes precedence
+        line = f"{file}:{document.position(place.split('.'), key=True).line}" if place else "AgentJet's default"
+        origins[key] = f"{line}; relative to {project}" if is_path else line
+    return origins
 
 
 def _effective(config: Config) -> dict[str, tuple[Any, str]]:

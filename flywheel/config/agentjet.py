@@ -1,69 +1,125 @@
 """Configurations of AgentJet or ASTuner, translated to Flywheel's keys.
 
 The section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) has Studio's database, the
-task file, the judge's model and its parameters. Below the root, `model.path` is the trained model, `rollout` has the
-number and temperature of rollouts and the workflow that runs in them, and `task_judge` the class that rewards it.
-Other keys are for other programs and ignored.
+task file, the judge's model and its parameters. Below the root are the trained model, rollouts with the workflow that
+runs in them, and the class that rewards it. `flywheel.config.agentjet_keys` lists what becomes of each key. Relative
+paths start at one folder, as in AgentJet, which runs in the folder that has the workflow's package.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
+from flywheel.config.sage import ROOTS, by_name
+from flywheel.config.section import merged, put
 from flywheel.errors import ConfigError
+from flywheel.system.process import gpus_of_machine
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
-ROOTS: Final = ("ajet", "astuner")
 SECTION: Final = "feedback_tracing"
 MARKERS: Final = frozenset((*ROOTS, SECTION))
 """Root keys that identify such a configuration."""
-SECTION_KEYS: Final = (
-    "base_url",
-    "train_output_path",
-    "alien_llm_model",
-    "alien_llm_response_length",
-    "filters",
-    "train_ratio",
-    "split_seed",
-)
 TRACING: Final = "tracing"
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
-USED_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "model": ("path",),
-    "rollout": ("num_repeat", "temperature", "user_workflow"),
-    "task_judge": ("judge_protocol",),
-    "trainer_common": ("algorithm",),
+WORKFLOW_KEYS: Final = ("user_workflow", "agentscope_workflow", "agentscope_learn_protocol")
+"""The names that the workflow's key has had, the present one first."""
+TRACKERS: Final = ("tensorboard",)
+"""Values of `trainer_common.logger` that `tracking.report_to` has."""
+DASHSCOPE: Final = "https://dashscope.aliyuncs.com/compatible-mode/v1"
+DASHSCOPE_KEYS: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
+DASHSCOPE_JUDGE: Final = {
+    "model": MODEL,
+    "base_url": DASHSCOPE,
+    "api_key_env": DASHSCOPE_KEYS[0],
+    "backup": {"api_key_env": DASHSCOPE_KEYS[1]},
 }
-"""The used keys of the sections below the root, besides `task_reader`; `algorithm` in `flywheel.config.sage`."""
+"""AgentJet's judge, for a file without the address of another."""
+PATHS: Final = frozenset(
+    {"sources.path", "ingest.output", "model.base", "rollout.agent.workflow", "rollout.reward_function"}
+)
+"""Flywheel's keys that such a file sets to paths."""
+_USED: Final = by_name(COPIED | MADE)
+_REFUSED: Final = by_name(REFUSED)
+_BELOW: Final = by_name(COPIED | MADE | UNUSED)
+_ROWS: Final = by_name(OUTSIDE) | _BELOW
+_SECTION_KEYS: Final = [name.rpartition(".")[2] for name in _USED if name.startswith(f"task_reader.{SECTION}.")]
 
 
-def section_in(raw: Any) -> tuple[str, Any] | None:
-    """The path and content of the section; None for other configurations."""
-    if not isinstance(raw, Mapping):
-        return None
-    if SECTION in raw:
-        return SECTION, raw[SECTION]
-    for root in ROOTS:
-        if isinstance(below := raw.get(root), Mapping):
-            reader = below.get("task_reader")
-            if isinstance(reader, Mapping) and SECTION in reader:
-                return f"{root}.task_reader.{SECTION}", reader[SECTION]
-            return f"{root}.{SECTION}", below.get(SECTION)
-    return None
+@dataclass(frozen=True, slots=True)
+class ProjectRoot:
+    """The folder at which relative paths of such a file start, and how it was found."""
+
+    folder: Path
+    why: str
+
+    def __str__(self) -> str:
+        return f"the project root {self.folder}, {self.why}"
+
+
+def project_root(raw: Mapping[str, Any], file: Path) -> ProjectRoot:
+    """The nearest folder at or above `file` with the package or file of the workflow or the judge; without one, the
+    working directory if the file is below it, else the file's folder."""
+    settings = _settings(raw)
+    modules = [*_modules(settings)]
+    tops = [Path(module.parts[0]) for module in modules]
+    # An output of an earlier run may have the name of the package: a folder with the module itself is preferred.
+    for enough, wanted in ((all, modules), (any, modules), (any, tops)):
+        for folder in file.parents if wanted else ():
+            if enough(_has(folder, module) for module in wanted):
+                top = next(top for top in tops if _has(folder, top))
+                return ProjectRoot(folder, f"where {top}{'/' if (folder / top).is_dir() else ''} is")
+    try:
+        here = Path.cwd()
+    except OSError:
+        here = Path("/")
+    # A service without a working directory starts in /, which is no project.
+    if here != Path("/") and file.is_relative_to(here):
+        return ProjectRoot(here, "the working directory")
+    return ProjectRoot(file.parent, "the folder of the configuration")
+
+
+def _modules(settings: Mapping[str, Any]) -> Iterator[Path]:
+    """The relative paths of the modules of workflow and judge, without `.py`."""
+    for name in (_workflow(settings), _mapping(settings.get("task_judge")).get("judge_protocol")):
+        where = name.partition("->")[0].strip() if isinstance(name, str) else ""
+        path = Path(where) if where.endswith(".py") else Path(*where.split("."))
+        if path.parts and not path.is_absolute() and path.parts[0][:1] not in ("~", "."):
+            yield path.with_suffix("")
+
+
+def _has(folder: Path, module: Path) -> bool:
+    return any(os.path.exists(folder / name) for name in (module, f"{module}.py"))  # noqa: PTH110 - False if denied
 
 
 def filters_in(raw: Any) -> Any:
-    """The filters of such a configuration as a chain; other values of `raw` unchanged."""
+    """The filters of such a configuration as a chain, with AgentJet's embeddings; other values of `raw` unchanged."""
     located = section_in(raw)
     if located is None or not isinstance(located[1], Mapping):
         return raw
-    return {"version": 1, "id": "agentjet", "filters": located[1].get("filters") or []}
+    filters = located[1].get("filters") or []
+    made = [_with_embeddings(each) for each in filters] if isinstance(filters, list) else filters
+    return {"version": 1, "id": "agentjet", "filters": made}
+
+
+def _with_embeddings(entry: Any) -> Any:
+    params = _mapping(_mapping(entry).get("params"))
+    url = params.get("base_url") or DASHSCOPE
+    is_dashscopes = str(urlsplit(str(url)).hostname).endswith("aliyuncs.com")
+    if not params.get("model") or not is_dashscopes or entry.get("type") != "deduplication":
+        return entry
+    key, backup = DASHSCOPE_KEYS
+    return entry | {"params": {"api_key_env": key, "backup_api_key_env": backup, **params, "base_url": url}}
 
 
 def from_agentjet(
@@ -71,128 +127,244 @@ def from_agentjet(
 ) -> Mapping[str, Any]:
     """Such a configuration in Flywheel's keys; other configurations unchanged. Raises ConfigError.
 
-    `sections` are Flywheel's own sections, which may also be present and take precedence.
+    `sections` are Flywheel's own sections, which may also be present and take precedence. Relative paths stay
+    relative; see `project_root`.
     """
-    located = section_in(raw)
-    if located is None:
+    if (located := section_in(raw)) is None:
         return raw
-    place, section = located
-    attempted = f"use configuration {name}"
-    root = place.partition(".")[0]
-    below = raw[root] if root in ROOTS else {}
-    lines = _lines_of(_mapping(below.get("task_reader")), f"{root}.task_reader", attempted)
-    if lines is not None and section is None:
-        section = {}
-    if not isinstance(section, Mapping):
+    attempted, root = f"use configuration {name}", _root(raw)
+    settings = _settings(raw)
+    reader = _mapping(settings.get("task_reader"))
+    kind = reader.get("type", TRACING)
+    section = _checked_section(*located, kind, attempted)
+    made: dict[str, Any] = {}
+    for place, key, value in keys_in(raw, sections):
+        if value is None:
+            continue
+        if (refused := _REFUSED.get(f"{key}: {value}")) is not None:
+            why = f"`{place}` is {value}, which Flywheel does not take: {refused.why}"
+            raise ConfigError(attempted, why, f"Use {refused.use}.")
+        if _is_of_other_reader(key, kind):
+            log.warning("%s: without effect: %s: `task_reader.type` is %s", name, place, kind)
+        elif key in COPIED:
+            put(made, COPIED[key].use, value)
+        elif key not in _USED:
+            log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
+    if kind not in (TRACING, *LINES):
         raise ConfigError(
-            attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
+            attempted,
+            f"`{root}.task_reader.type` is {kind}, which Flywheel does not take",
+            f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
         )
-    if unknown := [str(key) for key in section if key not in SECTION_KEYS]:
-        close = difflib.get_close_matches(unknown[0], SECTION_KEYS, n=1)
-        meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(SECTION_KEYS)}"
-        raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
-    _warn_of_unused(raw, sections, place, name)
-    own = {key: value for key, value in raw.items() if key in sections}
-    model, rollout = _mapping(below.get("model")), _mapping(below.get("rollout"))
-    base = _present({"base": model.get("path")}, own.get("model"))
-    if isinstance(base, Mapping) and not base.get("base"):
-        key = f"{root}.model.path" if below else "model.base"
+    path = made.pop("sources", {}).get("path")
+    made["sources"] = [
+        _lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}
+    ]
+    own = {key: value for key, value in raw.items() if key in sections and value is not None}
+    if program := _program(settings, _mapping(own.get("rollout")).get("agent"), root, attempted):
+        made = merged(made, {"rollout": program})
+    _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", name)
+    if file is not None and section.get("filters"):
+        put(made, "filter.chain", str(file))
+    if not _mapping(own.get("judge")).get("base_url"):
+        made["judge"] = DASHSCOPE_JUDGE | made.get("judge", {})
+    _place_model(made)
+    _fit(made, own, root, name)
+    result = merged(made, own)
+    if isinstance(model := result.get("model", {}), Mapping) and not model.get("base"):
+        key = f"{root}.model.path" if root else "model.base"
         raise ConfigError(
             attempted,
             f"`{key}` is missing: nothing says which model is trained",
             "Add it: `model: {base: MODEL}` at the root.",
         )
-    return {
-        **own,
-        "sources": own.get("sources", [lines or _present({"path": section.get("base_url")})]),
-        "model": base,
-        "training": _present({"group_size": rollout.get("num_repeat")}, own.get("training")),
-        "rollout": _present(
-            {"temperature": rollout.get("temperature"), **_program(below, rollout, file)}, own.get("rollout")
-        ),
-        "ingest": _present(
-            {
-                "output": section.get("train_output_path"),
-                "train_ratio": section.get("train_ratio"),
-                "split_seed": section.get("split_seed"),
-            },
-            own.get("ingest"),
-        ),
-        "judge": _present(
-            {"model": section.get("alien_llm_model"), "max_tokens": section.get("alien_llm_response_length")},
-            own.get("judge"),
-        ),
-        "filter": _present({"chain": str(file) if file and section.get("filters") else None}, own.get("filter")),
-    }
+    return result
 
 
-def _program(below: Mapping[str, Any], rollout: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-    """The settings of a workflow, which rewards itself or has a judge class for that."""
-    if not (workflow := rollout.get("user_workflow")):
+def _checked_section(place: str, section: Any, kind: Any, attempted: str) -> Mapping[str, Any]:
+    """The content of `feedback_tracing`, which only traces need. Raises ConfigError."""
+    if kind in LINES and section is None:
         return {}
-    folder = _project(str(workflow), file.parent) if file is not None else Path()
+    if not isinstance(section, Mapping) and kind == TRACING:
+        raise ConfigError(
+            attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
+        )
+    given = _mapping(section)
+    if unknown := [str(key) for key in given if key not in _SECTION_KEYS]:
+        close = difflib.get_close_matches(unknown[0], _SECTION_KEYS, n=1)
+        meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(_SECTION_KEYS)}"
+        raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
+    return given
 
-    def placed(name: Any) -> Any:
-        return str(folder / name) if isinstance(name, str) and ".py" in name else name
 
+def _is_of_other_reader(key: str, kind: Any) -> bool:
+    """Whether a key says where another type of `task_reader` finds tasks."""
+    outer, _, rest = key.partition(".")
+    section = rest.partition(".")[0]
+    return outer == "task_reader" and (
+        section != kind if section in LINES else kind != TRACING and rest == f"{SECTION}.base_url"
+    )
+
+
+def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
+    """The keys of Flywheel that such a file sets by other names: each with its place in the file (empty: it is
+    AgentJet's default), and whether it is a relative path."""
+    for key, value in DASHSCOPE_JUDGE.items():
+        for name in value if isinstance(value, dict) else ("",):
+            yield f"judge.{key}{'.' if name else ''}{name}", "", False
+    for place, key, value in keys_in(raw, sections):
+        for use in _USED[key].use.split(", ") if key in _USED and value is not None else ():
+            yield use, place, use in PATHS and _is_relative(value)
+
+
+def _is_relative(value: Any) -> bool:
+    name = value.partition("->")[0] if isinstance(value, str) else ""
+    return name[:1] not in ("", "/", "~") and ("->" not in value or name.endswith(".py"))
+
+
+def keys_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, Any]]:
+    """The keys of such a configuration that are not Flywheel's own: those beside the root, then those below it in the
+    order of the tables. Each has its path in the file, its path below the root (or beside it), and its value."""
+    for key, value in raw.items():
+        if key not in (*sections, *MARKERS):
+            yield from ((place, place, inner) for place, inner in _leaves(value, str(key)))
+    prefix, (place, _) = f"task_reader.{SECTION}", section_in(raw) or ("", None)
+    order = {key: number for number, key in enumerate(_BELOW)}
+    found = dict(_leaves(_settings(raw), ""))
+    for key in sorted(found, key=lambda each: order.get(each, len(order))):
+        is_section = key.startswith(f"{prefix}.")
+        yield place + key.removeprefix(prefix) if is_section else f"{_root(raw)}.{key}", key, found[key]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def section_in(raw: Any) -> tuple[str, Any] | None:
+    """The path and content of `feedback_tracing`; None for other configurations."""
+    if not isinstance(raw, Mapping):
+        return None
+    if SECTION in raw:
+        return SECTION, raw[SECTION]
+    if not (root := _root(raw)):
+        return None
+    reader = _mapping(raw[root].get("task_reader"))
+    if SECTION in reader:
+        return f"{root}.task_reader.{SECTION}", reader[SECTION]
+    return f"{root}.{SECTION}", raw[root].get(SECTION)
+
+
+def _root(raw: Mapping[str, Any]) -> str:
+    """The root's key; empty for a bare `feedback_tracing`."""
+    return next((root for root in ROOTS if isinstance(raw.get(root), Mapping)), "")
+
+
+def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What is below the root, with `feedback_tracing` in `task_reader` wherever it stands."""
+    below = {key: value for key, value in _mapping(raw.get(_root(raw))).items() if key != SECTION}
+    if (located := section_in(raw)) is not None and located[1] is not None:
+        below["task_reader"] = {**_mapping(below.get("task_reader")), SECTION: located[1]}
+    return below
+
+
+def _why_unused(key: str) -> str:
+    """The reason in the row of a key, or of a section around it."""
+    row = key
+    while row and row not in _ROWS:
+        row = row.rpartition(".")[0]
+    if row:
+        return _ROWS[row].why
+    close = difflib.get_close_matches(key, _BELOW, n=1, cutoff=0.8)
+    return f"AgentJet documents no such key{f'; did you mean `{close[0]}`?' if close else ''}"
+
+
+def _workflow(settings: Mapping[str, Any]) -> Any:
+    rollout = _mapping(settings.get("rollout"))
+    return next((rollout[key] for key in WORKFLOW_KEYS if rollout.get(key)), None)
+
+
+def _program(settings: Mapping[str, Any], own: Any, root: str, attempted: str) -> dict[str, Any]:
+    """The settings of a workflow, which rewards itself or has a judge class for that. Raises ConfigError."""
+    workflow, judge = _workflow(settings), _mapping(settings.get("task_judge")).get("judge_protocol")
+    if not workflow and not (judge and isinstance(own, Mapping)):
+        if judge:
+            raise ConfigError(
+                attempted,
+                f"`{root}.task_judge.judge_protocol` judges a workflow's answers, and there is no workflow",
+                f"Add `{root}.rollout.user_workflow`, or remove the judge: `filter.rubric` judges other answers.",
+            )
+        return {}
     return {
-        "agent": {"workflow": placed(workflow), "folder": str(folder)},
+        **({"agent": {"workflow": workflow}} if workflow else {}),
         "reward": {"rubric": 0, "workflow": 1},
-        "reward_function": placed(_mapping(below.get("task_judge")).get("judge_protocol")),
+        **({"reward_function": judge} if judge else {}),
     }
 
 
-def _project(workflow: str, folder: Path) -> Path:
-    """The folder in which a workflow's path or package is. AgentJet runs there, and its configurations are below."""
-    first = Path(workflow).parts[0] if ".py" in workflow else workflow.partition("->")[0].partition(".")[0]
-    folders = (folder, *folder.parents)
-    return next((each for each in folders if (each / first).exists() or (each / f"{first}.py").exists()), folder)
+def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str) -> None:
+    """The KL term, and where numbers of steps are sent."""
+    if {"use_kl_loss", "kl_loss_coef"} & {key for key, value in given.items() if value is not None}:
+        is_used, coefficient = _USED["trainer_common.kl_loss_coef"].default
+        is_used = given.get("use_kl_loss", is_used)
+        put(made, "training.beta", given.get("kl_loss_coef", coefficient) if is_used else 0)
+    loggers = given.get("logger") or []
+    loggers = [loggers] if isinstance(loggers, str) else [*loggers]
+    if trackers := [each for each in loggers if each in TRACKERS]:
+        put(made, "tracking.report_to", trackers)
+    for each in loggers:
+        if each not in (*TRACKERS, "console"):
+            log.warning(
+                "%s: without effect: %s.logger %s: `metrics.jsonl` of each round has the numbers", name, place, each
+            )
 
 
-def _lines_of(reader: Mapping[str, Any], place: str, attempted: str) -> Mapping[str, Any] | None:
-    """The source of `task_reader` if it reads a file of tasks; None for traces. Raises ConfigError."""
-    kind = reader.get("type", TRACING)
-    if kind == TRACING:
-        return None
-    if kind not in LINES:
-        raise ConfigError(
-            attempted,
-            f"`{place}.type` is {kind}, which Flywheel does not read",
-            f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
-        )
+def _lines_of(reader: Mapping[str, Any], kind: str, root: str, attempted: str) -> dict[str, Any]:
+    """The source of a reader of a file of tasks. Raises ConfigError."""
     section = _mapping(reader.get(kind))
     path = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
     if not path:
-        raise ConfigError(
-            attempted, f"`{place}.{kind}.training.file_path` is missing: nothing says where the tasks are", "Add it."
-        )
+        place = f"`{root}.task_reader.{kind}.training.file_path`"
+        raise ConfigError(attempted, f"{place} is missing: nothing says where the tasks are", "Add it.")
     return {"type": "jsonl", "path": path}
+
+
+def _place_model(made: dict[str, Any]) -> None:
+    """A name with more parts than one of the hub is a path, as in AgentJet."""
+    name = _mapping(made.get("model")).get("base")
+    if isinstance(name, str) and name.count("/") > 1 and name[0] not in "/~.":
+        put(made, "model.base", f"./{name}")
+
+
+def _fit(made: dict[str, Any], own: Mapping[str, Any], root: str, name: str) -> None:
+    """Make engines and GPUs per engine as few as the machine has GPUs for: the file was written for another one."""
+    rollout = made.setdefault("rollout", {})
+    asked = rollout.get("engines", 1), rollout.get("tensor_parallel", 1)
+    is_cluster = _mapping(own.get("ray")).get("address")
+    fit = asked
+    if all(type(each) is int and each > 0 for each in asked) and asked != (1, 1) and not is_cluster:
+        fit = fitted(*asked, gpus := gpus_of_machine())
+    if fit != asked:
+        log.warning(
+            "%s: `%s.rollout` asks for n_vllm_engine %d and tensor_model_parallel_size %d; this machine has %s, and"
+            " rounds use %d and %d", name, root, *asked, quantity(gpus, "GPU"), *fit
+        )  # fmt: skip
+    for key, value in zip(("engines", "tensor_parallel"), fit, strict=True):
+        rollout.pop(key, None)
+        if value != 1:
+            rollout[key] = value
+
+
+def fitted(engines: int, size: int, gpus: int) -> tuple[int, int]:
+    """Number of engines and of GPUs of each, at most those asked for, of a machine with so many GPUs: the largest
+    engines that fit beside the trainer, then as many as fit. The size stays a divisor of the one asked for, because
+    it must divide the model's heads."""
+    size = max(each for each in range(1, size + 1) if size % each == 0 and (each == 1 or each < gpus))
+    return max(1, min(engines, (gpus - 1) // size)), size
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _present(values: Mapping[str, Any], own: Any = None) -> Any:
-    if own is not None and not isinstance(own, Mapping):
-        return own  # validation reports it
-    return {key: value for key, value in values.items() if value is not None} | dict(own or {})
-
-
-def _warn_of_unused(raw: Mapping[str, Any], sections: Collection[str], place: str, name: str) -> None:
-    root = place.partition(".")[0]
-    rest = [str(key) for key in raw if key not in sections and key != root]
-    if root in ROOTS:
-        below = raw[root]
-        reader = _mapping(below.get("task_reader"))
-        used = {
-            **USED_KEYS,
-            "task_reader": (SECTION, "type", *([reader["type"]] if reader.get("type") in LINES else [])),
-        }
-        for key, value in below.items():
-            if key in used and isinstance(value, Mapping):
-                rest += [f"{root}.{key}.{inner}" for inner in value if inner not in used[key]]
-            elif key not in ("task_reader", SECTION):
-                rest.append(f"{root}.{key}")
-    if rest:
-        log.warning("%s: these keys are for another program and not used: %s", name, ", ".join(rest))

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from flywheel.config.agentjet import MARKERS, from_agentjet
+from flywheel.config.agentjet import MARKERS, ProjectRoot, from_agentjet, project_root
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -77,6 +77,7 @@ class Config(Section):
     _target: str = PrivateAttr(default="")
     _whole: Config | None = PrivateAttr(default=None)
     _file: Path | None = PrivateAttr(default=None)
+    _project: ProjectRoot | None = PrivateAttr(default=None)
     _read_from: tuple[str, YamlDocument] | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
@@ -261,6 +262,11 @@ class Config(Section):
         return self._file
 
     @property
+    def project(self) -> ProjectRoot | None:
+        """Where relative paths of AgentJet's or ASTuner's file start; None for Flywheel's own, see `file`."""
+        return self._project
+
+    @property
     def state_dir(self) -> Path:
         return self.state.dir or default_state_dir()
 
@@ -314,7 +320,8 @@ def load(path: Path) -> Config:
 def parse(
     raw: Any, name: str, folder: Path, *, file: Path | None = None, document: YamlDocument | None = None
 ) -> Config:
-    """Check a parsed configuration. Relative paths are relative to `folder`. Raises ConfigError.
+    """Check a parsed configuration. Relative paths are relative to `folder`, or to the project root of a file of
+    AgentJet's. Raises ConfigError.
 
     With the `document` that `raw` is from, what is wrong is named with its line.
     """
@@ -324,13 +331,14 @@ def parse(
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
     own = from_sage(raw, Config.model_fields.keys(), name)
     own = from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
+    project = project_root(raw, file) if is_agentjets and file is not None else None
     # Translated keys have other names and positions in the file.
     document = document if own is raw else None
     try:
-        config = Config.model_validate(own, context=folder.absolute())
+        config = Config.model_validate(own, context=project.folder if project is not None else folder.absolute())
     except ValidationError as error:
         why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
-    config._file = file
+    config._file, config._project = file, project
     config._read_from = (name, document) if document is not None else None
     return config

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.config.agentjet import ROOTS
-from flywheel.config.section import merged
+from flywheel.config.section import has, merged
 from flywheel.errors import ConfigError
 
 PAGE: Final = "flywheel docs sage"
+ROOTS: Final = ("ajet", "astuner")
+"""The roots of configurations of AgentJet and ASTuner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ def _settings(
             _check_only(option, value, f"{place}.{inner}", attempted)
             continue
         path = option.use.split(".")
-        if any(_has(settings, path) for settings in (raw, {"training": before})):
+        if any(has(settings, path) for settings in (raw, {"training": before})):
             raise ConfigError(
                 attempted, f"`{place}.{inner}` and another key both set `{option.use}`", "Remove one of them."
             )
@@ -255,14 +256,6 @@ def _settings(
             nested = {part: nested}
         made = merged(made, nested)
     return made
-
-
-def _has(settings: Any, path: list[str]) -> bool:
-    for part in path:
-        if not isinstance(settings, Mapping) or part not in settings:
-            return False
-        settings = settings[part]
-    return True
 
 
 def _check_only(option: Option, value: Any, place: str, attempted: str) -> None:
@@ -321,4 +314,13 @@ def _others(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple
 
 def by_name(table: Mapping[str, Option]) -> dict[str, Option]:
     """A table with a row for each name."""
-    return {name.strip(): option for names, option in table.items() for name in names.split(",")}
+    return {name: option for names, option in table.items() for name in names_in(names)}
+
+
+def names_in(names: str) -> list[str]:
+    """The names of a row. One that begins with a dot is in the section of the name before it."""
+    found: list[str] = []
+    for each in names.split(","):
+        name = each.strip()
+        found.append(found[-1].rpartition(".")[0] + name if name.startswith(".") else name)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -64,3 +64,12 @@ def put(into: dict[str, Any], path: str, value: Any) -> None:
     for section in sections:
         into = into.setdefault(section, {})
     into[key] = value
+
+
+def has(settings: Any, path: Sequence[str]) -> bool:
+    """Whether nested mappings have a value at a path."""
+    for part in path:
+        if not isinstance(settings, Mapping) or part not in settings:
+            return False
+        settings = settings[part]
+    return True

@@ -245,6 +245,8 @@ class TrainingSettings(Section):
     max_uses: int = Field(default=3, gt=0)
     """Maximum number of compared rounds that use a sample: a rejected round releases samples that were used less
     often, a promoted one those of them that gave no gradient."""
+    debug_prompts: int | None = Field(default=None, gt=0)
+    """Number of prompts per step of `flywheel round --debug`. Default: `prompts_per_step`."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     tensorboard: UserPath | None = None
@@ -418,6 +420,9 @@ class RolloutSettings(Section):
     max_completion_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of a training rollout. Default: the 99th percentile of the traced replies of the round's tasks,
     limited by `max_model_len`; for the user's agent `max_model_len`. The gate's answers have the server's limits."""
+    max_turn_tokens: int | None = Field(default=None, gt=0)
+    """Maximum tokens of one message of the policy in a training rollout. Default: those that are left of the
+    rollout."""
     max_model_len: int = Field(default=4096, gt=0)
     """Maximum tokens of prompt and rollout together. Longer prompts are excluded from training."""
     timeout_seconds: float = Field(default=600.0, gt=0)

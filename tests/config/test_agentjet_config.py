@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import AgentProgramSettings, Config, JsonlSource, StudioSource, load
+from flywheel.config import AgentProgramSettings, Config, JsonlSource, StudioSource, agentjet_keys, load
+from flywheel.config.agentjet import from_agentjet
+from flywheel.config.sage import by_name
+from flywheel.config.section import merged, put
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
+from flywheel.judge.client import endpoints_of
 from flywheel.judge.filters.chain import load_chain
+from flywheel.system.process import gpus_of_machine
 
 SECTION = yaml.safe_load(
     r"""
@@ -61,19 +66,215 @@ def test_both_roots_and_a_bare_section_are_the_same(root: str, tmp_path: Path) -
     assert chain.deduplication is None, "switched off"
 
 
-def test_what_is_for_another_program_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def lines_of(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    """The reason in the log of each key without effect; one that is there twice has no reason."""
+    found: dict[str, str] = {}
+    for record in caplog.records:
+        if " without effect: " in record.message:
+            key, _, why = record.message.partition(" without effect: ")[2].partition(": ")
+            found[key] = "" if key in found else why
+    return found
+
+
+def test_each_key_without_effect_has_a_line_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = {
-        "ajet": {"task_reader": {"feedback_tracing": SECTION, "jsonl": {}}, "trainer_common": {"total_epochs": 3}},
+        "ajet": {
+            "task_reader": {"feedback_tracing": SECTION, "jsonl": {"training": {"file_path": "a"}}},
+            "trainer_common": {"total_epochs": 3, "optim": {"lr": 1e-6}, "logger": ["console", "wandb"]},
+            "rollout": {"val_kwargs": {"top_k": 3}, "num_repeets": 4, "mode": None},
+            "model": {"path": "m", "dtype": "bf16"},
+        },
         "hydra": {"searchpath": []},
-        "model": MODEL,
+        "trinity": {"synchronizer": {"sync_offset": 1}},
+        "maze": {"size": 4},
         "state": {"dir": "own"},
     }
     with caplog.at_level(logging.WARNING):
         config = read(tmp_path, raw)
     assert config.state_dir == tmp_path / "own"
-    (record,) = caplog.records
-    assert all(key in record.message for key in ("hydra", "ajet.trainer_common", "ajet.task_reader.jsonl"))
-    assert "state" not in record.message.split(":")[-1]
+    lines = lines_of(caplog)
+    assert lines.keys() == {
+        "hydra.searchpath", "trinity.synchronizer.sync_offset", "maze.size", "ajet.trainer_common.total_epochs",
+        "ajet.trainer_common.logger wandb", "ajet.task_reader.jsonl.training.file_path", "ajet.model.dtype",
+        "ajet.rollout.val_kwargs.top_k", "ajet.rollout.num_repeets",
+    }  # fmt: skip
+    assert all(lines.values())
+    assert lines["ajet.rollout.num_repeets"].endswith("did you mean `rollout.num_repeat`?")
+    assert lines["ajet.trainer_common.logger wandb"].startswith("`metrics.jsonl`")
+    assert lines["ajet.task_reader.jsonl.training.file_path"] == "`task_reader.type` is tracing"
+
+
+DOCUMENTED = (Path(__file__).parent / "agentjet_keys.txt").read_text().split()
+"""The keys that AgentJet documents, and those of ASTuner that it has renamed."""
+NOT_YET = {"rollout.tensor_parallel", "tracking.report_to"}
+"""Keys that other changes bring."""
+
+
+@pytest.mark.parametrize("key", DOCUMENTED)
+def test_every_documented_key_is_used_or_has_a_reason(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = by_name(agentjet_keys.COPIED | agentjet_keys.MADE)
+    raw: dict[str, Any] = {"task_reader": {"feedback_tracing": SECTION}, "model": {"path": "m"}}
+    if key not in used:
+        put(raw, key, "abc")
+    with caplog.at_level(logging.WARNING):
+        read(tmp_path, {"ajet": raw})
+    assert lines_of(caplog).keys() == ({f"ajet.{key}"} if key not in used else set())
+    assert not any("documents no such key" in record.message for record in caplog.records)
+
+
+def test_every_key_that_is_set_exists() -> None:
+    uses = {
+        use
+        for option in by_name(agentjet_keys.COPIED | agentjet_keys.MADE).values()
+        for use in option.use.split(", ")
+    }
+    for use in uses - NOT_YET - {""}:
+        section: Any = Config()
+        for part in use.split("."):
+            inner = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"])}.get(part)
+            section = inner or getattr(section, part)
+
+
+AGENT = {"rollout": {"user_workflow": "agents->Mine"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "expected"),
+    [
+        ({"rollout": {"max_model_len": 9000}}, "rollout.max_model_len", 9000),
+        ({"rollout": {"max_response_length_in_one_turn": 700}}, "rollout.max_turn_tokens", 700),
+        ({"rollout": {"multi_turn": {"max_steps": 5}}}, "rollout.max_turns", 5),
+        ({"rollout": {"num_repeat": 12}}, "training.group_size", 12),
+        ({"rollout": {"temperature": 0.4}}, "rollout.temperature", 0.4),
+        ({"data": {"train_batch_size": 3}}, "training.prompts_per_step", 3),
+        ({"trainer_common": {"optim": {"lr": "3e-6"}}}, "training.learning_rate", 3e-6),
+        ({"trainer_common": {"use_kl_loss": True, "kl_loss_coef": 0.03}}, "training.beta", 0.03),
+        ({"trainer_common": {"kl_loss_coef": 0.03}}, "training.beta", 0.03),
+        ({"trainer_common": {"use_kl_loss": True}}, "training.beta", 0.002),
+        ({"trainer_common": {"use_kl_loss": False, "kl_loss_coef": 0.03}}, "training.beta", 0),
+        ({"trainer_common": {}}, "training.beta", 0),
+        ({"debug": {"debug_first_n_tasks": 3}}, "training.debug_prompts", 3),
+        ({"task_judge": {"alien_llm_model": "other"}}, "judge.model", "other"),
+        ({"task_judge": {"alien_llm_response_length": 99}}, "judge.max_tokens", 99),
+        ({}, "judge.model", "qwen3-235b-a22b-instruct-2507"),
+        ({"model": {"path": "models/of/mine"}}, "model.base", "{root}/models/of/mine"),
+        ({"model": {"path": "./mine"}}, "model.base", "{root}/mine"),
+        ({"model": {"path": "org/mine"}}, "model.base", "org/mine"),
+        (AGENT, "rollout.agent.workflow", "agents->Mine"),
+        ({"rollout": {"agentscope_workflow": "a.py->B"}}, "rollout.agent.workflow", "{root}/a.py->B"),
+        ({"rollout": {"agentscope_learn_protocol": "a.py->B"}}, "rollout.agent.folder", "{root}"),
+        (AGENT | {"task_judge": {"judge_protocol": "./j.py->J"}}, "rollout.reward_function", "{root}/j.py->J"),
+        (AGENT | {"task_judge": {"judge_type": "customized_protocol"}}, "rollout.reward.workflow", 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("root", ["ajet", "astuner"])
+def test_a_key_has_effect(settings: dict[str, Any], key: str, expected: Any, root: str, tmp_path: Path) -> None:
+    below = {"model": {"path": "m"}, "task_reader": {"feedback_tracing": {"base_url": "x"}}}
+    found: Any = read(tmp_path, {root: merged(below, settings)})
+    for part in key.split("."):
+        found = getattr(found, part)
+    if isinstance(expected, str):
+        found, expected = str(found), expected.format(root=tmp_path)
+    assert found == expected
+
+
+def translated(settings: dict[str, Any], **own: Any) -> Any:
+    raw = {"ajet": {"model": {"path": "m"}, "feedback_tracing": {}, **settings}, **own}
+    return from_agentjet(raw, Config.model_fields.keys(), "a.yaml", None)
+
+
+@pytest.mark.parametrize(
+    ("logger", "expected"),
+    [("tensorboard", ["tensorboard"]), (["console", "tensorboard", "swanlab"], ["tensorboard"]), ("swanlab", None)],
+)
+def test_the_loggers_that_there_are(logger: Any, expected: Any) -> None:
+    made = translated({"trainer_common": {"logger": logger}})
+    assert made.get("tracking") == (None if expected is None else {"report_to": expected})
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"),
+    [
+        ((2, 4), 0, (1, 1)),
+        ((2, 4), 1, (1, 1)),
+        ((2, 4), 2, (1, 1)),
+        ((2, 4), 3, (1, 2)),
+        ((2, 4), 4, (1, 2)),
+        ((2, 4), 5, (1, 4)),
+        ((2, 4), 8, (1, 4)),
+        ((2, 4), 9, (2, 4)),
+        ((4, 1), 3, (2, 1)),
+        ((4, 1), 1, (1, 1)),
+        ((1, 3), 3, (1, 1)),
+        ((1, 3), 4, (1, 3)),
+    ],
+)
+def test_engines_and_gpus_of_each_are_as_many_as_fit(
+    asked: tuple[int, int], gpus: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("flywheel.config.agentjet.gpus_of_machine", lambda: gpus)
+    rollout = {"n_vllm_engine": asked[0], "tensor_model_parallel_size": asked[1]}
+    with caplog.at_level(logging.WARNING):
+        made = translated({"rollout": rollout})["rollout"]
+    assert (made.get("engines", 1), made.get("tensor_parallel", 1)) == expected
+    assert len(caplog.records) == (expected != asked)
+    made = translated({"rollout": rollout}, ray={"address": "10.0.0.1:6379"})["rollout"]
+    assert (made.get("engines", 1), made.get("tensor_parallel", 1)) == asked, "the cluster's GPUs are not known here"
+
+
+def test_gpus_are_those_that_are_there_and_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    here = len([*Path("/dev").glob("nvidia[0-9]*")])
+    assert gpus_of_machine() == here
+    for visible, expected in (("", 0), ("-1", 0), ("1", 1), ("0, 2", 2), ("0,1,2,3", 4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpus_of_machine() == min(expected, here)
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "use"),
+    [
+        ({"backbone": "verl"}, "ajet.backbone", "flywheel export"),
+        ({"backbone": "trinity"}, "ajet.backbone", "flywheel export"),
+        ({"task_judge": {"judge_type": "rubrics_auto_grader"}}, "ajet.task_judge.judge_type", "filter.rubric"),
+        ({"task_judge": {"judge_protocol": "a->B"}}, "ajet.task_judge.judge_protocol", "rollout.user_workflow"),
+    ],
+)
+def test_what_is_refused_names_what_to_use(settings: dict[str, Any], place: str, use: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{place}`.*{use}"):
+        translated(settings)
+
+
+def test_the_backbone_debug_is_a_round_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        translated({"backbone": "debug"})
+    assert "flywheel round --debug" in lines_of(caplog)["ajet.backbone"]
+
+
+def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
+    section = copy.deepcopy(SECTION)
+    params = section["filters"][1] = {"type": "deduplication", "params": {"model": "text-embedding-v4"}}
+    judge = read(tmp_path, {"feedback_tracing": section, "model": MODEL}).judge
+    assert judge.base_url == "https://dashscope.aliyuncs.com/compatible-mode/v1"
+    assert (judge.api_key_env, judge.model) == ("DASHSCOPE_API_KEY", "qwen3-235b")
+    assert judge.backup is not None
+    assert endpoints_of(judge)[1].base_url == judge.base_url
+    assert judge.backup.api_key_env == "DASHSCOPE_API_KEY_BACKUP"
+    found = load_chain(tmp_path / "config.yaml").deduplication
+    assert found is not None
+    assert (found.base_url, found.api_key_env) == (judge.base_url, "DASHSCOPE_API_KEY")
+    assert found.backup_api_key_env == "DASHSCOPE_API_KEY_BACKUP"
+    params["params"]["base_url"] = "http://127.0.0.1:9/v1"
+    own = {"base_url": "http://127.0.0.1:8/v1"}
+    judge = read(tmp_path, {"feedback_tracing": section, "model": MODEL, "judge": own}).judge
+    assert (judge.base_url, judge.api_key_env, judge.backup) == (own["base_url"], "OPENAI_API_KEY", None)
+    found = load_chain(tmp_path / "config.yaml").deduplication
+    assert found is not None
+    assert (found.base_url, found.api_key_env) == ("http://127.0.0.1:9/v1", "OPENAI_API_KEY")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +285,7 @@ def test_what_is_for_another_program_is_told_of_once(tmp_path: Path, caplog: pyt
             r"unknown key `ajet\.task_reader\.feedback_tracing\.alien_llm_modell`",
         ),
         ({"type": "tracing"}, r"`ajet\.feedback_tracing` is missing"),
+        ({"type": "of_mine"}, r"`ajet\.task_reader\.type` is of_mine, which Flywheel does not"),
         *(
             (
                 {"type": kind, "feedback_tracing": SECTION},
@@ -135,10 +337,7 @@ def test_what_is_trained_and_how_is_theirs(root: str, tmp_path: Path, caplog: py
         config = read(tmp_path, {root: inner})
     assert config.model.base == "/models/qwen"
     assert (config.training.group_size, config.rollout.temperature) == (4, 0.9)
-    (record,) = caplog.records
-    assert f"{root}.model.dtype, {root}.rollout.max_env_worker" in record.message
-    assert "path" not in record.message
-    assert "num_repeat" not in record.message
+    assert lines_of(caplog).keys() == {f"{root}.model.dtype", f"{root}.rollout.max_env_worker"}
     own = {"model": {"base": "mine"}, "training": {"group_size": 6}, "rollout": {"temperature": 0.5}}
     config = read(tmp_path, {root: inner, **own})
     assert (config.model.base, config.training.group_size, config.rollout.temperature) == ("mine", 6, 0.5)
@@ -168,7 +367,7 @@ def test_a_reader_of_lines_is_honoured(kind: str, section: Any, tmp_path: Path) 
     (source,) = config.sources
     assert isinstance(source, JsonlSource)
     assert source.path == tmp_path / "train.jsonl"
-    assert config.judge.model == ("qwen3-235b" if section else Config().judge.model)
+    assert config.judge.model == ("qwen3-235b" if section else "qwen3-235b-a22b-instruct-2507")
     with pytest.raises(ConfigError, match=rf"`ajet\.task_reader\.{kind}\.training\.file_path` is missing"):
         read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": {"type": kind}}})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from flywheel.records.states import RoundState, Split
 from flywheel.serving.server.model_parsers import folder_of
 from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.system.terminal import quantity
+
+log = logging.getLogger(__name__)
 
 MOST_DOUBLINGS: Final = 4
 """The wait after a failed round doubles at most this often when more rounds fail in a row."""
@@ -197,6 +200,8 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     Raises TrainError.
     """
     _check(conn, config, "try a round")
+    if (prompts := config.training.debug_prompts) is not None:
+        config = _of_size(config, prompts)
     asked = config.rollout.prompts_asked(config.training.prompts_per_step)
     free = samples.free_samples(conn, asked, config.takes.train)
     if not free:
@@ -224,6 +229,9 @@ def _spec(
             f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
             "Check rollout.agent, rollout.tools.uncalled and rollout.finish_tools.",
         )
+    if config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
+        log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)
+        config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.
     judge = judge_settings(config, chain_of(config))
     return RoundSpec(
@@ -240,6 +248,13 @@ def _spec(
         shared_gate=tasks.shared_gate,
         **values,
     )
+
+
+def _of_size(config: Config, prompts: int) -> Config:
+    """The settings with exactly so many prompts in a step."""
+    training = config.training.model_copy(update={"prompts_per_step": prompts})
+    rollout = config.rollout.model_copy(update={"oversample": 1.0})
+    return config.model_copy(update={"training": training, "rollout": rollout})
 
 
 def _frozen(conn: Connection, config: Config) -> list[FrozenTarget]:

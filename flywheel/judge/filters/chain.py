@@ -143,9 +143,12 @@ class Chain:
         return FilterDecision(True)
 
 
-def load_chain(path: Path, if_missing: str = "Set filter.chain to a chain in YAML.") -> Chain:
+def load_chain(
+    path: Path, if_missing: str = "Set filter.chain to a chain in YAML.", folder: Path | None = None
+) -> Chain:
     """Read a chain and the Python files that it names. Raises ConfigError; `if_missing` is its remedy if there is no
-    such file."""
+    such file. Relative paths start at `folder`, by default the chain's."""
+    folder = folder or path.parent
     file, document = _read(path, if_missing)
     digest = hashlib.sha256(file.model_dump_json(exclude={"filters"}).encode())
     filters: list[tuple[str, LineFilter | Parameters]] = []
@@ -156,7 +159,7 @@ def load_chain(path: Path, if_missing: str = "Set filter.chain to a chain in YAM
         if entry.type in ONCE and any(name == entry.type for name, _ in filters):
             raise _error(path, f"{_place(document, index, 'type')}{entry.type} is there already")
         # Not the API key: it decides nothing, and must not be stored.
-        decisive = {name: value for name, value in entry.params.items() if name != "api_key"}
+        decisive = {name: value for name, value in entry.params.items() if "api_key" not in name}
         digest.update(f"{entry.type}\0{decisive!r}\0".encode("utf-8", "replace"))
         step: LineFilter | Parameters = params
         if isinstance(params, Rules):
@@ -167,7 +170,7 @@ def load_chain(path: Path, if_missing: str = "Set filter.chain to a chain in YAM
             step = LineFilter("pii", params.keep)
         elif isinstance(params, PythonFile):
             try:
-                python = path.parent / expanded(Path(params.path))
+                python = folder / expanded(Path(params.path))
             except ValueError as error:
                 raise _error(path, f"{_place(document, index, 'params', 'path')}{error}") from None
             step = LineFilter("python", load_filter(python, params.function, params.timeout_seconds))
@@ -176,8 +179,8 @@ def load_chain(path: Path, if_missing: str = "Set filter.chain to a chain in YAM
     ordered = filters if file.keep_order else sorted(filters, key=lambda each: FILTERS[each[0]][0])
     steps = [step for _, step in ordered]
     notices = [
-        f"{path}: deduplication's db_path {step.db_path} is not used: earlier tasks are kept in Flywheel's own state,"
-        " and that file is left as it is"
+        f"{path}: deduplication's db_path {folder / step.db_path} is not used: earlier tasks are kept in Flywheel's"
+        " own state, and that file is left as it is"
         for step in steps
         if isinstance(step, Deduplication) and step.db_path is not None
     ]
@@ -202,7 +205,10 @@ def load_chain(path: Path, if_missing: str = "Set filter.chain to a chain in YAM
 def chain_of(config: Config) -> Chain | None:
     """The configured chain, if there is one. Raises ConfigError."""
     path = config.filter.chain
-    return load_chain(path, config.correction("filter", "chain")) if path is not None else None
+    if path is None:
+        return None
+    folder = config.project.folder if config.project is not None and path == config.file else None
+    return load_chain(path, config.correction("filter", "chain"), folder)
 
 
 def redactor_of(config: Config) -> Redactor | None:

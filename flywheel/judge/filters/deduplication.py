@@ -15,6 +15,7 @@ import os
 import re
 import threading
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -26,7 +27,15 @@ from flywheel.config.section import Section
 from flywheel.errors import FilterError
 from flywheel.records import similarity
 from flywheel.records.similarity import Fingerprint
-from flywheel.system.http_client import NEVER, CallError, ModelHttpClient, endpoint_url, is_http_url, retrying
+from flywheel.system.http_client import (
+    NEVER,
+    CallError,
+    HttpAnswer,
+    ModelHttpClient,
+    endpoint_url,
+    is_http_url,
+    retrying,
+)
 
 _QUOTED: Final = re.compile(
     r"\"[^\"\n]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|「[^「」]*」|『[^『』]*』|《[^《》]*》|`[^`\n]*`"
@@ -63,7 +72,12 @@ class Deduplication(Section):
     base_url: str | None = None
     """An OpenAI-compatible endpoint. Default: `OPENAI_BASE_URL`, else OpenAI's own."""
     api_key: str | None = None
-    """Its key. Prefer the default: the environment variable `OPENAI_API_KEY`."""
+    """Its key. Prefer the default: the environment variable that `api_key_env` names."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable with its key, or with several as `k1|k2`. While one is refused or
+    rate-limited, the next is used."""
+    backup_api_key_env: str | None = None
+    """Name of an environment variable with further keys."""
     db_path: str | None = None
     """Accepted for compatibility and not used: earlier tasks are kept in Flywheel's own state."""
     batch_size: int = Field(default=64, gt=0)
@@ -113,9 +127,10 @@ PLAIN_TEXT: Final = "a"
 MAX_VECTOR_BYTES: Final = 1 << 20
 """Upper bound of one vector as JSON."""
 TEXT_ERRORS: Final = frozenset({400, 413, 422})
+KEY_ERRORS: Final = frozenset({401, 402, 403, 429})
 HINTS: Final = {
-    401: "Put the right key into OPENAI_API_KEY (or into deduplication's api_key).",
-    402: "Fill up the account of the key in OPENAI_API_KEY (or in deduplication's api_key).",
+    401: "Put the right key into {key} (or into deduplication's api_key).",
+    402: "Fill up the account of the key in {key} (or in deduplication's api_key).",
     403: "Use a key with access to this model.",
     404: "Check deduplication's model and base_url.",
 }
@@ -130,7 +145,9 @@ class Embedder:
         self.model = settings.model
         self._settings = settings
         self._url = endpoint_url(settings.base_url)
-        key = settings.api_key or os.environ.get("OPENAI_API_KEY") or "none"
+        variables = filter(None, (settings.api_key_env, settings.backup_api_key_env))
+        keys = [settings.api_key] if settings.api_key else [os.environ.get(name, "") for name in variables]
+        self._keys = deque(key.strip() for key in "|".join(keys).split("|") if key.strip()) or deque(["none"])
         if not is_http_url(self._url):
             raise self._failure(
                 "its endpoint is no URL", "Set deduplication's base_url to one such as http://host/v1."
@@ -143,7 +160,6 @@ class Embedder:
             )
         except ValueError as error:
             raise self._failure(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
-        self._key = key.strip()
         self._retrying = retrying(
             settings.max_attempts,
             settings.timeout_seconds,
@@ -193,17 +209,29 @@ class Embedder:
     def _call(self, texts: Sequence[str]) -> list[bytes]:
         sent = [text[:MAX_CHARACTERS].encode("utf-8", "replace").decode() or " " for text in texts]
         request = {"model": self.model, "input": sent, "encoding_format": "float"}
-        answer = self._client.post("/embeddings", orjson.dumps(request), self._key)
+        answer = self._post(orjson.dumps(request))
         try:
             return _vectors(orjson.loads(answer.body), len(texts))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise CallError(f"it returned no usable embeddings: {error}", final=True) from error
 
+    def _post(self, body: bytes) -> HttpAnswer:
+        """The response with the first key that the endpoint takes."""
+        for left in reversed(range(len(self._keys))):
+            try:
+                return self._client.post("/embeddings", body, self._keys[0])
+            except CallError as error:
+                if not left or error.status not in KEY_ERRORS:
+                    raise
+                self._keys.rotate(-1)
+        raise AssertionError("there is at least one key")
+
     def _failure(self, why: str, hint: str) -> FilterError:
         return FilterError(
             f"embed questions with {self.model} at {self._url}",
             why,
-            hint or "The tasks wait; they are judged when the endpoint is back.",
+            hint.format(key=self._settings.api_key_env)
+            or "The tasks wait; they are judged when the endpoint is back.",
             retryable=not hint,
         )
 

@@ -105,7 +105,8 @@ class LoadedAdapter:
 class RolloutRequest:
     """A request to an engine. `group` is the prompt's index in its step; `adapter` None is the base model.
 
-    A training rollout is sampled at `temperature` from the policy itself, with at most `max_tokens`. A rollout
+    A training rollout is sampled at `temperature` from the policy itself, with at most `max_tokens`, and
+    `max_turn_tokens` in each message. A rollout
     `as_served` uses the server's defaults and limits, also its temperature if `temperature` is None, and is cut after
     `seconds`.
     """
@@ -118,6 +119,13 @@ class RolloutRequest:
     adapter: LoadedAdapter | None
     as_served: bool = False
     seconds: float | None = None
+    max_turn_tokens: int | None = None
+
+    @property
+    def longest_turn(self) -> int | None:
+        """Maximum tokens of its first message; None if as many as the server allows."""
+        limits = (self.max_tokens, self.max_turn_tokens)
+        return min((each for each in limits if each is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ class Engine(RoundActor):
             sampling = SamplingParams(
                 **POLICY_SAMPLING,
                 temperature=request.temperature,
-                max_tokens=request.max_tokens,
+                max_tokens=request.longest_turn,
                 seed=request.seed,
                 logprobs=0,
                 skip_special_tokens=not self._chat.keeps_special_tokens(task),
@@ -402,6 +402,7 @@ class Engine(RoundActor):
             texts=self._chat.texts,
             tokens=tokens,
             turns=turns,
+            turn_tokens=request.max_turn_tokens,
             model=model,
             frozen=frozen,
         )

@@ -87,20 +87,21 @@ class Session:
         texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
         tokens: int | None = None,
         turns: int | None = None,
+        turn_tokens: int | None = None,
         model: str = "policy",
         frozen: Mapping[str, LoadedAdapter | None] | None = None,
     ) -> None:
         """A rollout `as_served` has the server's defaults of sampling, also its temperature if `temperature` is None.
-        `texts` gives the text of each token of a prompt. At most `tokens` are generated in at most `turns` calls.
-        `model` is the name that the client sees, unless it uses another one. `frozen` are models that answer by their
-        names, as the server does; None is the base model."""
+        `texts` gives the text of each token of a prompt. At most `tokens` are generated in at most `turns` calls,
+        and at most `turn_tokens` in each. `model` is the name that the client sees, unless it uses another one.
+        `frozen` are models that answer by their names, as the server does; None is the base model."""
         self.generated = 0
         self.is_truncated = False
         self.is_full = False
         self._frozen = frozen or {}
         self.models = (model, *self._frozen)
         self._app, self._context, self._texts = app, context, texts
-        self._tokens, self._turns = tokens, turns
+        self._tokens, self._turns, self._turn_tokens = tokens, turns, turn_tokens
         self._seed, self._numbers = seed, itertools.count()
         self._as_served = as_served
         self._forced: dict[str, Any] = {} if as_served else dict(POLICY_SAMPLING)
@@ -217,7 +218,7 @@ class Session:
         return reply
 
     def _limits(self, max_tokens: int | None) -> Limits:
-        bounds = [max_tokens] if max_tokens is not None else []
+        bounds = [each for each in (max_tokens, self._turn_tokens) if each is not None]
         if self._tokens is not None:
             bounds.append(self._tokens - self.generated)
         return Limits(self._context, min(bounds, default=None), server_default=self._as_served)

@@ -244,6 +244,7 @@ def step_requests(
             temperature=settings.rollout.temperature,
             max_tokens=prompt.max_tokens,
             adapter=adapter,
+            max_turn_tokens=settings.rollout.max_turn_tokens,
         )
         for group, prompt in enumerate(prompts, first)
         for sample in range(settings.training.group_size)
