@@ -34,9 +34,11 @@ SECTION_KEYS: Final = (
 TRACING: Final = "tracing"
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
+WORKFLOW_KEYS: Final = ("user_workflow", "agentscope_workflow", "agentscope_learn_protocol")
+"""The names that the workflow's key has had, the present one first."""
 USED_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("path",),
-    "rollout": ("num_repeat", "temperature", "user_workflow"),
+    "rollout": ("num_repeat", "temperature", *WORKFLOW_KEYS),
     "task_judge": ("judge_protocol",),
     "trainer_common": ("algorithm",),
 }
@@ -108,7 +110,8 @@ def from_agentjet(
         "model": base,
         "training": _present({"group_size": rollout.get("num_repeat")}, own.get("training")),
         "rollout": _present(
-            {"temperature": rollout.get("temperature"), **_program(below, rollout, file)}, own.get("rollout")
+            {"temperature": rollout.get("temperature"), **_program(raw, root, sections, file, attempted)},
+            own.get("rollout"),
         ),
         "ingest": _present(
             {
@@ -126,19 +129,33 @@ def from_agentjet(
     }
 
 
-def _program(below: Mapping[str, Any], rollout: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-    """The settings of a workflow, which rewards itself or has a judge class for that."""
-    if not (workflow := rollout.get("user_workflow")):
+def _program(
+    raw: Mapping[str, Any], root: str, sections: Collection[str], file: Path | None, attempted: str
+) -> dict[str, Any]:
+    """The settings of a workflow, which rewards itself or has a judge class for that. Raises ConfigError."""
+    below = raw.get(root, {}) if root in ROOTS else {}
+    rollout, own = _mapping(below.get("rollout")), _mapping(raw.get("rollout")).get("agent")
+    workflow = next((rollout[key] for key in WORKFLOW_KEYS if rollout.get(key)), None)
+    judge = _mapping(below.get("task_judge")).get("judge_protocol")
+    if not workflow and not (judge and isinstance(own, Mapping)):
+        if judge:
+            raise ConfigError(
+                attempted,
+                f"`{root}.task_judge.judge_protocol` names a judge, and no workflow runs that it could judge",
+                f"Add `{root}.rollout.user_workflow`, or remove the judge: a rubric needs no workflow.",
+            )
         return {}
-    folder = _project(str(workflow), file.parent) if file is not None else Path()
+    folder = _project(str(workflow or judge), file.parent) if file is not None else Path()
 
     def placed(name: Any) -> Any:
         return str(folder / name) if isinstance(name, str) and ".py" in name else name
 
+    # The root may have its earlier name. What else stands in the file, workflows read, too.
+    settings = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
     return {
-        "agent": {"workflow": placed(workflow), "folder": str(folder)},
+        **({"agent": {"workflow": placed(workflow), "folder": str(folder), "config": settings}} if workflow else {}),
         "reward": {"rubric": 0, "workflow": 1},
-        "reward_function": placed(_mapping(below.get("task_judge")).get("judge_protocol")),
+        "reward_function": placed(judge),
     }
 
 

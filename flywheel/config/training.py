@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from flywheel.config.section import Section, Share, UserPath, WebUrl
+from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
 
 
@@ -323,6 +324,9 @@ class AgentProgramSettings(Section):
     the round."""
     folder: UserPath = Field(default=Path(), validate_default=True)
     """The working directory of its processes. Default: the folder of the configuration file."""
+    config: Annotated[dict[str, Any], AfterValidator(without_secrets)] = {}
+    """AgentJet's settings (`ajet: …`), over its defaults, which AgentJet's classes get as `config`. Of its own
+    configuration, all of them. What looks like a secret is left out."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

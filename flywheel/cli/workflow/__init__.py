@@ -90,13 +90,14 @@ def _with_function(config: Config, function: str) -> Config:
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
     folder = given.get("folder") or str(Path.cwd())
-    rollout["agent"] = {"workflow": function, "python": given.get("python"), "folder": folder}
+    agent = {"workflow": function, "python": given.get("python"), "folder": folder}
+    rollout["agent"] = agent | {"config": given.get("config", {})}
     return parse(config.model_dump(mode="json") | {"rollout": rollout}, "with this workflow", Path.cwd())
 
 
 async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
     """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
-    from flywheel.records.task import whole_line
+    from flywheel.daemon.rounds.round_tasks import program_line
 
     def find(conn: Connection) -> dict[str, Any] | None:
         from flywheel.store import calibrations, rounds, samples
@@ -108,7 +109,7 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
     found = await read_state(config, find, warn=False)
     if found is not None:
-        return whole_line(found)
+        return program_line(found, is_accepted=True)
     why = (
         "the state has no accepted task for a round"
         if task is None
@@ -118,12 +119,12 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
 
 def _first_line(path: Path) -> dict[str, Any]:
-    from flywheel.records.task import whole_line
+    from flywheel.daemon.rounds.round_tasks import program_line
     from flywheel.sources.jsonl.record import rows_of_file
 
     attempted = f"read a task from {path}"
     for row in rows_of_file(path, attempted):
-        return whole_line(row.task)
+        return program_line(row.task, is_accepted=True)
     raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
 
 
