@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import flywheel
-from flywheel.config import AgentProgramSettings, Config, JudgeSettings
+from flywheel.config import AgentProgramSettings, Config, JudgeSettings, RewardSettings
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.client import endpoints_of
 from flywheel.judge.rubric.checks import check
@@ -282,6 +282,18 @@ def _checked(result: RunResult, task: Mapping[str, Any]) -> RunResult:
     return replace(result, reward=float(is_equal), metrics={**result.metrics, "is_success": float(is_equal)})
 
 
+def decided_reward(run: RunResult) -> tuple[RewardSettings, str]:
+    """Which reward counts where no setting says so, by a run that did not fail, and a sentence about it; no sentence
+    where there was no choice."""
+    if run.reward is None:
+        return RewardSettings(), ""
+    if run.response is None:
+        why = "the agent returns a reward and no response: its reward alone counts, and the rubric is not asked"
+        return RewardSettings(rubric=0, workflow=1), why
+    why = "the agent returns a response and a reward: the rubric's score counts, and rollout.reward.workflow is 0"
+    return RewardSettings(), why
+
+
 def program_of(config: Config) -> AgentProgram | None:
     """The program of `rollout.agent`; None if rollouts run none. Raises ConfigError for an auxiliary model whose
     variable has no key, and for a variable of `rollout.agent_environment` that is not set."""
@@ -307,8 +319,8 @@ def program_of(config: Config) -> AgentProgram | None:
         config=settings_of(agent.config) if is_foreign else {},
         judge=_judge(config.judge) if is_foreign else None,
         environment={name: _variable(name) for name in rollout.agent_environment},
-        needs_response=rollout.reward.rubric > 0,
-        needs_reward=rollout.reward.workflow > 0,
+        needs_response=rollout.reward is not None and rollout.reward.rubric > 0,
+        needs_reward=rollout.reward is not None and rollout.reward.workflow > 0,
     )
 
 
