@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import AnyStr, Final
+from typing import Any, AnyStr, Final
 from urllib.parse import quote
 
 REDACTED: Final = "[secret]"
 MIN_CHARACTERS: Final = 8
 """Shorter values are placeholders (`EMPTY`, `none`) that must not be redacted from other texts."""
 _NAMES: Final = re.compile(r"(?:^|_)(?:API_?KEYS?|ACCESS_KEY|SECRET|SECRET_KEY|TOKEN|PASSWORD)$", re.IGNORECASE)
+
+_VALUES: Final = re.compile(r"(?:^|[|\s])(?:sk|pk|hf|ghp|xox[bp]|AKIA)[-_]?[\w-]{16,}|://[^/\s@]*:[^/\s@]+@")
+"""How the keys of common services begin, and passwords in addresses."""
 
 _variables: set[str] = set()
 _values: set[str] = set()
@@ -43,6 +47,17 @@ def redact_secrets(text: AnyStr) -> AnyStr:
         else:
             text = text.replace(secret, REDACTED)
     return text
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Parsed YAML or JSON with None in place of texts whose key is named like one of a secret, or that look like
+    one."""
+    if isinstance(value, Mapping):
+        return {key: without_secrets(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(each, name) for each in value]
+    is_secret = isinstance(value, str) and (_NAMES.search(name) or _VALUES.search(value))
+    return None if is_secret or (isinstance(value, str) and redact_secrets(value) != value) else value
 
 
 def environment_without_secrets() -> dict[str, str]:

@@ -161,7 +161,9 @@ def from_agentjet(
         _lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}
     ]
     own = {key: value for key, value in raw.items() if key in sections and value is not None}
-    if program := _program(settings, _mapping(own.get("rollout")).get("agent"), root, attempted):
+    # The root may have its earlier name. What else stands in the file, workflows read, too.
+    given = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
+    if program := _program(settings, given, _mapping(own.get("rollout")).get("agent"), root, attempted):
         made = merged(made, {"rollout": program})
     _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", name)
     if file is not None and section.get("filters"):
@@ -287,8 +289,11 @@ def _workflow(settings: Mapping[str, Any]) -> Any:
     return next((rollout[key] for key in WORKFLOW_KEYS if rollout.get(key)), None)
 
 
-def _program(settings: Mapping[str, Any], own: Any, root: str, attempted: str) -> dict[str, Any]:
-    """The settings of a workflow, which rewards itself or has a judge class for that. Raises ConfigError."""
+def _program(
+    settings: Mapping[str, Any], config: Mapping[str, Any], own: Any, root: str, attempted: str
+) -> dict[str, Any]:
+    """The settings of a workflow, which rewards itself or has a judge class for that; `config` is what both can read.
+    Raises ConfigError."""
     workflow, judge = _workflow(settings), _mapping(settings.get("task_judge")).get("judge_protocol")
     if not workflow and not (judge and isinstance(own, Mapping)):
         if judge:
@@ -299,7 +304,7 @@ def _program(settings: Mapping[str, Any], own: Any, root: str, attempted: str) -
             )
         return {}
     return {
-        **({"agent": {"workflow": workflow}} if workflow else {}),
+        **({"agent": {"workflow": workflow, "config": config}} if workflow else {}),
         "reward": {"rubric": 0, "workflow": 1},
         **({"reward_function": judge} if judge else {}),
     }

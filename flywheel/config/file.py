@@ -102,7 +102,7 @@ class Config(Section):
                 f" {rollout.max_model_len}",
             ),
             (
-                bool(gate.non_inferiority_margins) and not rollout.reward.rubric,
+                bool(gate.non_inferiority_margins) and not rollout.weights.rubric,
                 "`gate`: non_inferiority_margins are about criteria of the rubric, and with rollout.reward.rubric 0"
                 " it is not asked: nothing could ever be promoted",
             ),
@@ -122,7 +122,7 @@ class Config(Section):
                 " that can only be rejected",
             ),
             (
-                gate.min_gain >= 1 and not rollout.reward.workflow,
+                gate.min_gain >= 1 and not rollout.weights.workflow,
                 f"`gate.min_gain`: scores of a rubric lie between 0 and 1, and no gain is above {gate.min_gain:g}",
             ),
             *self._wrong_targets(),

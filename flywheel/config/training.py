@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from flywheel.config.section import Section, Share, UserPath, WebUrl
+from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
 
 
@@ -325,6 +326,9 @@ class AgentProgramSettings(Section):
     the round."""
     folder: UserPath = Field(default=Path(), validate_default=True)
     """The working directory of its processes. Default: the folder of the configuration file."""
+    config: Annotated[dict[str, Any], AfterValidator(without_secrets)] = {}
+    """AgentJet's settings (`ajet: …`), over its defaults, which AgentJet's classes get as `config`. Of its own
+    configuration, all of them. What looks like a secret is left out."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -400,7 +404,9 @@ class RolloutSettings(Section):
     rollout."""
     auxiliary_models: dict[str, AuxiliaryModelSettings] = {}
     """Further models of the user's agent by name, which are never trained."""
-    reward: RewardSettings = RewardSettings()
+    reward: RewardSettings | None = None
+    """Default: the rubric's score alone; of your own agent its own reward alone where its run on a round's first task
+    returns a number and no response."""
     reward_function: Function | None = None
     """A function by the contract of the tuner's judges, `async def judge(task, response, auxiliary_models=None,
     logger=None)`, or an AgentJet judge as `package.module->Class`. Its reward replaces that of the workflow."""
@@ -438,7 +444,7 @@ class RolloutSettings(Section):
     def _is_for_the_agent(self) -> Self:
         if not isinstance(self.agent, AgentProgramSettings):
             given = {
-                "reward.workflow": self.reward.workflow,
+                "reward.workflow": self.weights.workflow,
                 "reward_function": self.reward_function,
                 "setup": self.setup,
                 "agent_environment": self.agent_environment,
@@ -446,9 +452,14 @@ class RolloutSettings(Section):
             }
             if found := next((name for name, value in given.items() if value), None):
                 raise ValueError(f"{found} is for your own agent: set agent to {{workflow: …}} or {{command: […]}}")
-        elif self.reward_function is not None and not self.reward.workflow:
+        elif self.reward_function is not None and not self.weights.workflow:
             raise ValueError("reward_function has no effect while reward.workflow is 0: give it a weight")
         return self
+
+    @property
+    def weights(self) -> RewardSettings:
+        """What `reward` says, or its default as long as no run has decided."""
+        return self.reward or RewardSettings()
 
     def prompts_asked(self, prompts_per_step: int) -> int:
         """Number of prompts that a step asks to train on so many. 1.1 times 10 are 11, also in floating point."""

@@ -117,7 +117,7 @@ def spec_of(
 def has_rewards(config: Config) -> bool:
     """Whether the settings say how answers are rewarded: by a rubric of their own, or by the user's agent. Raises
     ConfigError."""
-    if "rubric" in config.filter.model_fields_set or config.rollout.reward.workflow:
+    if "rubric" in config.filter.model_fields_set or config.rollout.weights.workflow:
         return True
     chain = chain_of(config)
     return chain is not None and chain.judge is not None and chain.judge.custom_rubrics is not None

@@ -31,6 +31,9 @@ NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 """Ids that clients and servers write without a conversation: unrelated dialogues share them."""
 
 
+ID_OF_LINE: Final = "t-"
+"""How the ids begin that lines of files get which have none."""
+
 METADATA: Final = frozenset({
     "answer", "qa_hash", "source", "trace_id", "span_id", "conversation_id", "user_id", "agent_name", "model",
     "adapter", "turn", "started_at", "ended_at", "service", "input_tokens", "output_tokens", "prompt_tokens",
@@ -119,6 +122,14 @@ def whole_line(line: TaskLine) -> TaskLine:
     metadata = {name: value for name, value in line["metadata"].items() if name != "extra_json"}
     extra = orjson.loads(line["metadata"]["extra_json"])
     return {**extra, **line, "metadata": {**extra.get("metadata", {}), **metadata}}
+
+
+def is_traced(line: TaskLine) -> bool:
+    """Whether the answer of a task is an agent's reply, not the right answer of a data set: it comes from a trace, or
+    from a file's line with the `qa_hash` of AgentJet's traced tasks."""
+    if not line["metadata"]["trace_id"].startswith(ID_OF_LINE):
+        return True
+    return "qa_hash" in orjson.loads(line["metadata"]["extra_json"]).get("metadata", {})
 
 
 def _json(value: object) -> str:

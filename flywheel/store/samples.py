@@ -76,6 +76,13 @@ def rejected_lines(conn: Connection, scope: Scope = EVERY_TARGET) -> Iterator[di
     yield from (orjson.loads(line) for line in conn.execute(ordered).scalars())
 
 
+def accepted_lines(conn: Connection, limit: int) -> list[dict[str, Any]]:
+    """The lines of the newest accepted tasks of both splits."""
+    accepted = [state.value for state in _DECIDED if state is not TaskState.REJECTED]
+    newest = select(tasks.c.payload).where(tasks.c.state.in_(accepted)).order_by(tasks.c.id.desc())
+    return [dict(payload) for payload in conn.execute(newest.limit(limit)).scalars()]
+
+
 def scores(conn: Connection, keys: Sequence[str]) -> dict[str, float]:
     """The newest score of each of these tasks that has one, by key."""
     query = (

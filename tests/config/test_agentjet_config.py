@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import AgentProgramSettings, Config, JsonlSource, StudioSource, agentjet_keys, load
+from flywheel.config import (
+    AgentProgramSettings,
+    Config,
+    JsonlSource,
+    RewardSettings,
+    StudioSource,
+    agentjet_keys,
+    load,
+)
 from flywheel.config.agentjet import from_agentjet
 from flywheel.config.sage import by_name
 from flywheel.config.section import merged, put
@@ -19,6 +27,7 @@ from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of
 from flywheel.judge.filters.chain import load_chain
 from flywheel.system.process import gpus_of_machine
+from tests.cases import for_each
 
 SECTION = yaml.safe_load(
     r"""
@@ -133,7 +142,12 @@ def test_every_key_that_is_set_exists() -> None:
     for use in uses - NOT_YET - {""}:
         section: Any = Config()
         for part in use.split("."):
-            inner = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"])}.get(part)
+            defaults = {
+                "sources": StudioSource(),
+                "agent": AgentProgramSettings(command=["a"]),
+                "reward": RewardSettings(),
+            }
+            inner = defaults.get(part)
             section = inner or getattr(section, part)
 
 
@@ -401,4 +415,38 @@ def test_a_workflow_and_its_judge(tmp_path: Path) -> None:
     assert isinstance(rollout.agent, AgentProgramSettings)
     assert (rollout.agent.workflow, rollout.agent.folder) == ("tutorial.sums.agent->Sums", tmp_path)
     assert rollout.reward_function == f"{folder / 'judge.py'}->Right"
-    assert (rollout.reward.rubric, rollout.reward.workflow) == (0, 1)
+    assert (rollout.weights.rubric, rollout.weights.workflow) == (0, 1)
+
+
+@for_each("key", ["user_workflow", "agentscope_workflow", "agentscope_learn_protocol"])
+def test_the_names_of_a_workflow_and_the_settings_that_it_gets(tmp_path: Path, key: str) -> None:
+    raw = {
+        "astuner": {
+            "task_reader": {"type": "tracing", "feedback_tracing": SECTION},
+            "model": {"path": "Qwen/Qwen3-0.6B"},
+            "rollout": {key: "agents.sums->Sums", "multi_turn": {"max_steps": 5}},
+        },
+        "board": {"size": 4, "api_key": "abc", "keys": ["sk-0123456789abcdefghij"], "token": 7},
+        "judge": {"model": "ours"},
+    }
+    agent = read(tmp_path, raw).rollout.agent
+    assert isinstance(agent, AgentProgramSettings)
+    assert agent.workflow == "agents.sums->Sums"
+    assert agent.config == {
+        "ajet": raw["astuner"],
+        "board": {"size": 4, "api_key": None, "keys": [None], "token": 7},
+    }
+
+
+def test_a_judge_needs_a_workflow(tmp_path: Path) -> None:
+    raw: dict[str, Any] = {
+        "ajet": {
+            "task_reader": {"type": "tracing", "feedback_tracing": SECTION},
+            "model": {"path": "Qwen/Qwen3-0.6B"},
+            "task_judge": {"judge_protocol": "agents.sums->Right"},
+        },
+    }
+    with pytest.raises(ConfigError, match=r"`ajet\.task_judge\.judge_protocol` judges a workflow's answers"):
+        read(tmp_path, raw)
+    rollout = read(tmp_path, {**raw, "rollout": {"agent": {"command": ["node", "agent.mjs"]}}}).rollout
+    assert (rollout.reward_function, rollout.weights.workflow) == ("agents.sums->Right", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from flywheel.cli.workflow.checked_run import Checked
     from flywheel.config import Config
 
+SHOWN: Final = 3
+"""Tasks that are named for each reason."""
+
 workflow = command_group("workflow", "Check that your own agent works in rollouts.")
 
 
@@ -45,16 +48,20 @@ def check(
         str | None, typer.Option(metavar="URL", help="The server, without /v1. Default: the first of serving.urls.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model to ask. Default: the aliases.")] = None,
+    answers: Annotated[
+        int, typer.Option(min=0, help="How many accepted answers the judge (`rollout.reward_function`) gets at most.")
+    ] = 200,
     as_json: JsonOption = False,
 ) -> None:
     """Run your own agent once on a task against the server, and report what it did.
 
-    Without --task, it runs on the task that a round would use first. Exit 1 if a round would fail.
+    Without --task, it runs on the task that a round would use first. `rollout.reward_function` also gets the newest
+    accepted traced answers of the state, which it should reward. Exit 1 if a round would fail.
     """
     settings = load_config(config)
     is_file = task is not None and Path(task).expanduser().is_file()
     line = _first_line(Path(task or "").expanduser()) if is_file else run_async(_stored_task(settings, task))
-    checked = run_async(_check(settings, function, line, url, model))
+    checked = run_async(_check(settings, function, line, url, model, answers))
     if as_json:
         print_json(checked.as_json())
     else:
@@ -67,9 +74,11 @@ def check(
 
 
 async def _check(
-    config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None
+    config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None, answers: int
 ) -> Checked:
     from flywheel.cli.workflow import checked_run
+    from flywheel.daemon.rounds.round_tasks import program_line
+    from flywheel.records.task import is_traced
     from flywheel.serving.server_keys import agents_key
     from flywheel.training.program.program_pool import program_of
 
@@ -80,7 +89,14 @@ async def _check(
         raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
     models = {name: model or each.model.alias for name, each in config.by_target().items()}
     server = url or config.serving.urls[0]
-    return await checked_run.check(program, line, server, models, key=agents_key(config.serving, attempted))
+    accepted = []
+    if program.reward_function and answers:
+        from flywheel.store.samples import accepted_lines
+
+        lines = await read_state(config, lambda conn: accepted_lines(conn, answers), warn=False)
+        accepted = [program_line(each, is_accepted=True) for each in lines if is_traced(each)]
+    key = agents_key(config.serving, attempted)
+    return await checked_run.check(program, line, server, models, key=key, accepted=accepted)
 
 
 def _with_function(config: Config, function: str) -> Config:
@@ -90,13 +106,14 @@ def _with_function(config: Config, function: str) -> Config:
     rollout = config.rollout.model_dump(mode="json")
     given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
     folder = given.get("folder") or str(Path.cwd())
-    rollout["agent"] = {"workflow": function, "python": given.get("python"), "folder": folder}
+    agent = {"workflow": function, "python": given.get("python"), "folder": folder}
+    rollout["agent"] = agent | {"config": given.get("config", {})}
     return parse(config.model_dump(mode="json") | {"rollout": rollout}, "with this workflow", Path.cwd())
 
 
 async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
     """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
-    from flywheel.records.task import whole_line
+    from flywheel.daemon.rounds.round_tasks import program_line
 
     def find(conn: Connection) -> dict[str, Any] | None:
         from flywheel.store import calibrations, rounds, samples
@@ -108,7 +125,7 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
     found = await read_state(config, find, warn=False)
     if found is not None:
-        return whole_line(found)
+        return program_line(found, is_accepted=True)
     why = (
         "the state has no accepted task for a round"
         if task is None
@@ -118,16 +135,18 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
 
 def _first_line(path: Path) -> dict[str, Any]:
-    from flywheel.records.task import whole_line
+    from flywheel.daemon.rounds.round_tasks import program_line
     from flywheel.sources.jsonl.record import rows_of_file
 
     attempted = f"read a task from {path}"
     for row in rows_of_file(path, attempted):
-        return whole_line(row.task)
+        return program_line(row.task, is_accepted=True)
     raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:
+    from flywheel.training.program.program_pool import decided_reward
+
     result = checked.result
     yield checked.function
     yield f"task {checked.task_id}: {excerpt(checked.question)}"
@@ -144,10 +163,20 @@ def _lines(checked: Checked, config: Config) -> Iterator[str]:
     if result.response is not None:
         yield f"response  {excerpt(result.response)}"
     if result.reward is not None:
-        unused = " (not used: rollout.reward.workflow is 0)" if not config.rollout.reward.workflow else ""
+        unused = " (not used: rollout.reward.workflow is 0)" if not config.rollout.weights.workflow else ""
+        if config.rollout.reward is None:
+            unused = f" ({decided_reward(result)[1]})"
         yield f"reward    {result.reward:g}{unused}"
     if result.metrics:
         yield f"metrics   {', '.join(f'{name} {value:g}' for name, value in result.metrics.items())}"
+    if checked.replayed:
+        rewarded = checked.replayed - sum(map(len, checked.unmatched.values()))
+        yield f"judge     rewards {rewarded} of {quantity(checked.replayed, 'accepted answer')}"
+        for why, tasks in checked.unmatched.items():
+            more = ", …" if len(tasks) > SHOWN else ""
+            yield f"  {len(tasks)} not: {why} ({', '.join(tasks[:SHOWN])}{more})"
+    for note in checked.notes:
+        yield f"note      {note}"
     yield f"took      {result.seconds:.1f} s, {result.peak_bytes / 1e6:.0f} MB"
     if not checked.problems:
         yield "A round can use it."

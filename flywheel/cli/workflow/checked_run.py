@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -17,11 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from flywheel.errors import ServeError
+from flywheel.judge.rubric.checks.math_equal import boxes
 from flywheel.records.program_run import RunResult
 from flywheel.records.trace import get_path
 from flywheel.sources.calls.parsing import error_in, events
 from flywheel.system.http_client import BoundedClient
 from flywheel.system.server_limits import Limited, ServerLimits, refuse_in_text
+from flywheel.system.terminal import quantity
 from flywheel.system.web_server import BackgroundServer, bound_socket
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import ProgramPool
@@ -55,6 +57,9 @@ class Checked:
     Attributes:
         function: Its signature and place, or its command.
         problems: What a round would fail on, in sentences; empty if nothing.
+        notes: What else users should know, in sentences.
+        replayed: Number of accepted answers that the judge got.
+        unmatched: The tasks whose accepted answers it does not reward, by reason.
     """
 
     function: str
@@ -63,6 +68,9 @@ class Checked:
     calls: list[CheckedCall]
     result: RunResult
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    replayed: int = 0
+    unmatched: Mapping[str, list[str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """What `flywheel workflow check --json` prints."""
@@ -73,13 +81,22 @@ class Checked:
             "calls": [asdict(call) for call in self.calls],
             **{name: result[name] for name in ("response", "reward", "metrics", "seconds", "peak_bytes", "cause")},
             "problems": self.problems,
+            "notes": self.notes,
+            "judge": {"answers": self.replayed, "unmatched": self.unmatched} if self.replayed else None,
         }
 
 
 async def check(
-    program: AgentProgram, task: Mapping[str, Any], url: str, models: Mapping[str, str], *, key: str | None = None
+    program: AgentProgram,
+    task: Mapping[str, Any],
+    url: str,
+    models: Mapping[str, str],
+    *,
+    key: str | None = None,
+    accepted: Sequence[Mapping[str, Any]] = (),
 ) -> Checked:
-    """Run the program once on a task (a line of the task file) against the server at `url` (without `/v1`).
+    """Run the program once on a task (a line of the task file) against the server at `url` (without `/v1`), and its
+    reward function on the answers of the tasks `accepted`.
 
     `models` are the names of its models by target; the first one is the `model` argument. `key` is the agents' key of
     the server. Raises ConfigError if the program does not load, and ServeError if the server does not answer.
@@ -91,23 +108,55 @@ async def check(
         async with _Proxy(url, key) as proxy:
             await proxy.require_server()
             endpoints = {target: ModelEndpoint(f"{proxy.url}/v1", name) for target, name in models.items()}
-            result = await pool.run(task, endpoints, next(iter(models)))
+            trained = next(iter(models))
+            result = await pool.run(task, endpoints, trained)
+            problems = _problems(result, proxy.calls, set(models.values()))
+            unmatched: dict[str, list[str]] = {}
+            failed = 0
+            for each in accepted:
+                judged = await pool.run(each, endpoints, trained, answer=each["answer"])
+                failed += judged.cause is not None
+                if not _is_rewarded(judged):
+                    unmatched.setdefault(_why_unmatched(each["answer"], judged), []).append(each["task_id"])
+            if accepted and not failed and sum(map(len, unmatched.values())) == len(accepted):
+                problems.append(f"its judge rewards none of {quantity(len(accepted), 'accepted answer')}")
             return Checked(
                 function,
                 str(task.get("task_id") or ""),
                 str(task.get("main_query") or ""),
                 proxy.calls,
                 result,
-                list(_problems(result, proxy.calls, set(models.values()))),
+                problems,
+                pool.notes,
+                len(accepted),
+                unmatched,
             )
     finally:
         await asyncio.to_thread(pool.close)
+
+
+def _is_rewarded(judged: RunResult) -> bool:
+    """AgentJet's judges say whether an answer is right beside the reward."""
+    return judged.cause is None and bool(judged.metrics.get("is_success", (judged.reward or 0) > 0))
+
+
+def _why_unmatched(answer: str, judged: RunResult) -> str:
+    if judged.cause is not None:
+        return judged.error
+    found = boxes(answer)
+    if not found:
+        return "there is no \\boxed{…}"
+    if any(brace in found[-1] for brace in "{}"):
+        return "there are nested braces in the box, which a pattern that ends at the first } cuts"
+    return "there are several boxes" if len(found) > 1 else f"the reward is {judged.reward:g}"
 
 
 def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> list[str]:
     problems = []
     if result.cause is not None:
         problems.append(f"the run failed ({result.cause}): {result.error}")
+    elif result.reward is None and result.response is None:
+        problems.append("it returned neither a reward nor a response with a text")
     if not calls:
         problems.append(
             "it did not call the model, so nothing could be trained. It must call the `model` that it is given, or"

@@ -15,10 +15,11 @@ from sqlalchemy import Connection
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.judge.filters.chain import redactor_of
+from flywheel.judge.rubric.checks.math_equal import right_answer
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import RoundTask
 from flywheel.records.states import Split
-from flywheel.records.task import conversation_key, trace_parts, whole_line
+from flywheel.records.task import TaskLine, conversation_key, is_traced, trace_parts, whole_line
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
@@ -152,11 +153,25 @@ def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> Ro
         agent=agent,
         reply=_reply(line, parts.steps) if is_accepted and RECORDED & {*config.training.stages} else (),
         is_of_teacher=config.is_teacher(metadata["model"], metadata["adapter"]),
-        line=whole_line(line) if agent == "program" else {},
+        line=program_line(line, is_accepted=is_accepted) if agent == "program" else {},
         steps=parts.steps if has_recordings else (),
         errors=parts.errors if has_recordings else (),
         sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *parts.steps]),
     )
+
+
+def program_line(line: TaskLine, *, is_accepted: bool) -> TaskLine:
+    """The task of a line as the user's agent and judge get it: `metadata.answer` is the right answer as judges of
+    AgentJet expect it. That of a data set is unchanged; of a reply, it is the result that `math-equal` would compare
+    with, and empty for a rejected one."""
+    whole = whole_line(line)
+    if reference := line["metadata"].get("reference"):
+        answer = right_answer(reference)
+    elif is_traced(line):
+        answer = (right_answer(line["answer"]) or line["answer"]) if is_accepted else ""
+    else:
+        return whole
+    return {**whole, "metadata": {**whole["metadata"], "answer": answer}}
 
 
 def _reply(line: dict[str, Any], steps: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:

@@ -25,7 +25,7 @@ from flywheel.errors import ConfigError
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.states import SkipReason
-from flywheel.records.task import METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
+from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
 from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolDefinition, get_path
 from flywheel.system.files import json_line
 
@@ -375,6 +375,8 @@ def _extra(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, An
     own = {
         **(of_earlier if isinstance(of_earlier, dict) else {}),
         **{name: value for name, value in metadata.items() if name not in METADATA},
+        # Only AgentJet's traced tasks have it without a trace (see is_traced).
+        **({"qa_hash": metadata["qa_hash"]} if "qa_hash" in metadata and not metadata.get("trace_id") else {}),
     }
     extra = {
         **{name: value for name, value in earlier.items() if name not in _READ},
@@ -503,7 +505,7 @@ def _own_id(line: Mapping[str, Any]) -> str:
 
 
 def _id(value: Any) -> str:
-    return "t-" + hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).hexdigest()[:20]
+    return ID_OF_LINE + hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).hexdigest()[:20]
 
 
 def _text(metadata: Mapping[str, Any], key: str, *also: type) -> str:

@@ -40,7 +40,7 @@ class Collector:
     @classmethod
     def of(cls, settings: Config, engines: Sequence[Any], grade: Grade, meter: Meter | None = None) -> Self:
         """A collector by the settings of a round."""
-        reward = settings.rollout.reward
+        reward = settings.rollout.weights
         return cls(
             engines,
             grade,

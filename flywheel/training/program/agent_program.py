@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class FunctionName(NamedTuple):
@@ -60,6 +60,8 @@ class AgentProgram:
         seconds: Longest run.
         memory_bytes: Of the process and all that it started, resident.
         auxiliary_models: Further models by name, which are not trained.
+        config: AgentJet's settings, which its classes get.
+        judge: The judge's endpoint, which its classes may ask.
         environment: Variables that it gets although their names are those of secrets.
         needs_response: Whether a run without a response is a failure.
         needs_reward: Whether a run without a reward is a failure.
@@ -74,6 +76,8 @@ class AgentProgram:
     seconds: float = 600.0
     memory_bytes: int = 4_000_000_000
     auxiliary_models: Mapping[str, ModelEndpoint] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    judge: ModelEndpoint | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     needs_response: bool = True
     needs_reward: bool = False

@@ -1,7 +1,7 @@
 """AgentJet's workflow and judge classes as functions of the contract, and the parts of `ajet` that they import.
 
-An AgentJet project names them as `package.module->Class`. Where `ajet` itself is installed, its classes are used. The
-classes are pydantic models, as theirs: pydantic must be in the user's interpreter.
+An AgentJet project names them as `package.module->Class`. Where `ajet` itself can be imported, its classes are used;
+`astuner` is its earlier name. The classes are pydantic models, as theirs: pydantic must be in the user's interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -20,13 +21,61 @@ from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
+
+from flywheel.training.program.agent_program import AgentProgram
+from flywheel.training.program.external_model import external_models
+from flywheel.training.program.foreign_settings import ForeignSettings
+
+ROOTS: Final = ("ajet", "astuner")
+EXECUTE: Final = ("agentscope_execute", "execute")
+"""A workflow's method, the earlier name first: a base class may have the later one, too."""
+INSTEAD: Final = dict.fromkeys(("AgentJetJob", "AstunerJob"), "start rounds with `flywheel round -c FILE.yaml`")
+BRIDGE_VARIABLES: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
+"""What the `create_external_llm_fn` of an installed AgentJet reads."""
 
 
-def install_shim() -> None:
-    """Make `ajet` importable where it is not installed. Raises ImportError without pydantic."""
-    if "ajet" in sys.modules or importlib.util.find_spec("ajet") is not None:
+notes: Final[list[str]] = []
+"""What users should know about the packages, in sentences."""
+
+
+def install_shim(program: AgentProgram) -> None:
+    """Make `ajet` and `astuner` importable where they are not, once. Raises ImportError without pydantic."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
+    notes.clear()
+    missing = []
+    unset = [name for name in BRIDGE_VARIABLES if name not in os.environ]
+    for root in ROOTS:
+        found, why = _imported(root)
+        if found is None:
+            missing.append(root)
+        if why:
+            notes.append(f"{why}: what Flywheel provides in its place is used")
+        elif found is not None and unset:
+            notes.append(
+                f"{root} is the installed one ({found.__file__}): for its create_external_llm_fn,"
+                f" rollout.agent_environment must name {' and '.join(unset)}"
+            )
+    if missing:
+        # First: the folder of a package that cannot be imported stays where it is.
+        sys.meta_path.insert(0, _Finder(missing, _stand_ins(program)))
+
+
+def _imported(root: str) -> tuple[types.ModuleType | None, str]:
+    """The package, or why one that was found is not used. A checkout may be without what it needs."""
+    spec = importlib.util.find_spec(root)
+    if spec is None or spec.origin is None:
+        return None, ""
+    try:
+        return importlib.import_module(root), ""
+    except (Exception, SystemExit) as error:
+        for name in [name for name in sys.modules if name.partition(".")[0] == root]:
+            del sys.modules[name]
+        return None, f"{spec.origin} cannot be imported ({error})"
+
+
+def _stand_ins(program: AgentProgram) -> dict[str, Any]:
     from pydantic import BaseModel, ConfigDict
 
     data = ConfigDict(extra="allow", arbitrary_types_allowed=True)
@@ -75,19 +124,36 @@ def install_shim() -> None:
         def compute_reward(self, workflow_task: Any, workflow_output: Any) -> Any:
             raise NotImplementedError
 
-    kinds = Task, WorkflowTask, WorkflowOutput, Workflow, BaseJudge
-    sys.meta_path.append(_Finder({"AjetTuner": Tuner, **{kind.__name__: kind for kind in kinds}}))
+    kinds = Task, WorkflowTask, WorkflowOutput, Workflow, BaseJudge, MathAnswerAsJudge
+    return {
+        **{kind.__name__: kind for kind in kinds},
+        "AjetTuner": Tuner,
+        "ModelTuner": Tuner,
+        "create_external_llm_fn": external_models(program),
+        "bp": lambda *_, **__: None,
+    }
+
+
+class MathAnswerAsJudge:
+    """A mark: whether the answer's boxed result is the right one is decided by the check `math-equal`, which needs
+    packages that this interpreter may not have."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def compute_reward(self, workflow_task: Any, workflow_output: Any) -> Any:
+        raise NotImplementedError("it is decided outside of this process: name it as the judge")
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds `ajet` and any module below it. All have the same names; those that are missing here can be imported, and
-    raise an error when they are used."""
+    """Finds the packages `roots` and any module below them. All have the same names; those that are missing here can
+    be imported, and raise an error when they are used."""
 
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names
+    def __init__(self, roots: list[str], names: Mapping[str, Any]) -> None:
+        self._roots, self._names = roots, names
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "ajet" else None
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in self._roots else None
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__.update(self._names, __getattr__=partial(_missing, module.__name__))
@@ -98,16 +164,19 @@ def _missing(module: str, name: str) -> Any:
         raise AttributeError(name)
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"{name} of {module} is not available: install AgentJet beside the workflow")
+        what = INSTEAD.get(name, "install AgentJet beside the workflow")
+        raise NotImplementedError(f"{name} of {module} is not available: {what}")
 
     return type(name, (), {"__init__": refuse})
 
 
-def function_of(cls: type) -> Callable[..., Any] | None:
+def function_of(cls: type, program: AgentProgram) -> Callable[..., Any] | None:
     """The function of the contract that runs a class: of a workflow or a judge of AgentJet; None for any other."""
-    if inspect.iscoroutinefunction(getattr(cls, "execute", None)):
-        return _workflow_function(cls)
-    return _judge_function(cls) if callable(getattr(cls, "compute_reward", None)) else None
+    settings = ForeignSettings(program.config)
+    method = next((name for name in EXECUTE if inspect.iscoroutinefunction(getattr(cls, name, None))), None)
+    if method is not None:
+        return _workflow_function(cls, method, settings)
+    return _judge_function(cls, settings) if callable(getattr(cls, "compute_reward", None)) else None
 
 
 class Response(str):
@@ -125,13 +194,14 @@ class AgentJetResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def _workflow_function(cls: Any) -> Callable[..., Any]:
+def _workflow_function(cls: Any, method: str, settings: ForeignSettings) -> Callable[..., Any]:
     async def workflow(
         task: Any, model: Any, auxiliary_models: Mapping[str, Any] | None = None, logger: Any = None
     ) -> AgentJetResult:
         instance = cls()
-        tuner = Tuner(task, model, auxiliary_models or {}, getattr(instance, "trainable_targets", None))
-        output = await instance.execute(_workflow_task(task), tuner)
+        tuner = _tuner(task, model, auxiliary_models or {}, getattr(instance, "trainable_targets", None), settings)
+        # The name of the second parameter has changed.
+        output = await getattr(instance, method)(_workflow_task(task), tuner)
         answer = output.metadata.get("final_answer")
         if answer is None and output.metadata:
             answer = json.dumps(output.metadata, default=str, ensure_ascii=False)
@@ -144,32 +214,32 @@ def _workflow_function(cls: Any) -> Callable[..., Any]:
     return workflow
 
 
-def _judge_function(cls: Any) -> Callable[..., Any]:
+def _judge_function(cls: Any, settings: ForeignSettings) -> Callable[..., Any]:
     judges: list[Any] = []
 
     async def judge(task: Any, response: Any, auxiliary_models: Any = None, logger: Any = None) -> AgentJetResult:
         output = getattr(response, "workflow_output", None)
         if output is None:
-            output = sys.modules["ajet"].WorkflowOutput(metadata={"final_answer": str(response)})
+            output = importlib.import_module(ROOTS[0]).WorkflowOutput(metadata={"final_answer": str(response)})
         if output.reward is not None:
             # As in AgentJet: a workflow that rewards itself needs no judge.
             return AgentJetResult(_number(output.reward))
         if not judges:
-            judges.append(cls(None))
+            judges.append(cls(settings))
         found = await asyncio.to_thread(judges[0].compute_reward, _workflow_task(task), output)
         reward, *success = found if isinstance(found, tuple) else (found,)
         return AgentJetResult(reward, metrics={"is_success": float(bool(success[0]))} if success else {})
 
     judge.__name__ = judge.__qualname__ = cls.__name__
+    judge.is_math_equal = cls is MathAnswerAsJudge  # type: ignore[attr-defined]
     return judge
 
 
 def _workflow_task(task: Mapping[str, Any]) -> Any:
-    ajet = sys.modules["ajet"]
-    schema = importlib.import_module("ajet.schema.task")
+    schema = importlib.import_module(f"{ROOTS[0]}.schema.task")
     metadata = dict(task.get("metadata") or {})
-    # AgentJet's judges look for the right answer there.
-    metadata.setdefault("answer", task.get("reference") or metadata.get("reference") or task.get("answer") or "")
+    # AgentJet's judges look for the right answer there (see round_tasks.program_line).
+    metadata.setdefault("answer", task.get("answer") or "")
     own = schema.Task(
         main_query=task.get("main_query") or "",
         init_messages=task.get("init_messages") or [],
@@ -177,7 +247,7 @@ def _workflow_task(task: Mapping[str, Any]) -> Any:
         env_type=str(task.get("env_type") or ""),
         metadata=metadata,
     )
-    return ajet.WorkflowTask(task_id=own.task_id, env_type=own.env_type, task=own)
+    return schema.WorkflowTask(task_id=own.task_id, env_type=own.env_type, task=own)
 
 
 def _number(reward: Any) -> float | None:
@@ -192,20 +262,50 @@ def _metrics(output: Any) -> dict[str, float]:
     return logged if output.is_success is None else {**logged, "is_success": float(output.is_success)}
 
 
+def _tuner(
+    task: Mapping[str, Any], model: Any, others: Mapping[str, Any], trainable: list[str] | None, config: Any
+) -> Tuner:
+    """A tuner that is also the chat model itself: the workflows of ASTuner pass it to their agents."""
+    model = _with_typed_parts(model)
+    kind = type("ModelTuner", (Tuner, type(model)), {})
+    tuner: Tuner = object.__new__(kind)
+    vars(tuner).update(vars(model))
+    Tuner.__init__(tuner, task, model, others, trainable, config)
+    return tuner
+
+
 class Tuner:
     """What a workflow asks for its models. An agent whose `target_tag` is not trained uses its `debug_model`; a tag
     that is a model's name in the configuration (`targets`, `rollout.auxiliary_models`) has that model."""
 
     def __init__(
-        self, task: Mapping[str, Any], model: Any, others: Mapping[str, Any], trainable: list[str] | None
+        self,
+        task: Mapping[str, Any],
+        model: Any,
+        others: Mapping[str, Any],
+        trainable: list[str] | None,
+        config: Any,
     ) -> None:
         self._task, self._model, self._others, self._trainable = task, model, others, trainable
+        self._registered: dict[str, Any] = {}
+        self.config = config
 
     def as_agentscope_model(self, agent_name: str = "", target_tag: str = "", debug_model: Any = None) -> Any:
         """A chat model of AgentScope."""
         if target_tag in self._others:
             return _with_typed_parts(self._others[target_tag])
-        return _with_typed_parts(self._model) if self._is_trained(target_tag) else debug_model
+        return self._model if self._is_trained(target_tag) else debug_model
+
+    def register_model(self, target_name: str, default_model: Any = None) -> Any:
+        """The chat model of a target, as in ASTuner: `default_model` where it is not trained."""
+        self._registered[target_name] = self.as_agentscope_model(target_tag=target_name, debug_model=default_model)
+        return self._registered[target_name]
+
+    def get_model(self, target_name: str) -> Any:
+        """The model of a registered target. Raises ValueError for another."""
+        if target_name not in self._registered:
+            raise ValueError(f"no model is registered as {target_name!r}: call register_model first")
+        return self._registered[target_name]
 
     def as_oai_baseurl_apikey(self, agent_name: str = "", target_tag: str = "") -> SimpleNamespace:
         """`base_url`, `api_key` and `model` of an OpenAI API."""

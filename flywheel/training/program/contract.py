@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -25,7 +26,7 @@ from typing import Any, Final, Literal
 
 from flywheel.records.program_run import FailureCause
 from flywheel.training.program import agent_program
-from flywheel.training.program.agent_program import FunctionName, ModelEndpoint
+from flywheel.training.program.agent_program import AgentProgram, FunctionName, ModelEndpoint
 
 Kind = Literal["workflow", "judge"]
 
@@ -51,16 +52,21 @@ class ResultError(Exception):
         super().__init__(message)
 
 
-def load_function(spec: str) -> Callable[..., Any]:
+def load_function(spec: str, program: AgentProgram | None = None) -> Callable[..., Any]:
     """The function of `FILE.py:function` or `package.module:function`, or an object that is called like one for
-    AgentJet's `package.module->Class`. Raises ContractError."""
+    AgentJet's `package.module->Class`, whose settings are in `program`. Raises ContractError."""
     found = agent_program.parsed(spec)
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
     where, name = found.where, found.name
     if found.is_class:
-        # Imported only here: few need it.
-        importlib.import_module("flywheel.training.program.agentjet").install_shim()
+        # Where AgentJet runs, and where a checkout of it is.
+        _add_path(Path.cwd())
+        try:
+            # Imported only here: few need it.
+            importlib.import_module("flywheel.training.program.agentjet").install_shim(program or AgentProgram())
+        except ImportError as error:
+            raise ContractError(f"{spec} does not load: {error}. It ran with {sys.executable}") from error
     module = _load_module(found)
     if not hasattr(module, name):
         others = [
@@ -73,7 +79,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ContractError(f"{where} has no {name}{has}")
     function = getattr(module, name)
     if found.is_class:
-        return _function_of_class(function, spec)
+        return _function_of_class(function, spec, program or AgentProgram())
     if inspect.isclass(function):
         raise ContractError(f"{name} in {where} is a class, not a function: a class of AgentJet is {where}->{name}")
     if not callable(function):
@@ -182,7 +188,24 @@ def described(error: BaseException) -> str:
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     except Exception:
         text = type(error).__name__
-    return f"{text}{where}"
+    return f"{text}{where}{_for_agentscope_1(error)}"
+
+
+def _for_agentscope_1(error: BaseException) -> str:
+    """What to do about an import from AgentScope 2.x that fails; empty for other errors."""
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != "agentscope":
+        return ""
+    try:
+        version = importlib.metadata.version("agentscope")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if version.startswith("1."):
+        return ""
+    return (
+        f". {sys.executable} has AgentScope {version}. A workflow for 1.x needs an interpreter of its own:"
+        " `python3 -m venv agentscope-1` and `agentscope-1/bin/pip install 'agentscope<2' 'mcp<2'` make one for"
+        " rollout.agent.python"
+    )
 
 
 def shown(value: Any) -> str:
@@ -205,16 +228,21 @@ def _load_module(found: FunctionName) -> ModuleType:
     except ContractError:
         raise
     except ModuleNotFoundError as error:
-        raise ContractError(f"{where} does not load: {error}. It ran with {sys.executable}") from error
+        why = f"{where} does not load: {error}. It ran with {sys.executable}{_for_agentscope_1(error)}"
+        raise ContractError(why) from error
     except (Exception, SystemExit) as error:
         raise ContractError(f"{where} does not load: {described(error)}") from error
 
 
 def _import(name: str) -> ModuleType:
     # As with `python -m`: first from the working directory.
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
+    _add_path(Path.cwd())
     return importlib.import_module(name)
+
+
+def _add_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -224,8 +252,7 @@ def _load_file(path: Path) -> ModuleType:
         if getattr(module, "__file__", None) == str(path):
             return module
     # As with `python FILE.py`: modules beside it can be imported.
-    if (folder := str(path.parent)) not in sys.path:
-        sys.path.insert(0, folder)
+    _add_path(path.parent)
     # Under its own name if that is free, so that what it defines can be pickled.
     free = path.stem.isidentifier() and path.stem not in sys.modules
     name = path.stem if free else f"flywheel_file_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}"
@@ -242,10 +269,10 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _function_of_class(cls: Any, spec: str) -> Callable[..., Any]:
+def _function_of_class(cls: Any, spec: str, program: AgentProgram) -> Callable[..., Any]:
     if not inspect.isclass(cls):
         raise ContractError(f"{spec} is of type {type(cls).__name__}, not a class: a function is named with a colon")
-    function = importlib.import_module("flywheel.training.program.agentjet").function_of(cls)
+    function = importlib.import_module("flywheel.training.program.agentjet").function_of(cls, program)
     if function is None:
         raise ContractError(f"{spec} is neither a workflow nor a judge class of AgentJet")
     return function  # type: ignore[no-any-return]

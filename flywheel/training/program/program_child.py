@@ -192,20 +192,24 @@ def _serve(channel: Channel) -> NoReturn:
 
     runner = _Runner(_program_of(json.loads(channel.receive())))
     try:
-        send({"found": runner.load()})
+        found = runner.load()
+        agentjet = sys.modules.get("flywheel.training.program.agentjet")
+        send({"found": found, "notes": getattr(agentjet, "notes", []), "is_math_equal": runner.is_math_equal})
     except ContractError as error:
         send({"error": _shortened(str(error))})
     while True:
         request = json.loads(channel.receive())
         models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
-        result = runner.run(request["task"], models, request["trained"])
+        result = runner.run(request["task"], models, request["trained"], request["answer"])
         send({"result": asdict(result), "spent": runner.spent})
 
 
 def _program_of(fields: Mapping[str, Any]) -> AgentProgram:
     """From `dataclasses.asdict`, as JSON."""
     models = {name: ModelEndpoint(**endpoint) for name, endpoint in fields["auxiliary_models"].items()}
-    return AgentProgram(**{**fields, "command": tuple(fields["command"]), "auxiliary_models": models})
+    judge = ModelEndpoint(**fields["judge"]) if fields["judge"] is not None else None
+    command = tuple(fields["command"])
+    return AgentProgram(**{**fields, "command": command, "auxiliary_models": models, "judge": judge})
 
 
 @dataclass
@@ -213,6 +217,8 @@ class _Runner:
     program: AgentProgram
     spent: bool = False
     """Whether a run left something that could not be ended: the next run needs a new process."""
+    is_math_equal: bool = False
+    """Whether the judge is the check `math-equal`, which the parent makes."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _workflow: Callable[..., Any] | None = None
     _judge: Callable[..., Any] | None = None
@@ -232,7 +238,7 @@ class _Runner:
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
         if self.program.workflow:
-            self._workflow = load_function(self.program.workflow)
+            self._workflow = load_function(self.program.workflow, self.program)
             found = check_signature(self._workflow, "workflow")
             # The imports that it needs take seconds, which are no part of a run.
             try:
@@ -243,15 +249,20 @@ class _Runner:
         else:
             found = _checked_command(self.program.command)
         if self.program.reward_function:
-            self._judge = load_function(self.program.reward_function)
-            check_signature(self._judge, "judge")
+            judge = load_function(self.program.reward_function, self.program)
+            check_signature(judge, "judge")
+            self.is_math_equal = getattr(judge, "is_math_equal", False)
+            self._judge = None if self.is_math_equal else judge
         if self.program.setup:
             self._set_up(self.program.setup)
         self._kept = {process.identity for process in self._new_processes()}
         self._kept_tasks = asyncio.all_tasks(self._loop)
         return found
 
-    def run(self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str) -> RunResult:
+    def run(
+        self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str, answer: str | None
+    ) -> RunResult:
+        """`answer` is judged in place of the workflow's, which does not run then."""
         endpoint = models[trained]
         os.chdir(self._folder)  # a run may have changed it
         os.environ.update(_environment(endpoint))
@@ -267,7 +278,7 @@ class _Runner:
         }
         returned_values: list[str] = []
         try:
-            result = self._result(given, endpoint, others, returned_values)
+            result = self._result(given, endpoint, others, returned_values, answer)
         except _RunError as error:
             result = RunResult(cause=error.cause, error=_shortened(str(error)))
         except Exception as error:  # of making its models
@@ -285,8 +296,11 @@ class _Runner:
         endpoint: ModelEndpoint,
         others: Mapping[str, ModelEndpoint],
         returned_values: list[str],
+        answer: str | None,
     ) -> RunResult:
-        if self._workflow is None:
+        if answer is not None:
+            returned: Any = {"response": answer}
+        elif self._workflow is None:
             returned = self._run_command(given["task"])
         else:
             given["model"] = chat_model(endpoint)
@@ -295,7 +309,8 @@ class _Runner:
         returned_values.append(shown(returned))
         reward, response, metrics = _fields(returned, "workflow", needs_text=self.program.needs_response)
         given["response"] = response_of(returned)
-        if given["response"] is None and (self.program.needs_response or self._judge is not None):
+        needs_response = self.program.needs_response or self._judge is not None
+        if given["response"] is None and (needs_response or (self.is_math_equal and reward is None)):
             raise _RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
         if self._judge is not None:
             if "auxiliary_models" not in given:
@@ -304,7 +319,7 @@ class _Runner:
             returned_values.append(f"reward function: {shown(judged)}")
             reward, _, further = _fields(judged, "judge")
             metrics |= further
-        if reward is None and self.program.needs_reward:
+        if reward is None and self.program.needs_reward and not self.is_math_equal:
             raise _RunError("no_response", f"it returned no reward: {returned_values[-1]}")
         return RunResult(reward, response, metrics)
 

@@ -23,13 +23,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import flywheel
-from flywheel.config import AgentProgramSettings, Config
-from flywheel.errors import ConfigError
+from flywheel.config import AgentProgramSettings, Config, JudgeSettings, RewardSettings
+from flywheel.errors import CheckError, ConfigError
+from flywheel.judge.client import endpoints_of
+from flywheel.judge.rubric.checks import check
+from flywheel.judge.rubric.rubric import Criterion
 from flywheel.records.program_run import FailureCause, RunResult
+from flywheel.records.verdict import Exchange
 from flywheel.secrets import environment_without_secrets, redact_secrets
 from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess
-from flywheel.training.program import process_tree
+from flywheel.training.program import agent_program, process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.program.agentjet_defaults import settings_of
 from flywheel.training.program.process_tree import Process
 from flywheel.training.program.program_child import END_SIGNAL
 
@@ -103,8 +108,8 @@ class _Child(ChildProcess):
         super().__init__([program.python or sys.executable, "-c", code], environment, program.folder or None)
         self._memory = memory
         self._limit = program.memory_bytes
-        self.found = ""
-        """What was loaded, in one line."""
+        self.loaded: Mapping[str, Any] = {}
+        """What it found: `found` in one line, `notes` for users, and whether its judge `is_math_equal`."""
         self.peak_bytes = 0
         """Largest resident memory during the last request."""
         self.resident_bytes = 0
@@ -167,6 +172,8 @@ class ProgramPool:
         self._children: ChildPool[_Child] = ChildPool(workers)
         self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="agent program")
         self._closed = threading.Event()
+        self.notes: list[str] = []
+        """What users should know about the program once it has started, in sentences."""
         self._close = weakref.finalize(self, _close, self._closed, self._threads, self._children)
 
     def start(self) -> str:
@@ -174,7 +181,8 @@ class ProgramPool:
         ConfigError."""
         try:
             with self._children.child(lambda: self._new_child(self._closed.is_set)) as child:
-                return child.found
+                self.notes = child.loaded["notes"]
+                return str(child.loaded["found"])
         except _StartError as error:
             what = f"load the workflow {self._program.name}" if self._program.workflow else "start the command"
             raise ConfigError(what, str(error), "Correct it and start again.") from None
@@ -186,16 +194,19 @@ class ProgramPool:
         trained: str,
         *,
         seconds: float | None = None,
+        answer: str | None = None,
     ) -> RunResult:
         """Run the program once. Failures of the run are in the result.
 
         `models` are those of the policy by target; `trained` is the one that becomes the `model` argument. `seconds`
         replaces the program's time limit. The wait for a free child is not part of it. Cancelling kills the run.
+        With an `answer`, only the reward function runs, on that answer.
         """
         request: dict[str, Any] = {
             "task": dict(task),
             "models": {name: asdict(endpoint) for name, endpoint in models.items()},
             "trained": trained,
+            "answer": answer,
         }
         cancelled = threading.Event()
         limit = self._program.seconds if seconds is None else seconds
@@ -215,6 +226,8 @@ class ProgramPool:
                 try:
                     answer = child.answer(request, seconds, stopped)
                     result = RunResult(**answer["result"])
+                    if child.loaded["is_math_equal"] and result.cause is None and result.reward is None:
+                        result = _checked(result, request["task"])
                     if answer["spent"] or child.has_grown:
                         child.end()
                 except _RunEndedError as error:
@@ -241,7 +254,7 @@ class ProgramPool:
         if "error" in answer:
             child.end()
             raise _StartError(redact_secrets(answer["error"]))
-        child.found, child.resident_at_start = answer["found"], child.resident_bytes
+        child.loaded, child.resident_at_start = answer, child.resident_bytes
         return child
 
     def close(self) -> None:
@@ -257,6 +270,30 @@ def _close(
     threads.shutdown()
 
 
+def _checked(result: RunResult, task: Mapping[str, Any]) -> RunResult:
+    """The result with the reward of AgentJet's judge of boxed results, as the check `math-equal` decides it."""
+    # The answers of a data set such as GSM8K end with it.
+    right = str(task["metadata"].get("answer") or "").split("####")[-1].strip()
+    exchange = Exchange(task["main_query"], result.response or "", line={"metadata": {"reference": right}})
+    try:
+        is_equal = bool(right) and check(Criterion(id="reward_function", type="math-equal"), exchange).passed
+    except CheckError as error:
+        return replace(result, cause="raised", error=str(error))
+    return replace(result, reward=float(is_equal), metrics={**result.metrics, "is_success": float(is_equal)})
+
+
+def decided_reward(run: RunResult) -> tuple[RewardSettings, str]:
+    """Which reward counts where no setting says so, by a run that did not fail, and a sentence about it; no sentence
+    where there was no choice."""
+    if run.reward is None:
+        return RewardSettings(), ""
+    if run.response is None:
+        why = "the agent returns a reward and no response: its reward alone counts, and the rubric is not asked"
+        return RewardSettings(rubric=0, workflow=1), why
+    why = "the agent returns a response and a reward: the rubric's score counts, and rollout.reward.workflow is 0"
+    return RewardSettings(), why
+
+
 def program_of(config: Config) -> AgentProgram | None:
     """The program of `rollout.agent`; None if rollouts run none. Raises ConfigError for an auxiliary model whose
     variable has no key, and for a variable of `rollout.agent_environment` that is not set."""
@@ -264,6 +301,8 @@ def program_of(config: Config) -> AgentProgram | None:
     agent = rollout.agent
     if not isinstance(agent, AgentProgramSettings):
         return None
+    functions = map(agent_program.parsed, (agent.workflow or "", rollout.reward_function or ""))
+    is_foreign = any(each is not None and each.is_class for each in functions)
     return AgentProgram(
         workflow=agent.workflow or "",
         command=tuple(agent.command or ()),
@@ -277,10 +316,18 @@ def program_of(config: Config) -> AgentProgram | None:
             name: ModelEndpoint(model.base_url, model.model, **_key(name, model.api_key_env))
             for name, model in rollout.auxiliary_models.items()
         },
+        config=settings_of(agent.config) if is_foreign else {},
+        judge=_judge(config.judge) if is_foreign else None,
         environment={name: _variable(name) for name in rollout.agent_environment},
-        needs_response=rollout.reward.rubric > 0,
-        needs_reward=rollout.reward.workflow > 0,
+        needs_response=rollout.reward is not None and rollout.reward.rubric > 0,
+        needs_reward=rollout.reward is not None and rollout.reward.workflow > 0,
     )
+
+
+def _judge(settings: JudgeSettings) -> ModelEndpoint:
+    """Without its key, calls of it fail; not all judges make any."""
+    judge = endpoints_of(settings)[0]
+    return ModelEndpoint(judge.base_url, judge.model, os.environ.get(judge.api_key_env, "").strip() or "unused")
 
 
 def _key(name: str, variable: str | None) -> dict[str, str]:

@@ -119,7 +119,7 @@ def build_grade(spec: RoundSpec, round_dir: Path, purpose: Purpose, pause: Pause
 def has_judge(settings: Config) -> bool:
     """Whether rollouts are graded: not if the user's agent alone gives the rewards."""
     rollout = settings.rollout
-    return rollout.reward.rubric > 0 or not isinstance(rollout.agent, AgentProgramSettings)
+    return rollout.weights.rubric > 0 or not isinstance(rollout.agent, AgentProgramSettings)
 
 
 def without_judge(*_: object) -> Grade:

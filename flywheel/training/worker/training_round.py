@@ -18,6 +18,7 @@ import ray
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
+from flywheel.records.program_run import RunResult
 from flywheel.records.round import (
     ADAPTER_DIR,
     AdapterRef,
@@ -46,7 +47,7 @@ from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_eno
 from flywheel.training.optim.probe_measurement import make_probe
 from flywheel.training.optim.round_steps import roll_out_only, step_requests
 from flywheel.training.optim.trainer import Trainer
-from flywheel.training.program.program_pool import program_of
+from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 from flywheel.training.worker.rollout_grading import Pause, has_judge, rubric_of, without_judge
@@ -86,6 +87,7 @@ class Round:
         self.ended = ended_stages(spec, settings, directory)
         # Steps use the numbers before these: an engine must never get one twice.
         self._numbers = itertools.count(settings.training.steps + 1)
+        self._frozen: dict[str, LoadedAdapter | None] | None = None
         self.engines: list[Any] = []
         self.trainer: Any = None
         self.seconds: dict[str, float] = {}
@@ -152,12 +154,14 @@ class Round:
             return
         alias = config.model.alias
         trained = self.spec.target or alias
+        if self._frozen is None:
+            self._frozen = {each.alias: self._load(each.adapter) for each in self.frozen}
         setup = ProgramSetup(
             models={trained: alias, **{each.target: each.alias for each in self.frozen}},
             trained=trained,
-            frozen={each.alias: self._load(each.adapter) for each in self.frozen},
+            frozen=self._frozen,
             max_turns=config.rollout.max_turns,
-            needs_reward=config.rollout.reward.workflow > 0,
+            needs_reward=config.rollout.weights.workflow > 0,
         )
         settings = config.model_dump(mode="json")
         [found, *_] = ray_cluster.wait([engine.use_program.remote(settings, setup) for engine in self.engines])
@@ -239,10 +243,11 @@ class Round:
             # Checked before hours are spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, needed)
         log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
+        about: dict[str, str] = {}
         if self.program is not None:
             with self._timed("trial"):
-                self._try_program(prompts)
-        self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out))
+                about = self._decide_reward(self._try_program(prompts))
+        self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out), **about)
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
@@ -311,17 +316,39 @@ class Round:
             " (training.inexact_prompts)",
         )
 
-    def _try_program(self, prompts: Sequence[Prompt]) -> None:
-        """Run the user's agent on a task, and on two others if it fails. Raises TrainError if it fails on each."""
+    def _decide_reward(self, run: RunResult | None) -> dict[str, str]:
+        """Let a first run decide which reward counts, unless the settings do. Returns what `metrics.jsonl` says."""
+        rollout = self.settings.rollout
+        if rollout.reward is not None or run is None:
+            return {}
+        reward, why = decided_reward(run)
+        self.settings = self.settings.model_copy(update={"rollout": rollout.model_copy(update={"reward": reward})})
+        if not has_judge(self.settings):
+            self.make_grade = partial(without_judge)
+            self.grade = without_judge()
+        # From now on, a run without what counts is a failure.
+        self._use_program()
+        if why:
+            log.info("%s", why)
+        return {"reward_by": why} if why else {}
+
+    def _try_program(self, prompts: Sequence[Prompt]) -> RunResult | None:
+        """Run the user's agent on a task, and on two others if it fails. Returns what a whole run returned; None if
+        each reached a limit. Raises TrainError if it fails on each."""
         of_groups = step_requests(prompts[:TRIALS], 0, self.spec, self.settings, None)
         requests = of_groups[:: self.settings.training.group_size]
         failures: list[Completion] = []
+        is_cut = False
         for some in filter(None, (requests[:1], requests[1:])):
             made = ray_cluster.wait([self.engines[0].generate.remote(request) for request in some])
-            failed = [completion for completion in made if completion.error]
-            if len(failed) < len(made):
-                return
-            failures += failed
+            failures += (failed := [completion for completion in made if completion.error])
+            is_cut |= len(failed) < len(made)
+            for completion in made:
+                run: RunResult | None = completion.run
+                if run is not None and run.cause is None and not completion.error:
+                    return run
+        if is_cut:
+            return None
         raise TrainError(
             f"run the agent of {self.spec.round_id} (rollout.agent)",
             f"it failed on {quantity(len(failures), 'task')} before training; the first: {failures[0].error}",

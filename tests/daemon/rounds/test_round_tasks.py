@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from sqlalchemy import Connection, event, func, insert, select, update
 
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
+from flywheel.daemon.rounds.round_tasks import program_line
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.records.states import Label, RoundState, Split, TaskState
-from flywheel.records.task import task_id
+from flywheel.records.task import TaskLine, task_id, task_line
 from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Outcome, Verdict
+from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.store import claims, labels, samples, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
@@ -27,7 +31,7 @@ from flywheel.training.recorded import recordings
 from flywheel.training.recorded.recordings import call_key, tools_by_name
 from tests.daemon.rounds.test_planner import made, with_chain
 from tests.factories.round import planned_round, spec_again
-from tests.factories.trace import put_replies, replies_on
+from tests.factories.trace import put_replies, replies_on, reply
 from tests.factories.verdict import accepted, put_judged, rejected
 from tests.training.recorded.recordings import ADD, call, said, steps, tool
 
@@ -51,6 +55,38 @@ def asked(split: Split, *results: str | None, tools: tuple[Any, ...] = (ADD,), *
 
 async def judged(store: Store, *replies: Reply, **values: Any) -> None:
     await store.write(put_judged, *replies, **values)
+
+
+def of_row(**line: Any) -> TaskLine:
+    """The task of a line of a file."""
+    text = json.dumps({"question": "How much?", **line}).encode()
+    task: TaskLine = json.loads(entry_of_line(text, Path("rows.jsonl"), datetime.now(UTC)).line)
+    return task
+
+
+def test_the_right_answer_as_the_users_judge_gets_it() -> None:
+    answer = r"First \boxed{41}, then \boxed{42}."
+    traced = task_line(reply(1, answer=answer), "studio")
+    agentjet = of_row(metadata={"answer": answer, "qa_hash": "0" * 64})
+    of_a_data_set = of_row(metadata={"answer": "So it is. #### 42"})
+    boxed_in_a_data_set = of_row(metadata={"answer": answer})
+    explicit = of_row(answer=answer, metadata={"reference": "42 km"})
+    for line, is_accepted, right in (
+        (traced, True, "42"),
+        (traced, False, ""),
+        (task_line(reply(1, answer="It is 42."), "studio"), True, "It is 42."),
+        (task_line(reply(1, answer=r"\boxed{}"), "studio"), True, r"\boxed{}"),
+        (agentjet, True, "42"),
+        (of_a_data_set, True, "So it is. #### 42"),
+        (boxed_in_a_data_set, True, answer),
+        (explicit, True, "42 km"),
+        (explicit, False, "42 km"),
+    ):
+        told = program_line(line, is_accepted=is_accepted)
+        assert (told["metadata"]["answer"], told["answer"]) == (right, line["answer"])
+    # A task file of ours that is read again still knows what was traced.
+    for line, right in ((traced, "42"), (agentjet, "42"), (boxed_in_a_data_set, answer)):
+        assert program_line(of_row(**line), is_accepted=True)["metadata"]["answer"] == right
 
 
 async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, store: Store) -> None:

@@ -26,6 +26,7 @@ from flywheel.judge.rubric.checks import (
 )
 from flywheel.judge.rubric.file import load_rubric, parse_rubric
 from flywheel.records.verdict import CriterionResult, Exchange
+from tests.cases import for_each
 
 
 def result(exchange: Exchange, kind: str, value: Any = "", **options: Any) -> CriterionResult:
@@ -355,6 +356,19 @@ def test_no_check_is_given_more_than_it_may_look_at(kind: str, monkeypatch: pyte
     assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [
         (MAX_CHARACTERS + 1, MAX_CHARACTERS + 1)
     ]
+
+
+@for_each(
+    "text, right",
+    [
+        ("It is 42.", "It is 42."),
+        (r"\boxed{41}, no: \boxed{ \frac{1}{2} }. \boxed{}", r"\frac{1}{2}"),
+        (r"\boxed{}", ""),
+        (r"\boxed{4", r"\boxed{4"),
+    ],
+)
+def test_the_result_of_a_right_answer(text: str, right: str) -> None:
+    assert math_equal.right_answer(text) == right
 
 
 def boxed_by_looking_on_from_each(text: str) -> str | None:

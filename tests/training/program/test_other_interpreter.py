@@ -7,13 +7,22 @@ import sys
 import venv
 from pathlib import Path
 
-from tests.training.program.conftest import MODELS, NewPool
+import pytest
+
+from flywheel.errors import ConfigError
+from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 
 
-async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool, tmp_path: Path) -> None:
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """The packages of a new environment, `tmp_path/environment`."""
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False, symlinks=True)
-    site = next((environment / "lib").glob("python*/site-packages"))
+    return next((environment / "lib").glob("python*/site-packages"))
+
+
+async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool, site: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
     (site / "package_of_the_agent.py").write_text("NAME = 'theirs'\n")
     pool = new_pool(
         """
@@ -44,3 +53,39 @@ async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool
     assert (seen["package"], seen["ours"]) == ("theirs", [])
     ours = ("flywheel.training.program", "flywheel.system", "flywheel.records")
     assert all(name.startswith(ours) or name == "flywheel.training" for name in seen["modules"])
+
+
+@pytest.mark.parametrize("version", ["2.0.10", "1.0.21"])
+async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter(
+    new_pool: NewPool, site: Path, tmp_path: Path, version: str
+) -> None:
+    (site / "agentscope").mkdir()
+    (site / "agentscope" / "__init__.py").touch()
+    about = site / f"agentscope-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agentscope\nVersion: {version}\n")
+    python = tmp_path / "environment" / "bin" / "python"
+    commands = "`python3 -m venv agentscope-1` and `agentscope-1/bin/pip install 'agentscope<2' 'mcp<2'`"
+    for imported in ("from agentscope import formatter", "import agentscope.memory"):
+        pool = new_pool(f"{imported}\nasync def run(task, model): ...\n", python=str(python))
+        with pytest.raises(ConfigError) as caught:
+            pool.start()
+        assert (f"{python} has AgentScope 2.0.10. " in str(caught.value)) is (version == "2.0.10")
+        assert (commands in str(caught.value)) is (version == "2.0.10")
+    pool = new_pool(
+        """
+        async def run(task, model):
+            from agentscope.formatter import DashScopeChatFormatter
+
+        import sys, types
+        model = types.ModuleType("agentscope.model")
+        model.OpenAIChatModel = lambda model_name, api_key, stream, client_args: None
+        sys.modules["agentscope.model"] = model
+        """,
+        python=str(python),
+    )
+    (tmp_path / "agent.py").write_text((tmp_path / "agent.py").read_text().replace(WITHOUT_AGENTSCOPE, ""))
+    pool.start()
+    result = await pool.run({}, MODELS, "policy")
+    assert "No module named 'agentscope.formatter' (agent.py, line 3)" in result.error
+    assert (commands in result.error) is (version == "2.0.10")

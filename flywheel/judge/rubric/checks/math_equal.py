@@ -39,18 +39,28 @@ _HALF_WIDTH: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 """Full-width digits and signs, as Chinese texts have them, to ASCII."""
 
 
-def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…} whose braces are balanced, None without one."""
+def boxes(text: str) -> list[str]:
+    r"""The contents of all \boxed{…} whose braces are balanced, in the order of their beginnings."""
     opened: list[int | None] = []
-    last: tuple[int, int] | None = None
+    found: dict[int, str] = {}
     for match in _BRACES.finditer(text):
         if match["box"] or match["open"]:
             opened.append(match.end() if match["box"] else None)
-        elif match["close"] and opened:
-            begin = opened.pop()
-            if begin is not None and (last is None or begin > last[0]):
-                last = begin, match.start()
-    return None if last is None else text[slice(*last)].strip()
+        elif match["close"] and opened and (begin := opened.pop()) is not None:
+            found[begin] = text[begin : match.start()].strip()
+    return [found[begin] for begin in sorted(found)]
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{…} whose braces are balanced, None without one."""
+    return found[-1] if (found := boxes(text)) else None
+
+
+def right_answer(text: str) -> str:
+    """The result that a right answer states: its last box that is not empty, or all of a text without boxes. Empty if
+    all boxes are."""
+    found = boxes(text)
+    return next(filter(None, reversed(found)), "") if found else text
 
 
 def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
@@ -81,8 +91,7 @@ def _reference(criterion: Criterion, exchange: Exchange) -> str:
     recorded = get_path(exchange.line, "metadata", "reference")
     is_given = isinstance(recorded, str | int | float) and not isinstance(recorded, bool)
     for text in (criterion.right_answer, str(recorded) if is_given else "", exchange.reference):
-        inside = boxed(text)
-        if wanted := (inside if inside is not None else text).strip().strip("$").strip():
+        if wanted := right_answer(text).strip().strip("$").strip():
             return wanted[:MAX_CHARACTERS]
     raise CheckError(
         f"decide criterion {criterion.id}",
