@@ -91,7 +91,7 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
     file = "" if path is None else short_path(str(path.absolute()))
     effective = _effective(config)
     for each in _walked(config, (), file, document):
-        value, origin = each.value, each.origin
+        value, origin = each.value, "--set" if config.is_given(each.key) else each.origin
         if value is None and each.key in effective:
             value, origin = effective[each.key]
         if each.key.endswith("_env") and value is not None:
