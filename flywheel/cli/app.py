@@ -89,6 +89,18 @@ class CommandGroup(TyperGroup):
 class Commands(CommandGroup):
     """All commands: those with another name have it too, and words that are none lead to one."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._share(next((each for each in self.params if "--set" in each.opts), None), self.commands)
+
+    def _share(self, option: Any, commands: Mapping[str, Any]) -> None:
+        """Give `--set` to all commands that have `-c`."""
+        for command in commands.values():
+            named = [each.name for each in command.params]
+            if "config" in named:
+                command.params.insert(named.index("config") + 1, option)
+            self._share(option, getattr(command, "commands", {}))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
 
@@ -141,6 +153,25 @@ ConfigOption = Annotated[
 ]
 
 
+_given_settings: ContextVar[tuple[str, ...]] = ContextVar("_given_settings", default=())
+"""The single settings that were given before the command and after it."""
+
+
+def _give(context: typer.Context, values: list[str] | None) -> None:
+    before = () if context.parent is None else _given_settings.get()
+    _given_settings.set((*before, *(values or ())))
+
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        callback=_give,
+        expose_value=False,
+        help="One setting, above the file, such as judge.model=MODEL: a dotted path and a YAML value. Repeatable.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -168,6 +199,7 @@ def _options(
         typer.Option(help="Format of the log: text, or one JSON object per line.", envvar="FLYWHEEL_LOG_FORMAT"),
     ] = "text",
     config: ConfigOption = None,
+    given: SetOption = None,
 ) -> None:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if log_level.upper() not in levels:
@@ -189,12 +221,18 @@ def load_config(path: Path | None, attempted: str = "") -> Config:
     """The configuration. Without a file, the defaults; raises ConfigError instead if something is `attempted`."""
     from flywheel.config import defaults, load
 
+    given = given_settings()
     if (file := find_config(path)) is not None:
-        return load(file)
-    if attempted:
+        return load(file, given)
+    if attempted and not given:
         hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
         raise ConfigError(attempted, "there is no configuration", hint)
-    return defaults()
+    return defaults(given)
+
+
+def given_settings() -> tuple[str, ...]:
+    """The single settings of the command line, each as KEY=VALUE."""
+    return _given_settings.get()
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from flywheel.cli.app import ConfigOption, app, load_config, open_state, run_async
+from flywheel.cli.app import ConfigOption, app, find_config, given_settings, load_config, open_state, run_async
 from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr
         faulthandler.enable()
     settings = load_config(config)
-    pages = partial(_pages, config, web_port) if web else contextlib.nullcontext
+    pages = partial(_pages, find_config(config), web_port) if web else contextlib.nullcontext
     if (error := run_async(_run(settings, once, max_rounds, pages))) is not None:
         raise typer.Exit(error.exit_code)
 
@@ -58,6 +58,7 @@ def run(
 def _pages(config: Path | None, port: int) -> Iterator[None]:
     """`flywheel web` in a process of its own, whose end does not end the daemon."""
     named = [] if config is None else ["-c", str(config)]
+    named += [f"--set={text}" for text in given_settings()]
     process = subprocess.Popen([sys.executable, "-m", "flywheel", *named, "web", "--port", str(port)])
     try:
         yield

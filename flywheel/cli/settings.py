@@ -98,7 +98,9 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
         translated = _translated(config.project, file, document, document.value)
     for each in _walked(config, (), file, document):
         value, origin = each.value, each.origin
-        if origin != DEFAULT:
+        if config.is_given(each.key):
+            origin = "--set"
+        elif origin != DEFAULT:
             origin = translated.get(re.sub(r"\.\d+", "", each.key), origin)
         if value is None and each.key in effective:
             value, origin = effective[each.key]

@@ -17,6 +17,7 @@ from flywheel.cli.app import (
     absolute,
     command_group,
     find_config,
+    given_settings,
     print_error,
     print_json,
     run_async,
@@ -236,7 +237,7 @@ def _settings(options: Mapping[str, Any], config: Path | None, command: str) -> 
     if isinstance(raw, dict):
         # Nothing is read from a source, and the base model is trained for no target.
         raw = merged({**raw, "sources": [], "targets": {}}, _present(options))
-    settings = parse(raw, name, folder)
+    settings = parse(raw, name, folder, given=given_settings())
     if "base" not in settings.model.model_fields_set:
         raise typer.BadParameter("there is no base model", param_hint="--base-model")
     return settings

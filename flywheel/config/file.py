@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from flywheel.config.agentjet import MARKERS, ProjectRoot, from_agentjet, project_root
+from flywheel.config.agentjet import MARKERS, SECTION, ProjectRoot, from_agentjet, project_root
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -28,7 +29,7 @@ from flywheel.config.ingest import (
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.sage import from_sage
-from flywheel.config.section import Section, UserPath
+from flywheel.config.section import GivenSetting, Section, UserPath, leaves
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     AgentProgramSettings,
@@ -44,7 +45,7 @@ from flywheel.config.training import (
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
 from flywheel.system.files import expanded
-from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
+from flywheel.system.yaml_file import YamlDocument, explain, is_among, read_yaml
 
 
 class StateSettings(Section):
@@ -79,6 +80,7 @@ class Config(Section):
     _file: Path | None = PrivateAttr(default=None)
     _project: ProjectRoot | None = PrivateAttr(default=None)
     _read_from: tuple[str, YamlDocument] | None = PrivateAttr(default=None)
+    _given: frozenset[str] = PrivateAttr(default=frozenset())
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -181,10 +183,16 @@ class Config(Section):
     def correction(self, *path: str) -> str:
         """What to do about a value that cannot be used: its key, and where the file has it."""
         key = f"Correct {'.'.join(path)}"
+        if self.is_given(".".join(path)):
+            return f"Correct --set {'.'.join(path)}."
         if self._read_from is None:
             return f"{key}."
         name, document = self._read_from
         return f"{key} on line {document.position(path).line} of {name}."
+
+    def is_given(self, key: str) -> bool:
+        """Whether a setting, or a part of it, is from the command line (`--set`)."""
+        return is_among(key, self._given)
 
     @property
     def target(self) -> str:
@@ -301,8 +309,10 @@ def default_state_dir() -> Path:
     return path if home else path / "flywheel"
 
 
-def defaults() -> Config:
-    """The configuration without a file. Raises ConfigError."""
+def defaults(given: Sequence[str] = ()) -> Config:
+    """The configuration without a file, with settings that are `given` as KEY=VALUE. Raises ConfigError."""
+    if given:
+        return parse({}, "without a file", Path.cwd(), given=given)
     try:
         return Config()
     except ValidationError as error:
@@ -310,35 +320,95 @@ def defaults() -> Config:
         raise ConfigError("use the default settings", why, "Name a configuration with -c.") from None
 
 
-def load(path: Path) -> Config:
-    """Read and check a configuration file. Raises ConfigError."""
+def load(path: Path, given: Sequence[str] = ()) -> Config:
+    """Read and check a configuration file, with settings that are `given` as KEY=VALUE. Raises ConfigError."""
     document = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True)
     raw = {} if document.value is None else document.value
-    return parse(raw, str(path), path.parent, file=path.absolute(), document=document)
+    return parse(raw, str(path), path.parent, file=path.absolute(), document=document, given=given)
 
 
 def parse(
-    raw: Any, name: str, folder: Path, *, file: Path | None = None, document: YamlDocument | None = None
+    raw: Any,
+    name: str,
+    folder: Path,
+    *,
+    file: Path | None = None,
+    document: YamlDocument | None = None,
+    given: Sequence[str] = (),
 ) -> Config:
     """Check a parsed configuration. Relative paths are relative to `folder`, or to the project root of a file of
     AgentJet's. Raises ConfigError.
 
-    With the `document` that `raw` is from, what is wrong is named with its line.
+    With the `document` that `raw` is from, what is wrong is named with its line. Settings that are `given` as
+    KEY=VALUE take the place of those in `raw`.
     """
-    attempted = f"use configuration {name}"
+    attempted, settings = f"use configuration {name}", [GivenSetting.of(text) for text in given]
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
-    is_agentjets = not MARKERS.isdisjoint(map(str, raw))
-    own = from_sage(raw, Config.model_fields.keys(), name)
-    own = from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
-    project = project_root(raw, file) if is_agentjets and file is not None else None
+    whole, of_file, what = raw, name, "the file"
+    for setting in settings:
+        whole, what = setting.put_into(whole), "the file or --set"
+    if settings:
+        name += f" with --set {', '.join(setting.key for setting in settings)}"
+
+    def translated(values: dict[str, Any]) -> Any:
+        is_agentjets = not MARKERS.isdisjoint(map(str, values))
+        own = from_sage(values, Config.model_fields.keys(), name)
+        return from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
+
+    own = translated(whole)
+    keys = {key for setting in settings for key in _own_keys(setting, raw, whole, own, translated)}
+    project = project_root(whole, file) if file is not None and not MARKERS.isdisjoint(map(str, whole)) else None
     # Translated keys have other names and positions in the file.
-    document = document if own is raw else None
+    document = document if own is whole else None
     try:
         config = Config.model_validate(own, context=project.folder if project is not None else folder.absolute())
     except ValidationError as error:
-        why = explain(error, Config, document)
-        raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
-    config._file, config._project = file, project
-    config._read_from = (name, document) if document is not None else None
+        why = explain(error, Config, document, elsewhere=keys)
+        hint = f"Correct {what}; see `flywheel docs configuration`."
+        raise ConfigError(f"use configuration {name}", why, hint) from None
+    config._file, config._project, config._given = file, project, frozenset(keys)
+    config._read_from = (of_file, document) if document is not None else None
     return config
+
+
+def _own_keys(
+    setting: GivenSetting, raw: Any, whole: Any, own: Any, translated: Callable[[dict[str, Any]], Any]
+) -> set[str]:
+    """Our keys that follow from a given setting of `whole`, which is `raw` with all of them and `own` when it is
+    translated. Raises ConfigError for another program's key that has no effect."""
+    key, attempted = setting.key, f"use --set {setting.key}"
+    if key.partition(".")[0] in Config.model_fields:
+        return {key}
+    if f"{SECTION}.filters" in key:
+        raise ConfigError(attempted, "filters are read from the file itself", "Use --set filter.chain=FILE.")
+    ours = dict(leaves(own))
+
+    def changed(values: dict[str, Any]) -> set[str] | None:
+        """Our keys that these other values change; None if such values are refused."""
+        try:
+            theirs = dict(leaves(translated(values)))
+        except ConfigError:
+            return None
+        return {each for each in ours.keys() | theirs.keys() if ours.get(each, own) != theirs.get(each, own)}
+
+    level = logging.root.manager.disable
+    logging.disable()  # what these translations warn of was said
+    try:
+        found, since = changed(GivenSetting(key, _another(setting.value)).put_into(whole)), changed(raw)
+    finally:
+        logging.disable(level)
+    if found == set() and not any(f"{each}.".startswith(f"{key}.") for each, _ in leaves(raw)):
+        # One that the file has may be for the user's workflow.
+        why = "Flywheel does not use this key, and the file does not have it"
+        raise ConfigError(attempted, why, "Correct it; see `flywheel docs configuration`.")
+    return (found or set()) | (since or set())
+
+
+def _another(value: Any) -> Any:
+    """A value of the same type."""
+    if isinstance(value, dict):
+        return {key: _another(inner) for key, inner in value.items()}
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else f"{value}-other" if isinstance(value, str) else None

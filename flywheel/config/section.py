@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from flywheel.errors import ConfigError
 from flywheel.secrets import register_secret_variable
 from flywheel.system.files import expanded, tidied
+from flywheel.system.terminal import quantity
+from flywheel.system.yaml_file import yaml_value
 
 
 def _user_path(path: Path, info: ValidationInfo) -> Path:
@@ -73,3 +76,48 @@ def has(settings: Any, path: Sequence[str]) -> bool:
             return False
         settings = settings[part]
     return True
+
+
+class GivenSetting(NamedTuple):
+    """A setting of the command line: a dotted path, in which the items of a list have numbers, and a value."""
+
+    key: str
+    value: Any
+
+    @classmethod
+    def of(cls, text: str) -> GivenSetting:
+        """From KEY=VALUE, with a YAML value. Raises ConfigError."""
+        key, mark, value = text.partition("=")
+        attempted, hint = f"use --set {key}", "Write --set KEY=VALUE, for example --set judge.model=MODEL."
+        if not mark or not all(key.split(".")):
+            raise ConfigError(attempted, f"it has no {'key' if mark else '='}", hint)
+        return cls(key, yaml_value(value, attempted, hint))
+
+    def put_into(self, raw: Any) -> Any:
+        """`raw` with this setting, itself unchanged. Raises ConfigError where no section can be."""
+        try:
+            return _replaced(raw, self.key.split("."), self.value)
+        except ValueError as error:
+            raise ConfigError(f"use --set {self.key}", str(error), "Correct the path.") from None
+
+
+def _replaced(raw: Any, path: Sequence[str], value: Any) -> Any:
+    if not path:
+        return value
+    first, *rest = path
+    if isinstance(raw, list):
+        if not first.isdecimal() or int(first) >= len(raw):
+            raise ValueError(f"`{first}` stands where a list of {quantity(len(raw), 'item')} is, counted from 0")
+        return [_replaced(item, rest, value) if str(at) == first else item for at, item in enumerate(raw)]
+    if raw is not None and not isinstance(raw, Mapping):
+        raise ValueError(f"`{first}` stands below a value, not below a section")
+    return {**(raw or {}), first: _replaced((raw or {}).get(first), rest, value)}
+
+
+def leaves(raw: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of settings, by their dotted paths. An empty section has none."""
+    if not isinstance(raw, Mapping) and not (isinstance(raw, list) and raw):
+        yield above, raw
+        return
+    for key, value in raw.items() if isinstance(raw, Mapping) else enumerate(raw):
+        yield from leaves(value, f"{above}.{key}" if above else str(key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -137,6 +137,14 @@ def read_yaml(path: Path, attempted: str, if_missing: str, *, keys_once: bool = 
     return document
 
 
+def yaml_value(text: str, attempted: str, hint: str) -> Any:
+    """The value of a YAML text. Raises ConfigError."""
+    try:
+        return YamlDocument(text).value
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(attempted, f"its value is not YAML: {_yaml_problem(error)}", hint) from error
+
+
 def _yaml_problem(error: Exception) -> str:
     """The problem and its position, on one line and without the excerpt that the parser adds."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -146,12 +154,22 @@ def _yaml_problem(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def is_among(key: str, keys: Collection[str]) -> bool:
+    """Whether one of these dotted keys is this one, above it, or below it."""
+    return any(f"{key}.".startswith(f"{each}.") or f"{each}.".startswith(f"{key}.") for each in keys)
+
+
 def explain(
-    error: ValidationError, model: type[BaseModel], document: YamlDocument | None = None, *, below: KeyPath = ()
+    error: ValidationError,
+    model: type[BaseModel],
+    document: YamlDocument | None = None,
+    *,
+    below: KeyPath = (),
+    elsewhere: Collection[str] = (),
 ) -> str:
     """All problems of a ValidationError, each with the path of its key and, with a document, its line.
 
-    What was validated stands in the document at `below`.
+    What was validated stands in the document at `below`; the keys `elsewhere` are not from it.
     """
     problems = []
     for item in error.errors():
@@ -161,7 +179,8 @@ def explain(
         path = [int(part) if part.isdecimal() else part for part in _locate(model, item["loc"])[0]]
         is_unknown = item["type"] == "extra_forbidden"
         place = (*below, *path)
-        line = f"line {document.position(place, key=is_unknown).line}: " if document is not None and place else ""
+        is_there = document is not None and place and not is_among(".".join(map(str, path)), elsewhere)
+        line = f"line {document.position(place, key=is_unknown).line}: " if document and is_there else ""
         problems.append(line + explain_one(dict(item), model))
     return "; ".join(problems)
 

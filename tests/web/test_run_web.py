@@ -31,7 +31,7 @@ def daemon(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "flywheel.yaml").write_text(CONFIG)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flywheel", "run", "--web", "--web-port", "0"],
+            [sys.executable, "-m", "flywheel", "--set=model.alias=given", "run", "--web", "--web-port", "0"],
             cwd=folder, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
@@ -54,6 +54,7 @@ def test_the_pages_end_with_the_daemon(tmp_path: Path) -> None:
         assert "Overview" in httpx2.get(address, timeout=WAIT_SECONDS).text
         children = psutil.Process(process.pid).children()
         assert len(children) == 1
+        assert {"-c", "flywheel.yaml", "--set=model.alias=given"} <= {*children[0].cmdline()}
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 0
         assert not children[0].is_running()

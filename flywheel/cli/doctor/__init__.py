@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Self
 import typer
 
 from flywheel import __version__
-from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, load_config, print_json, run_async
 from flywheel.cli.tables import print_facts, short_path
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, FlywheelError
 from flywheel.system.terminal import escape_terminal
@@ -103,11 +103,10 @@ async def examined(path: Path | None, ask_judge: bool) -> list[Finding]:
 async def _checks(path: Path | None, ask_judge: bool) -> AsyncIterator[Finding]:
     """All checks, in the order in which people fix things. Most need a configuration that can be read."""
     from flywheel.cli.doctor import data, judge, machine, serving
-    from flywheel.config import defaults, load
 
     yield machine.check_extra()
     try:
-        config = defaults() if path is None else load(path)
+        config = load_config(path)
     except ConfigError as error:
         yield Finding.from_error("configuration", error)
         yield machine.check_unit(None, path)

@@ -1,0 +1,153 @@
+"""`--set KEY=VALUE`: single settings of the command line, above those of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from flywheel.cli.app import app
+from tests.cli.conftest import Run
+from tests.cli.test_settings import settings
+from tests.daemon.rounds.workers import works
+from tests.factories.config import write_yaml
+
+
+def ajet(model: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of AgentJet."""
+    reader = {"feedback_tracing": {"base_url": "a.sqlite", "filters": [{"type": "rules"}]}}
+    rollout = {"temperature": 0.9, "mine": {"depth": 1}}
+    return {"ajet": {"model": model, "rollout": rollout, "task_reader": reader}}
+
+
+def commands(group: Any, name: str = "flywheel") -> Iterator[tuple[str, Any]]:
+    yield name, group
+    for word, inner in getattr(group, "commands", {}).items():
+        yield from commands(inner, f"{name} {word}")
+
+
+def test_every_command_with_a_configuration_takes_settings() -> None:
+    found = {name: {option for each in command.params for option in each.opts} for name, command in
+             commands(typer.main.get_command(app))}  # fmt: skip
+    assert {name for name, options in found.items() if "--config" in options} == {
+        name for name, options in found.items() if "--set" in options
+    }
+    assert {"flywheel", "flywheel run", "flywheel tasks release", "flywheel train sft"} <= found.keys()
+
+
+def test_a_setting_goes_above_the_file_and_is_named_as_the_origin(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "flywheel.yaml").write_text(
+        "judge: {model: of-the-file, max_thread: 3}\nsources: [{path: a.sqlite}, {type: jsonl, path: b.jsonl}]\n"
+    )
+    given = ("--set", "judge.model=given", "--set", "sources.1.path=c.jsonl", "--set", "training.stages=[sft, grpo]")
+    found = settings(flywheel("config", "show", "--json", *given))
+    assert found["judge.model"] == ("given", "--set")
+    assert found["sources.1.path"] == (str(tmp_path / "c.jsonl"), "--set")
+    assert found["training.stages"] == (["sft", "grpo"], "--set")
+    assert found["judge.max_thread"] == (3, f"{tmp_path}/flywheel.yaml:1")
+    assert found["sources.0.path"] == (str(tmp_path / "a.sqlite"), f"{tmp_path}/flywheel.yaml:2")
+    assert found["sources.1.type"] == ("jsonl", f"{tmp_path}/flywheel.yaml:2")
+
+
+def test_it_stands_before_or_after_the_command_and_needs_no_file(flywheel: Run) -> None:
+    ran = flywheel("--set", "judge.model=first", "--set", "judge.max_thread=2", "config", "show", "--json", "--set",
+                   "judge.model=second")  # fmt: skip
+    found = settings(ran)
+    assert (found["judge.model"], found["judge.max_thread"]) == (("second", "--set"), (2, "--set"))
+    found = settings(flywheel("config", "show", "--json"))
+    assert found["judge.max_thread"] == (16, "default"), "those of another command line are forgotten"
+
+
+def test_keys_of_another_program_are_set_before_they_are_translated(flywheel: Run, tmp_path: Path) -> None:
+    file = write_yaml(tmp_path / "ajet.yaml", ajet({"path": "of/the-author"}))
+    given = ("ajet.model.path=of/the-author", "judge.base_url=http://127.0.0.1:9/v1", "ajet.rollout.mine.depth=2")
+    ran = flywheel("config", "show", "--json", "-c", file, *(f"--set={each}" for each in given))
+    found = settings(ran)
+    assert found["model.base"] == ("of/the-author", "--set")
+    assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "--set")
+    assert found["rollout.temperature"] == (0.9, str(file))
+    assert found["judge.model"] == ("gpt-4o-mini", "default")
+    ran = flywheel("config", "show", "--json", "-c", write_yaml(file, ajet({})), "--set=ajet.model.path=other/one")
+    assert settings(ran)["model.base"] == ("other/one", "--set"), "also where the file has none"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("judge.max_threads=3", "unknown key `judge.max_threads` (did you mean `max_thread`?)"),
+        ("judgement.model=3", "unknown key `judgement`"),
+        ("judge.max_thread=many", "`judge.max_thread`: it must be a whole number"),
+        ("judge.model=[1", "its value is not YAML"),
+        ("judge.model", "it has no ="),
+        ("=3", "it has no key"),
+        ("sources.1.path=b", "`1` stands where a list of 1 item is"),
+        ("judge.model.name=b", "`name` stands below a value"),
+    ],
+)
+def test_what_is_wrong_names_the_setting(flywheel: Run, tmp_path: Path, given: str, why: str) -> None:
+    (tmp_path / "flywheel.yaml").write_text("judge:\n  model: j\nsources:\n  - path: a.sqlite\n")
+    ran = flywheel("config", "show", "--set", given)
+    assert ran.code == 78
+    assert why in ran.err
+    assert f"--set {given.partition('=')[0]}" in ran.err
+    assert "line 1:" not in ran.err, "the file is not to blame"
+
+
+def test_without_a_file_as_well(flywheel: Run) -> None:
+    ran = flywheel("config", "show", "--set", "judge.max_threads=3")
+    assert ran.code == 78
+    assert "cannot use configuration without a file with --set judge.max_threads: unknown key" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("ajet.model.pth=x", "Flywheel does not use this key, and the file does not have it"),
+        ("astuner.model.path=x", "Flywheel does not use this key, and the file does not have it"),
+        ("ajet.task_reader.feedback_tracing.base_ulr=x", "did you mean `base_url`?"),
+        ("ajet.task_reader.feedback_tracing.filters.0.type=pii", "filters are read from the file itself"),
+    ],
+)
+def test_a_key_of_another_program_without_effect_is_an_error(
+    flywheel: Run, tmp_path: Path, given: str, why: str
+) -> None:
+    file = write_yaml(tmp_path / "ajet.yaml", ajet({"path": "of/the-author"}))
+    ran = flywheel("config", "show", "-c", file, "--set", given)
+    assert ran.code == 78
+    assert why in ran.err
+    assert f"--set {given.partition('=')[0]}" in ran.err
+
+
+def test_the_rest_of_a_wrong_file_keeps_its_lines(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "flywheel.yaml").write_text("judge:\n  model: j\ntrigger:\n  min_samples: many\n")
+    ran = flywheel("config", "show", "--set", "judge.max_thread=0")
+    assert "with --set judge.max_thread: `judge.max_thread`: it must be above 0" in ran.err
+    assert "; line 4: `trigger.min_samples`" in ran.err
+
+
+def test_a_round_has_the_settings(
+    flywheel: Run, due_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(tmp_path, monkeypatch, "exit 1")
+    flywheel("run", "--once", "-c", due_config(), "--set", "training.steps=7")
+    spec = json.loads((tmp_path / "state" / "rounds" / "r0001" / "spec.json").read_text())
+    assert spec["settings"]["training"]["steps"] == 7
+
+
+def test_training_by_hand_has_them(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text("")
+    ran = flywheel(
+        "train", "dpo", "--data", "pairs.jsonl", "--base-model", "m", "--output", "made", "--set", "training.sed=1"
+    )
+    assert ran.code == 78
+    assert "--set training.sed: unknown key `training.sed` (did you mean `seed`?)" in ran.err
+
+
+def test_doctor_has_them(flywheel: Run) -> None:
+    ran = flywheel("doctor", "--json", "--set", "judge.modle=x")
+    assert ran.code == 78
+    assert "unknown key `judge.modle`" in json.dumps(ran.json)
