@@ -39,7 +39,8 @@ Options of SAGE and of ASTuner's trainer (`algorithm`, `dpo_config`, `grpo_confi
 
 `configs/` has files to start from: `flywheel.yaml`, which `flywheel init` writes; `development.yaml` (1.5 billion
 parameters, adapters of rank 16) and `production.yaml` (7 billion, rank 64), both with SFT before GRPO; and those of
-the demos, `demo.yaml`, `demo-agent.yaml` and `demo-real.yaml`.
+the demos, `demo.yaml`, `demo-agent.yaml`, `demo-real.yaml` and
+`demo-real-agent.yaml`.
 
 This page is generated from the settings themselves (`python -m scripts.configuration_page`); a test compares the two.
 """
