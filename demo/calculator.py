@@ -23,7 +23,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, large_sum
 TEMPLATE: Final = Path(__file__).parent / "tool_chat.jinja"
 """The model's own chat template has no tools."""
 WRONG_REPLIES: Final = 0.15
-RECORDED: Final = 40
+RECORDED: Final = 48
 ASKED: Final = 160
 HELD_OUT: Final = 96
 MOST_CALLS: Final = 3
