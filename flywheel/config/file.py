@@ -25,6 +25,7 @@ from flywheel.config.ingest import (
     SourceSettings,
     StudioSource,
 )
+from flywheel.config.interpolation import values_of
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.sage import from_sage
@@ -41,6 +42,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
+from flywheel.config.trinity import is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
 from flywheel.system.files import expanded
@@ -306,8 +308,9 @@ def defaults() -> Config:
 
 def load(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
-    document = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True)
-    raw = {} if document.value is None else document.value
+    attempted = f"read configuration {path}"
+    document = read_yaml(path, attempted, "Run `flywheel init` to make one.", keys_once=True)
+    raw = {} if document.value is None else values_of(document, attempted)
     return parse(raw, str(path), path.parent, file=path.absolute(), document=document)
 
 
@@ -321,6 +324,12 @@ def parse(
     attempted = f"use configuration {name}"
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
+    if is_trinitys(raw):
+        raise ConfigError(
+            attempted,
+            "it is a configuration of Trinity-RFT, for AgentScope's tuner",
+            "Train with `flywheel.tune(config_path=…)`; `flywheel config show -c FILE` says what it means here.",
+        )
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
     own = from_sage(raw, Config.model_fields.keys(), name)
     own = from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
