@@ -14,6 +14,8 @@ from flywheel.config.agentjet import MARKERS
 from flywheel.config.sage import Option
 from flywheel.config.section import merged, put
 from flywheel.errors import ConfigError
+from flywheel.system.process import gpus_of_machine
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ FUNCTION: Final = "workflow and judge are the functions that `tune` gets"
 BUFFER: Final = "a step trains on its own rollouts, which no buffer holds"
 BACKEND: Final = "it is for Trinity's trainer"
 CLUSTER: Final = "a round uses the GPUs of this machine"
+GPUS: Final = "without GPUs it is 1, and with fewer than that needs as many as fit"
 FAMILY: Final = "the model's family decides where it is the tuner's default (hermes, deepseek_r1)"
 THINKING: Final = "put --default-chat-template-kwargs into serving.extra_args"
 TINKER: Final = "rounds train on this machine"
@@ -46,7 +49,7 @@ MODEL: Final[Mapping[str, Option]] = {
     "max_tokens": Option(8192, "rollout.max_completion_tokens"),
     "enable_thinking": Option(None, why=THINKING, only=(None,)),
     "tensor_parallel_size": PARALLEL,
-    "inference_engine_num": Option(1, "rollout.engines"),
+    "inference_engine_num": Option(1, "rollout.engines", GPUS),
     "tool_call_parser": Option("hermes", "serving.tool_call_parser", FAMILY),
     "reasoning_parser": Option("deepseek_r1", "serving.reasoning_parser", FAMILY),
     "tinker_config": Option(None, why=TINKER, only=(None,)),
@@ -181,7 +184,9 @@ TRINITY: Final[Mapping[str, Option]] = {
     "buffer.trainer_input.experience_buffer": Option(None, why=BUFFER),
     "buffer.trainer_input.auxiliary_buffers": Option({}, why=BUFFER),
     "explorer.name": Option("explorer", why="it is a name for Ray"),
-    "explorer.runner_per_model": Option(8, "rollout.workers"),
+    "explorer.runner_per_model": Option(
+        8, why="`rollout.workers` has the number of processes, by this machine's memory"
+    ),
     "explorer.runner_prepare_concurrency": Option(128, why="processes of a workflow start when they are needed"),
     "explorer.runner_prepare_max_retries": Option(3, why=RUNNERS),
     "explorer.concurrent_mode": Option("sequential", why="a process runs one rollout at a time"),
@@ -191,7 +196,7 @@ TRINITY: Final[Mapping[str, Option]] = {
     "explorer.env_vars": Option({}, why="a workflow has the variables of the program that calls `tune`"),
     "explorer.rollout_model": Option(None, why="other options of an engine are Flywheel's own"),
     "explorer.rollout_model.engine_type": Option("vllm", why="engines are vLLM's", only=("vllm", "vllm_async", None)),
-    "explorer.rollout_model.engine_num": Option(1, "rollout.engines"),
+    "explorer.rollout_model.engine_num": Option(1, "rollout.engines", GPUS),
     "explorer.rollout_model.tensor_parallel_size": PARALLEL,
     "explorer.rollout_model.gpu_memory_utilization": Option(0.9, "rollout.gpu_memory_utilization"),
     "explorer.rollout_model.enable_history": Option(False, why="every call of a rollout is recorded"),
@@ -366,15 +371,27 @@ def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
         if (before := set_by.get(option.use)) is not None and before.value != found.value:
             log.warning("%s: %s: without effect: %s has another value", name, before.path, found.path)
         set_by[option.use] = found
-        put(made, option.use, _tasksets(found.value, name) if option.use == "eval_dataset" else found.value)
+        change = {"eval_dataset": _tasksets, "rollout.engines": _engines}.get(option.use)
+        put(made, option.use, change(found, name) if change is not None else found.value)
     return made
 
 
-def _tasksets(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise ConfigError(f"use {name}", f"`{EVAL_TASKSETS}` is no list of mappings", "Give each a `path`.")
-    each_alone = ({"buffer": {"explorer_input": {"taskset": each}}} for each in value)
+def _tasksets(found: Found, name: str) -> list[dict[str, Any]]:
+    if not isinstance(found.value, list) or not all(isinstance(each, Mapping) for each in found.value):
+        raise ConfigError(f"use {name}", f"`{found.path}` is no list of mappings", "Give each a `path`.")
+    each_alone = ({"buffer": {"explorer_input": {"taskset": each}}} for each in found.value)
     return [translated(found_in(each), name).get("train_dataset", {}) for each in each_alone]
+
+
+def _engines(found: Found, name: str) -> Any:
+    """As many as there are GPUs for beside the trainer's: such files are written for other machines."""
+    most = max(1, (gpus := gpus_of_machine()) - 1)
+    if not isinstance(found.value, int) or found.value <= most:
+        return found.value
+    log.warning(
+        "%s: %s is %d, and this machine has %s: %d", name, found.path, found.value, quantity(gpus, "GPU"), most
+    )
+    return most
 
 
 def _row(path: str) -> Option | None:

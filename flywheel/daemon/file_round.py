@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from flywheel.sources.jsonl.record import DataRow, rows_of
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
 from flywheel.training.gate.gate import alpha_of, decide
+from flywheel.training.packages import missing_of
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +168,10 @@ def _parent(adapter: Path, attempted: str) -> AdapterRef:
 def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> None:
     """Raises TrainError that names the packages of training that the interpreter which trains does not have."""
     python = python or trainer_python(None)
-    missing = answer_of(python, "flywheel.training.packages", {"packages": PACKAGES}, attempted)["missing"]
+    if python == Path(sys.executable):
+        missing = missing_of(PACKAGES)
+    else:
+        missing = answer_of(python, "flywheel.training.packages", {"packages": PACKAGES}, attempted)["missing"]
     if missing:
         raise TrainError(
             attempted,

@@ -1,4 +1,4 @@
-"""This process: its limits of memory and open files, and its state as systemd hears it.
+"""This process: its limits of memory and open files, its GPUs, and its state as systemd hears it.
 
 By default glibc creates one malloc arena per busy thread, and after it has freed a large block it keeps blocks of up
 to 32 MB for reuse. Python threads take turns, so extra arenas only retain memory: a first ingestion uses one sixth
@@ -11,6 +11,7 @@ import contextlib
 import os
 import resource
 import socket
+from pathlib import Path
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -59,6 +60,15 @@ def keep_freed_memory() -> None:
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2 * LARGEST_KEPT_BYTES - 1)
+
+
+def gpus_of_machine() -> int:
+    """Number of NVIDIA GPUs that it may use: those of this machine, or of them those in CUDA_VISIBLE_DEVICES."""
+    found = len([*Path("/dev").glob("nvidia[0-9]*")])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        found if visible is None else min(found, sum(each.strip() not in ("", "-1") for each in visible.split(",")))
+    )
 
 
 def trim_malloc() -> None:

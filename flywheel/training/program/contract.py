@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from flywheel.records.program_run import FailureCause
-from flywheel.training.program import agent_program
+from flywheel.training.program import agent_program, trinity
 from flywheel.training.program.agent_program import FunctionName, ModelEndpoint
 
 Kind = Literal["workflow", "judge"]
@@ -58,6 +58,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
     where, name = found.where, found.name
+    trinity.install_shim()
     if found.is_class:
         # Imported only here: few need it.
         importlib.import_module("flywheel.training.program.agentjet").install_shim()
