@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 import flywheel
-from flywheel import tuner
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
+from flywheel.tuner import call
 from tests.training.data.test_round_directory import POLICY
 
 
@@ -25,12 +25,13 @@ async def run(task: Any, model: Any) -> float:
     return 1.0
 
 
+def round_of(config: Any = None, **given: Any) -> call.Round:
+    """What a call of `tune` means."""
+    return call.round_of(call.Call(run, config=config, **given), Path("/made"), Path(sys.executable))
+
+
 def settings(config: Any = None, **given: Any) -> Config:
-    """What a call of `tune` would use."""
-    parts: dict[str, Any] = {}
-    for name, single in (("model", "model_path"), ("algorithm", "")):
-        parts = tuner.merged(parts, tuner._settings(given.get(name), name, single))
-    return tuner._config(config, parts, tuner._spec_of(run), None)
+    return round_of(config, **given).settings
 
 
 class TunerModelConfig:
@@ -60,7 +61,7 @@ def test_the_objects_of_agentscopes_tuner(caplog: pytest.LogCaptureFixture) -> N
     assert (found.serving.tool_call_parser, found.serving.reasoning_parser) == (None, None)
     assert isinstance(found.rollout.agent, AgentProgramSettings)
     assert found.rollout.agent.workflow == f"{Path(__file__)}:run"
-    assert "have no effect here: save_interval_steps, eval_interval_steps" in caplog.text
+    assert "save_interval_steps: without effect: a round writes its adapter" in caplog.text
 
 
 def test_a_file_of_trinity(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_own_keys_and_short_names_together() -> None:
         {"repeat_times": 5, "timeout": 30, "model": {"base": "/m"}, "rollout": {"workers": 2}}, model="/x"
     )
     assert (found.training.group_size, found.rollout.agent_timeout_seconds, found.rollout.workers) == (5, 30, 2)
-    assert found.model.base == "/m"
+    assert found.model.base == "/x"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,10 @@ def test_own_keys_and_short_names_together() -> None:
     [
         ({"training": {"stepz": 3}}, "unknown key `training.stepz` (did you mean `steps`?)"),
         ({"repeat_times": "many"}, "`training.group_size`: it must be a whole number, not `many`"),
-        ({"synchronizer": {"sync_interval": 4}}, "`synchronizer.sync_interval` is 4: engines get the weights after"),
-        ({"algorithm": {"algorithm_type": "ppo"}}, "`algorithm.algorithm_type` is ppo: rounds train with GRPO"),
+        (
+            {"algorithm": {"algorithm_type": "ppo"}},
+            "`algorithm.algorithm_type` is ppo: `flywheel.tune` trains with GRPO",
+        ),
         ({"batchsize": 3}, "unknown key `batchsize`"),
     ],
 )
@@ -110,13 +113,13 @@ def test_functions_that_no_other_process_can_load() -> None:
 
     for function in (inner, lambda task, model: 1.0, len, TunerModelConfig().model_dump):
         with pytest.raises(ConfigError, match="is not a function of a file"):
-            tuner._spec_of(function)
+            call._spec_of(function)
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_round, "PACKAGES", ("numpy", "no_such_package"))
     with pytest.raises(
-        TrainError, match=r"no_such_package is not installed.*pip install 'agentscope-flywheel\[gpu\]'"
+        TrainError, match=r"no_such_package is not installed for .*pip install 'agentscope-flywheel\[gpu\]'"
     ):
         flywheel.tune(run)
 

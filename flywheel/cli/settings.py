@@ -51,6 +51,13 @@ class Setting(NamedTuple):
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Print every setting in effect and where it comes from; secrets are masked."""
     path = find_config(config)
+    if path is not None and (foreign := _trinitys(path)) is not None:
+        if as_json:
+            print_json({"file": str(path.absolute()), "trinity": foreign})
+            return
+        rows = [Row(tuple(escape_terminal(_text(each[name]), one_line=True) for name in each)) for each in foreign]
+        print_rows(stdout(), ("key of Trinity-RFT", "value", "here"), rows, wide=WIDE, fold=("value", "here"))
+        return
     settings = load_config(config)
     in_effect = [*settings_of(settings, path)]
     root = settings.project
@@ -66,6 +73,20 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         for setting in in_effect
     ]
     print_rows(stdout(), ("setting", "value", "from"), rows, wide=WIDE, fold=("value",))
+
+
+def _trinitys(path: Path) -> list[dict[str, Any]] | None:
+    """What each key of a Trinity file means for `flywheel.tune`; None for another file. Raises ConfigError."""
+    from flywheel.config.interpolation import values_of
+    from flywheel.config.trinity import found_in, is_trinitys
+    from flywheel.system.yaml_file import read_yaml
+
+    attempted = f"read configuration {path}"
+    document = read_yaml(path, attempted, "Run `flywheel init` to make one.", keys_once=True)
+    if not is_trinitys(document.value):
+        return None
+    found = found_in(values_of(document, attempted))
+    return [{"key": each.path, "value": _masked(each.value), "here": each.meaning} for each in found]
 
 
 @config_app.command()

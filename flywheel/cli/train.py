@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 train = command_group("train", "Train an adapter on a file by hand, without a daemon.")
 
 DataOption = Annotated[
-    Path, typer.Option("--data", metavar="FILE", help="JSON lines: tasks, conversations or preferences.")
+    Path,
+    typer.Option(
+        "--data",
+        metavar="DATA",
+        help="Tasks, conversations or preferences: JSON lines, JSON, Parquet, CSV, or a folder.",
+    ),
 ]
 OutputOption = Annotated[
     Path,
@@ -225,13 +230,15 @@ def _base(named: str | None, adapter: Path | None, attempted: str) -> str | None
 def _settings(options: Mapping[str, Any], config: Path | None, command: str) -> Config:
     """The settings of the file, with those of the command line above them. Raises ConfigError."""
     from flywheel.config import parse
+    from flywheel.config.interpolation import values_of
     from flywheel.config.section import merged
     from flywheel.system.yaml_file import read_yaml
 
     file, raw = find_config(config), dict[str, Any]()
     if file is not None:
         file = absolute(file)
-        raw = read_yaml(file, f"read configuration {file}", "Name a YAML file.", keys_once=True).value or {}
+        attempted = f"read configuration {file}"
+        raw = values_of(read_yaml(file, attempted, "Name a YAML file.", keys_once=True), attempted) or {}
     folder = file.parent if file is not None else Path.cwd()
     name = f"{short_path(file)} with the options of {command}" if file is not None else f"of {command}"
     if isinstance(raw, dict):

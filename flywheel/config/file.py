@@ -26,6 +26,7 @@ from flywheel.config.ingest import (
     SourceSettings,
     StudioSource,
 )
+from flywheel.config.interpolation import values_of
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
 from flywheel.config.sage import from_sage
@@ -42,6 +43,7 @@ from flywheel.config.training import (
     TrainingSettings,
     TriggerSettings,
 )
+from flywheel.config.trinity import is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
 from flywheel.system.files import expanded
@@ -322,8 +324,9 @@ def defaults(given: Sequence[str] = ()) -> Config:
 
 def load(path: Path, given: Sequence[str] = ()) -> Config:
     """Read and check a configuration file, with settings that are `given` as KEY=VALUE. Raises ConfigError."""
-    document = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True)
-    raw = {} if document.value is None else document.value
+    attempted = f"read configuration {path}"
+    document = read_yaml(path, attempted, "Run `flywheel init` to make one.", keys_once=True)
+    raw = {} if document.value is None else values_of(document, attempted)
     return parse(raw, str(path), path.parent, file=path.absolute(), document=document, given=given)
 
 
@@ -345,6 +348,12 @@ def parse(
     attempted, settings = f"use configuration {name}", [GivenSetting.of(text) for text in given]
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
+    if is_trinitys(raw):
+        raise ConfigError(
+            attempted,
+            "it is a configuration of Trinity-RFT, for AgentScope's tuner",
+            "Train with `flywheel.tune(config_path=…)`; `flywheel config show -c FILE` says what it means here.",
+        )
     whole, of_file, what = raw, name, "the file"
     for setting in settings:
         whole, what = setting.put_into(whole), "the file or --set"

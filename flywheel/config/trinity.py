@@ -1,114 +1,413 @@
-"""Settings of AgentScope's tuner and configurations of Trinity-RFT, translated to Flywheel's keys."""
+"""Settings of AgentScope's tuner and configurations of Trinity-RFT, translated to Flywheel's keys.
+
+Each table has a row for every documented key: what it is used as, why it has no effect, or which values are possible.
+The translation, the log, `flywheel config show` and the tables of `flywheel docs agentscope-tuner` come from them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from flywheel.config.agentjet import MARKERS
+from flywheel.config.sage import Option
 from flywheel.config.section import merged, put
 from flywheel.errors import ConfigError
+from flywheel.system.process import gpus_of_machine
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
-TUNER_KEYS: Final[Mapping[str, str]] = {
-    "model_path": "model.base",
-    "max_model_len": "rollout.max_model_len",
-    "max_tokens": "rollout.max_completion_tokens",
-    "max_response_tokens": "rollout.max_completion_tokens",
-    "temperature": "rollout.temperature",
-    "inference_engine_num": "rollout.engines",
-    "engine_num": "rollout.engines",
-    "tool_call_parser": "serving.tool_call_parser",
-    "reasoning_parser": "serving.reasoning_parser",
-    "learning_rate": "training.learning_rate",
-    "lr": "training.learning_rate",
-    "repeat_times": "training.group_size",
-    "group_size": "training.group_size",
-    "batch_size": "training.prompts_per_step",
-    "total_steps": "training.steps",
-    "timeout": "rollout.agent_timeout_seconds",
-    "max_timeout": "rollout.agent_timeout_seconds",
+GRPO: Final = Option(
+    "multi_step_grpo", why="`flywheel.tune` trains with GRPO", only=("multi_step_grpo", "grpo", None)
+)
+POLICY: Final = "rollouts are sampled from the policy itself"
+ENDS: Final = "a round writes its adapter, and is evaluated, at its end"
+SYNC: Final = "engines get the weights after each step"
+FILES: Final = "the files of the round are in `directory`"
+FUNCTION: Final = "workflow and judge are the functions that `tune` gets"
+BUFFER: Final = "a step trains on its own rollouts, which no buffer holds"
+BACKEND: Final = "it is for Trinity's trainer"
+CLUSTER: Final = "a round uses the GPUs of this machine"
+GPUS: Final = "without GPUs it is 1, and with fewer than that needs as many as fit"
+FAMILY: Final = "the model's family decides where it is the tuner's default (hermes, deepseek_r1)"
+THINKING: Final = "put --default-chat-template-kwargs into serving.extra_args"
+TINKER: Final = "rounds train on this machine"
+TEMPLATE: Final = "the model's own chat template, as the server renders it, is the only format"
+RUNNERS: Final = "a run that fails costs its own rollout, and is not repeated"
+FILTERS: Final = "`filter.chain` has filters for tasks"
+EPOCHS: Final = "the steps are epochs × tasks / batch, rounded up"
+MONITOR: Final = "nothing is sent to a service"
+PARALLEL: Final = Option(1, why="an engine has one GPU; rollout.engines has their number", only=(1, None))
+
+MODEL: Final[Mapping[str, Option]] = {
+    "model_path": Option("–", "model.base"),
+    "max_model_len": Option("–", "rollout.max_model_len"),
+    "temperature": Option(1.0, "rollout.temperature"),
+    "top_p": Option(1.0, why=POLICY, only=(1, None)),
+    "max_tokens": Option(8192, "rollout.max_completion_tokens"),
+    "enable_thinking": Option(None, why=THINKING, only=(None,)),
+    "tensor_parallel_size": PARALLEL,
+    "inference_engine_num": Option(1, "rollout.engines", GPUS),
+    "tool_call_parser": Option("hermes", "serving.tool_call_parser", FAMILY),
+    "reasoning_parser": Option("deepseek_r1", "serving.reasoning_parser", FAMILY),
+    "tinker_config": Option(None, why=TINKER, only=(None,)),
 }
-"""The tuner's settings by their own names, which are the last part of a key in Trinity's files."""
-TRINITY_SECTIONS: Final[Mapping[str, Collection[str]]] = {
-    "algorithm": ("algorithm_type", "repeat_times", "optimizer.lr"),
-    "model": ("model_path", "max_model_len", "max_response_tokens"),
-    "buffer": ("batch_size", "total_steps"),
-    "explorer": (
-        "rollout_model.engine_num", "rollout_model.temperature", "rollout_model.tensor_parallel_size",
-        "rollout_model.tool_call_parser", "rollout_model.reasoning_parser", "max_timeout",
+"""The fields of `TunerModelConfig`."""
+ALGORITHM: Final[Mapping[str, Option]] = {
+    "algorithm_type": GRPO,
+    "learning_rate": Option(1e-6, "training.learning_rate"),
+    "group_size": Option(8, "training.group_size"),
+    "batch_size": Option(32, "training.prompts_per_step", "at most the number of tasks"),
+    "save_interval_steps": Option(100, why=ENDS),
+    "eval_interval_steps": Option(100, why=ENDS),
+}
+"""The fields of `AlgorithmConfig`."""
+DATASET: Final[Mapping[str, Option]] = {
+    "path": Option("–", "train_dataset.path", "a file, a folder or a data set of the Hub"),
+    "name": Option(None, "train_dataset.name", "the subset"),
+    "split": Option("train", "train_dataset.split"),
+    "total_epochs": Option(1, "train_dataset.total_epochs", EPOCHS),
+    "total_steps": Option(None, "training.steps"),
+}
+"""The fields of `DatasetConfig`."""
+ARGUMENTS: Final[Mapping[str, Option]] = {
+    "workflow_func": Option("–", "rollout.agent"),
+    "judge_func": Option(None, "rollout.reward_function"),
+    "train_dataset": Option(None, "train_dataset", "`DatasetConfig`, or a path"),
+    "eval_dataset": Option(None, "eval_dataset", "`DatasetConfig`, or a path: the tasks of the comparison"),
+    "model": Option(None, "model.base", "`TunerModelConfig`, or a path"),
+    "auxiliary_models": Option(
+        None,
+        "rollout.auxiliary_models",
+        "a mapping with `base_url` and `model` for each; a `TunerModelConfig` is refused, because a round starts no"
+        " engines for other models",
     ),
-    "synchronizer": ("sync_interval",),
-    "trainer": (), "cluster": (), "data_processor": (), "service": (), "log": (), "stages": (),
-}  # fmt: skip
-"""The sections of a Trinity file, with the keys that are read."""
-REFUSED_VALUES: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "algorithm_type": (("multi_step_grpo", "grpo"), "rounds train with GRPO"),
-    "top_p": ((1, None), "rollouts are sampled from the policy itself"),
-    "tensor_parallel_size": ((1,), "an engine has one GPU; rollout.engines has their number"),
-    "enable_thinking": ((None,), "put --default-chat-template-kwargs into serving.extra_args"),
-    "sync_interval": ((1,), "engines get the weights after each step"),
-    "tinker_config": ((None,), "rounds train on this machine"),
+    "algorithm": Option(None, "training", "`AlgorithmConfig`, or a mapping"),
+    "project_name": Option(None, why=FILES),
+    "experiment_name": Option(None, why=FILES),
+    "monitor_type": Option(None, "training.tensorboard"),
+    "config_path": Option(None, "config_path", "the arguments win over the file"),
 }
-"""Settings of which only some values are possible here, and why."""
-UNUSED_KEYS: Final = frozenset(
-    {"save_interval_steps", "eval_interval_steps", "project", "name", "mode", "checkpoint_root_dir", "total_epochs",
-     "project_name", "experiment_name"}
-)  # fmt: skip
-"""Settings without effect: a round writes its adapter, and is evaluated, at its end."""
-TUNER_DEFAULTS: Final[Mapping[str, Any]] = {"tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
-"""The tuner's defaults, which are Qwen 3's; Flywheel chooses by the model's family."""
+"""The parameters of `tune`."""
+TASKSET: Final = "buffer.explorer_input.taskset"
+EVAL_TASKSETS: Final = "buffer.explorer_input.eval_tasksets"
+TRINITY: Final[Mapping[str, Option]] = {
+    "project": Option("Trinity-RFT", why=FILES),
+    "name": Option("rft", why=FILES),
+    "group": Option("", why=FILES),
+    "mode": Option("both", why="a round samples rollouts and trains on them", only=("both", "colocate", None)),
+    "checkpoint_root_dir": Option("", why=FILES),
+    "continue_from_checkpoint": Option(True, why="each call is a round of its own"),
+    "ray_namespace": Option("", why="a round starts a Ray of its own"),
+    "ignore_validator_suggestions": Option(False, why="a round checks the memory of its GPUs itself"),
+    "algorithm.algorithm_type": GRPO,
+    "algorithm.repeat_times": Option(1, "training.group_size"),
+    "algorithm.optimizer.lr": Option(1e-6, "training.learning_rate"),
+    "algorithm.optimizer.warmup_style": Option(None, "training.scheduler"),
+    "algorithm.optimizer.lr_scheduler_type": Option("constant", "training.scheduler"),
+    "algorithm.optimizer": Option("adam", why="the optimizer is AdamW, as TRL makes it"),
+    "algorithm.optimizer.fused": Option(None, why=BACKEND),
+    "algorithm.optimizer.foreach": Option(None, why=BACKEND),
+    "algorithm.sample_strategy": Option(None, why=BUFFER),
+    "algorithm.advantage_fn": Option(None, why="advantages are those of GRPO: `training.scale_rewards`"),
+    "algorithm.advantage_fn_args": Option(None, why="advantages are those of GRPO: `training.scale_rewards`"),
+    "algorithm.kl_penalty_fn": Option(None, why="the KL term is part of the loss: `training.beta`"),
+    "algorithm.kl_loss_fn": Option(None, why="the KL term is TRL's: `training.beta`"),
+    "algorithm.kl_loss_fn_args.kl_coef": Option(None, "training.beta"),
+    "algorithm.policy_loss_fn_args.clip_range_low": Option(None, "training.clip_epsilon"),
+    "algorithm.policy_loss_fn_args.clip_range_high": Option(None, "training.clip_epsilon_high"),
+    "algorithm.entropy_loss_fn": Option(None, why="the loss has no term of entropy"),
+    "monitor.monitor_type": Option("tensorboard", "monitor_type"),
+    "monitor.monitor_args": Option(None, why=MONITOR),
+    "monitor.enable_ray_timeline": Option(False, why="`metrics.jsonl` has the seconds of each step"),
+    "model.model_path": Option("", "model.base"),
+    "model.critic_model_path": Option("", why="GRPO has no critic"),
+    "model.custom_chat_template": Option(None, why=TEMPLATE),
+    "model.chat_template_path": Option(None, why=TEMPLATE),
+    "model.max_model_len": Option(None, "rollout.max_model_len"),
+    "model.max_response_tokens": Option(None, "rollout.max_completion_tokens"),
+    "model.max_prompt_tokens": Option(None, why="a prompt may have what `rollout.max_model_len` leaves"),
+    "model.min_response_tokens": Option(1, why=POLICY),
+    "model.enable_prompt_truncation": Option(True, why="no prompt is cut"),
+    "model.repetition_penalty": Option(1.0, why=POLICY, only=(1, None)),
+    "model.top_p": Option(1.0, why=POLICY, only=(1, None)),
+    "model.top_k": Option(-1, why=POLICY, only=(-1, None)),
+    "model.enable_thinking": Option(None, why=THINKING, only=(None,)),
+    "model.lora_configs": Option(None, why="a round makes an adapter of its own"),
+    "model.lora_configs.name": Option(None, why="the adapter is in `adapter` of the result"),
+    "model.lora_configs.path": Option(None, why="a round of `flywheel.tune` starts with a new adapter"),
+    "model.lora_configs.base_model_name": Option(None, why="it is `model.base`"),
+    "model.lora_configs.lora_rank": Option(32, "training.lora.r"),
+    "model.lora_configs.lora_alpha": Option(32, "training.lora.alpha"),
+    "model.lora_configs.lora_dtype": Option("auto", why="adapters are trained in float32"),
+    "model.lora_configs.target_modules": Option("all-linear", "training.lora.target_modules"),
+    "model.rope_scaling": Option(None, why="it is a setting of the model's own files"),
+    "model.rope_theta": Option(None, why="it is a setting of the model's own files"),
+    "model.tinker": Option(None, why="without `enable` it has no effect there either"),
+    "model.tinker.enable": Option(False, why=TINKER, only=(False, None)),
+    "model.tinker.rank": Option(16, why=TINKER),
+    "model.tinker.seed": Option(None, why=TINKER),
+    "model.tinker.train_mlp": Option(True, why=TINKER),
+    "model.tinker.train_attn": Option(True, why=TINKER),
+    "model.tinker.train_unembed": Option(True, why=TINKER),
+    "model.external_model.enable": Option(False, why="rollouts are the policy's own", only=(False, None)),
+    "model.external_model.base_url_env": Option("OPENAI_BASE_URL", why="rollouts are the policy's own"),
+    "model.external_model.api_key_env": Option("OPENAI_API_KEY", why="rollouts are the policy's own"),
+    "model.external_model.model_name": Option(None, why="rollouts are the policy's own"),
+    "cluster.node_num": Option(0, why=CLUSTER),
+    "cluster.gpu_per_node": Option(0, why=CLUSTER),
+    "cluster": Option(None, why=CLUSTER),
+    "buffer.batch_size": Option(1, "training.prompts_per_step", "at most the number of tasks"),
+    "buffer.train_batch_size": Option(0, why="a step trains on all of its rollouts"),
+    "trainer.total_steps": Option(None, "training.steps"),
+    "buffer.total_epochs": Option(1, "train_dataset.total_epochs", EPOCHS),
+    "buffer.total_steps": Option(None, "training.steps"),
+    "buffer.explorer_input.default_workflow_type": Option(None, why=FUNCTION),
+    "buffer.explorer_input.default_eval_workflow_type": Option(None, why=FUNCTION),
+    "buffer.explorer_input.default_reward_fn_type": Option(None, why=FUNCTION),
+    f"{TASKSET}.name": Option("", why="it is a name for Ray"),
+    f"{TASKSET}.storage_type": Option("file", why="data sets are files, or of the Hub", only=("file", None)),
+    f"{TASKSET}.path": Option(None, "train_dataset.path"),
+    f"{TASKSET}.subset_name": Option(None, "train_dataset.name"),
+    f"{TASKSET}.split": Option("train", "train_dataset.split"),
+    f"{TASKSET}.repeat_times": Option(1, why="`algorithm.repeat_times` is used, there as well"),
+    f"{TASKSET}.format.prompt_key": Option("prompt", "train_dataset.prompt_key", "the key of the question"),
+    f"{TASKSET}.format.response_key": Option("response", "train_dataset.response_key", "the key of the right answer"),
+    f"{TASKSET}.format": Option(None, why="a workflow gets the line as it is"),
+    f"{TASKSET}.default_workflow_type": Option(None, why=FUNCTION),
+    f"{TASKSET}.default_reward_fn_type": Option(None, why=FUNCTION),
+    f"{TASKSET}.workflow_args": Option({}, why="a workflow gets the line of its task alone, there as well"),
+    EVAL_TASKSETS: Option([], "eval_dataset", "`path`, `subset_name`, `split` and `format` of each"),
+    "buffer.trainer_input": Option(None, why=BUFFER),
+    "buffer.trainer_input.experience_buffer": Option(None, why=BUFFER),
+    "buffer.trainer_input.auxiliary_buffers": Option({}, why=BUFFER),
+    "explorer.name": Option("explorer", why="it is a name for Ray"),
+    "explorer.runner_per_model": Option(
+        8, why="`rollout.workers` has the number of processes, by this machine's memory"
+    ),
+    "explorer.runner_prepare_concurrency": Option(128, why="processes of a workflow start when they are needed"),
+    "explorer.runner_prepare_max_retries": Option(3, why=RUNNERS),
+    "explorer.concurrent_mode": Option("sequential", why="a process runs one rollout at a time"),
+    "explorer.max_repeat_times_per_runner": Option(None, why="a process runs one rollout at a time"),
+    "explorer.max_timeout": Option(1800, "rollout.agent_timeout_seconds"),
+    "explorer.max_retry_times": Option(2, why=RUNNERS),
+    "explorer.env_vars": Option({}, why="a workflow has the variables of the program that calls `tune`"),
+    "explorer.rollout_model": Option(None, why="other options of an engine are Flywheel's own"),
+    "explorer.rollout_model.engine_type": Option("vllm", why="engines are vLLM's", only=("vllm", "vllm_async", None)),
+    "explorer.rollout_model.engine_num": Option(1, "rollout.engines", GPUS),
+    "explorer.rollout_model.tensor_parallel_size": PARALLEL,
+    "explorer.rollout_model.gpu_memory_utilization": Option(0.9, "rollout.gpu_memory_utilization"),
+    "explorer.rollout_model.enable_history": Option(False, why="every call of a rollout is recorded"),
+    "explorer.rollout_model.enable_openai_api": Option(False, why="a workflow always gets an OpenAI endpoint"),
+    "explorer.rollout_model.enable_auto_tool_choice": Option(False, why="it is always on"),
+    "explorer.rollout_model.nnodes": Option(1, why=CLUSTER),
+    "explorer.rollout_model.top_p": Option(None, why=POLICY, only=(1, None)),
+    "explorer.rollout_model.enable_thinking": Option(None, why=THINKING, only=(None,)),
+    "explorer.rollout_model.tool_call_parser": Option(None, "serving.tool_call_parser", FAMILY),
+    "explorer.rollout_model.reasoning_parser": Option(None, "serving.reasoning_parser", FAMILY),
+    "model.temperature": Option(1.0, "rollout.temperature"),
+    "explorer.rollout_model.temperature": Option(None, "rollout.temperature", "over `model.temperature`"),
+    f"{TASKSET}.rollout_args.temperature": Option(
+        None, "rollout.temperature", "over `rollout_model` and `model.temperature`"
+    ),
+    f"{TASKSET}.rollout_args": Option(None, why=POLICY),
+    "explorer.auxiliary_models": Option(
+        [],
+        why="a round starts no engines for other models; serve each, and name it in"
+        " `tune(auxiliary_models={NAME: {base_url: …, model: …}})`",
+        only=([], None),
+    ),
+    "explorer.eval_interval": Option(100, why=ENDS),
+    "explorer.eval_on_startup": Option(True, why="the base model is always evaluated, too"),
+    "explorer.max_inflight_batches": Option(2, why=SYNC),
+    "explorer.over_rollout.ratio": Option(0.0, why="a step waits for all of its rollouts"),
+    "explorer.over_rollout.wait_after_min": Option(30.0, why="a step waits for all of its rollouts"),
+    "explorer.over_rollout.return_partial_tasks": Option(False, why="a step waits for all of its rollouts"),
+    "explorer.dynamic_timeout.enable": Option(False, why="a run has `rollout.agent_timeout_seconds`"),
+    "explorer.dynamic_timeout.warmup_min_steps": Option(1, why="a run has `rollout.agent_timeout_seconds`"),
+    "explorer.dynamic_timeout.ratio": Option(3.0, why="a run has `rollout.agent_timeout_seconds`"),
+    "explorer.runner_state_report_interval": Option(0, why="`progress.json` of the round has its state"),
+    "synchronizer.sync_method": Option("nccl", why=SYNC),
+    "synchronizer.sync_interval": Option(1, why=SYNC),
+    "synchronizer.sync_offset": Option(0, why=SYNC),
+    "synchronizer.sync_timeout": Option(3600, why=SYNC),
+    "synchronizer.sync_style": Option("fixed", why=SYNC),
+    "synchronizer": Option(None, why=SYNC),
+    "trainer.name": Option("trainer", why="it is a name for Ray"),
+    "trainer.trainer_type": Option("verl", why="TRL trains"),
+    "trainer.trainer_strategy": Option("fsdp2", why="TRL trains, on one GPU"),
+    "trainer.save_interval": Option(0, why=ENDS),
+    "trainer.save_strategy": Option("unrestricted", why=ENDS),
+    "trainer.save_hf_checkpoint": Option("last", why=ENDS),
+    "trainer.grad_clip": Option(1.0, "training.max_grad_norm"),
+    "trainer.use_dynamic_bsz": Option(True, why="`training.micro_batch_tokens` is the limit of a pass"),
+    "trainer.max_token_len_per_gpu": Option(None, "training.micro_batch_tokens"),
+    "trainer.ulysses_sequence_parallel_size": Option(1, why="TRL trains, on one GPU"),
+    "trainer.max_checkpoints_to_keep": Option(0, why=ENDS),
+    "trainer.trainer_config": Option(None, why=BACKEND),
+    "trainer": Option(None, why=BACKEND),
+    "actor_rollout_ref": Option(None, why=BACKEND),
+    "critic": Option(None, why=BACKEND),
+    "service.data_juicer": Option(None, why=FILTERS),
+    "service.data_juicer.server_url": Option(None, why=FILTERS),
+    "service.data_juicer.auto_start": Option(False, why=FILTERS),
+    "service.data_juicer.port": Option(None, why=FILTERS),
+    "data_processor.task_pipeline": Option(None, why=FILTERS),
+    "data_processor.experience_pipeline": Option(None, why="rewards are those of workflow and judge"),
+    "log.level": Option("INFO", why="`worker.log` of the round has everything"),
+    "log.group_by_node": Option(False, why="`worker.log` of the round has everything"),
+    "stages": Option([], why="a call of `tune` is one stage: call it once for each", only=([], None)),
+}
+"""The keys of a Trinity file by their paths. Where several set the same, the last one counts. A row also stands for
+keys below it that have none."""
+SHORT: Final[Mapping[str, Option]] = {
+    **MODEL,
+    **ALGORITHM,
+    **{
+        name: TRINITY[path]
+        for path in (
+            "algorithm.repeat_times", "algorithm.optimizer.lr", "model.max_response_tokens", "buffer.total_steps",
+            "buffer.total_epochs", "explorer.rollout_model.engine_num", "explorer.max_timeout",
+            "synchronizer.sync_interval", "project", "name", "mode", "checkpoint_root_dir",
+        )
+        for name in (path.rpartition(".")[2],)
+    },
+    "timeout": TRINITY["explorer.max_timeout"],
+    "project_name": ARGUMENTS["project_name"],
+    "experiment_name": ARGUMENTS["experiment_name"],
+}  # fmt: skip
+"""Names without a section, which a mapping of settings may have."""
+SECTIONS: Final = frozenset(path.partition(".")[0] for path in TRINITY if "." in path)
+DATASETS: Final = ("train_dataset", "eval_dataset", "monitor_type")
+"""Keys of the translation that are no settings: arguments of `tune`."""
+FAMILY_DEFAULTS: Final = ("hermes", "deepseek_r1")
+"""The tuner's parsers for Qwen 3."""
+
+
+class Found(NamedTuple):
+    """A key of such settings: its path, its value, and what Flywheel has for it."""
+
+    path: str
+    value: Any
+    option: Option
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.option.only) and self.value not in self.option.only
+
+    @property
+    def meaning(self) -> str:
+        """In words, as the tables and the log have it."""
+        option = self.option
+        if self.is_refused:
+            return f"refused: {option.why}"
+        if option.use and self.value is not None and not self.is_left_to_family:
+            return f"used as {option.use}"
+        if option.only:
+            return f"without effect: it is what happens here: {option.why}"
+        return f"without effect: {option.why}" if option.why else "without effect: it has no value"
+
+    @property
+    def is_left_to_family(self) -> bool:
+        return self.option.why == FAMILY and self.value in FAMILY_DEFAULTS
+
+
+def is_trinitys(raw: Any) -> bool:
+    """Whether this is a configuration of Trinity-RFT."""
+    if not isinstance(raw, Mapping) or not MARKERS.isdisjoint(raw):
+        return False
+    return any(isinstance(raw.get(key), Mapping) for key in ("buffer", "explorer", "synchronizer", "algorithm"))
+
+
+def found_in(raw: Mapping[str, Any], sections: Collection[str] = ()) -> Iterator[Found]:
+    """The tuner's and Trinity's keys; `sections` are Flywheel's own, whose other keys are left out."""
+    for key, value in raw.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            for path, inner in _leaves(value, f"{key}."):
+                option = _row(path)
+                if key not in sections or option is not None:
+                    unknown = Option(None, why="Trinity's documentation does not have it")
+                    yield Found(path, inner, option or unknown)
+        elif (option := TRINITY.get(key) or SHORT.get(key)) is not None and key not in sections:
+            yield Found(str(key), value, option)
 
 
 def from_tuner(raw: Mapping[str, Any], sections: Collection[str], name: str) -> dict[str, Any]:
-    """The settings in Flywheel's keys. `sections` are Flywheel's own sections, which are kept and take precedence.
+    """The settings in Flywheel's keys, with what is for the arguments of `tune` below their names. `sections` are
+    Flywheel's own sections, which are kept and take precedence.
 
     Raises ConfigError for a value that is not possible here.
     """
     own: dict[str, Any] = {}
-    renamed: dict[str, Any] = {}
-    unused: list[str] = []
     for key, value in raw.items():
-        if key in TRINITY_SECTIONS and isinstance(value, Mapping):
-            kept: dict[str, Any] = {}
-            for path, inner in _leaves(value):
-                if path in TRINITY_SECTIONS[key]:
-                    renamed |= _one(path.rpartition(".")[2], inner, f"{key}.{path}", name)
-                elif key in sections:
-                    put(kept, path, inner)
-                else:
-                    unused.append(f"{key}.{path}")
-            if kept:
-                own[key] = kept
-        elif key in TUNER_KEYS or key in REFUSED_VALUES:
-            renamed |= _one(key, value, key, name)
-        elif key in UNUSED_KEYS:
-            unused.append(key)
-        else:
+        if key in SECTIONS and isinstance(value, Mapping):
+            for path, inner in _leaves(value, f"{key}."):
+                if key in sections and _row(path) is None:
+                    put(own, path, inner)
+        elif key in sections or key in SECTIONS or (key not in TRINITY and key not in SHORT):
             own[key] = value
-    if unused:
-        log.warning("%s: these settings have no effect here: %s", name, ", ".join(unused))
-    result: dict[str, Any] = {}
-    for path, value in renamed.items():
-        put(result, path, value)
-    return merged(result, own)
+    return merged(translated(found_in(raw, sections), name), own)
 
 
-def _one(key: str, value: Any, path: str, name: str) -> dict[str, Any]:
-    if key in REFUSED_VALUES:
-        allowed, why = REFUSED_VALUES[key]
-        if value not in allowed:
-            choices = " or ".join(str(choice) for choice in allowed if choice is not None) or "nothing"
-            raise ConfigError(f"use {name}", f"`{path}` is {value}: {why}", f"Set it to {choices}, or remove it.")
-        return {}
-    return {} if value is None or value == TUNER_DEFAULTS.get(key) else {TUNER_KEYS[key]: value}
+def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
+    """Flywheel's settings. Each key without effect is a line of the log. Raises ConfigError."""
+    order = {path: place for place, path in enumerate(TRINITY)}
+    set_by: dict[str, Found] = {}
+    made: dict[str, Any] = {}
+    for found in sorted(keys, key=lambda found: order.get(found.path, len(order))):
+        option = found.option
+        if found.is_refused:
+            choices = " or ".join(str(choice) for choice in option.only if choice is not None) or "nothing"
+            raise ConfigError(
+                f"use {name}", f"`{found.path}` is {found.value}: {option.why}", f"Set it to {choices}, or remove it."
+            )
+        if found.value is None or option.only:
+            continue
+        if not option.use or found.is_left_to_family:
+            log.warning("%s: %s: %s", name, found.path, found.meaning)
+            continue
+        if (before := set_by.get(option.use)) is not None and before.value != found.value:
+            log.warning("%s: %s: without effect: %s has another value", name, before.path, found.path)
+        set_by[option.use] = found
+        change = {"eval_dataset": _tasksets, "rollout.engines": _engines}.get(option.use)
+        put(made, option.use, change(found, name) if change is not None else found.value)
+    return made
+
+
+def _tasksets(found: Found, name: str) -> list[dict[str, Any]]:
+    if not isinstance(found.value, list) or not all(isinstance(each, Mapping) for each in found.value):
+        raise ConfigError(f"use {name}", f"`{found.path}` is no list of mappings", "Give each a `path`.")
+    each_alone = ({"buffer": {"explorer_input": {"taskset": each}}} for each in found.value)
+    return [translated(found_in(each), name).get("train_dataset", {}) for each in each_alone]
+
+
+def _engines(found: Found, name: str) -> Any:
+    """As many as there are GPUs for beside the trainer's: such files are written for other machines."""
+    most = max(1, (gpus := gpus_of_machine()) - 1)
+    if not isinstance(found.value, int) or found.value <= most:
+        return found.value
+    log.warning(
+        "%s: %s is %d, and this machine has %s: %d", name, found.path, found.value, quantity(gpus, "GPU"), most
+    )
+    return most
+
+
+def _row(path: str) -> Option | None:
+    """The row of a key, or that of the nearest section above it."""
+    while path not in TRINITY:
+        path, _, last = path.rpartition(".")
+        if not path or not last:
+            return None
+    return TRINITY[path]
 
 
 def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
         path = f"{above}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}.")
+        inner = value[0] if path == "model.lora_configs" and isinstance(value, list) and value else value
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{path}.")
         else:
             yield path, value

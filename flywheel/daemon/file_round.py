@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
+import math
 import random
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.config import Config
+from flywheel.config import AgentProgramSettings, Config
+from flywheel.daemon.data_set import VARIABLE, DataSet, answer_of, lines_of, trainer_python
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.round_tasks import round_task
 from flywheel.daemon.rounds.rounds import WorkerWatch
@@ -22,10 +25,11 @@ from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundSpec, RoundTask
 from flywheel.serving.adapter_files import why_unloadable
-from flywheel.sources.jsonl.record import DataRow, rows_of_file
+from flywheel.sources.jsonl.record import DataRow, rows_of
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
 from flywheel.training.gate.gate import alpha_of, decide
+from flywheel.training.packages import missing_of
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +75,29 @@ class RoundNames:
 TUNE: Final = RoundNames("tune", ATTEMPTED, "train_dataset", "eval_dataset")
 
 
-def run_on_files(settings: Config, train_dataset: Any, eval_dataset: Any, directory: Path) -> TuneResult:
+def run_on_files(
+    settings: Config,
+    train_dataset: Any,
+    eval_dataset: Any,
+    directory: Path,
+    *,
+    epochs: int | None = None,
+    python: Path | None = None,
+) -> TuneResult:
     """Train on the tasks of a file in one round, and compare the adapter with the base model.
 
-    The data sets are as in `tasks_of`. The round's files go to `directory`. Raises ConfigError for data sets that
-    cannot be used, and TrainError if the round fails.
+    The data sets are as in `tasks_of`, `epochs` as in `spec_of`. The round's files go to `directory`; it runs in the
+    interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the round fails.
     """
-    spec = spec_of(settings, train_dataset, eval_dataset)
+    spec = spec_of(settings, train_dataset, eval_dataset, epochs=epochs, python=python)
+    work = train_on_files(spec, directory, settings, python=python)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(train_on_files(spec, directory, settings))
+        return asyncio.run(work)
     # In a notebook, whose cells run in a loop.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, train_on_files(spec, directory, settings)).result()
+        return thread.submit(asyncio.run, work).result()
 
 
 def spec_of(
@@ -95,10 +108,17 @@ def spec_of(
     parent: Path | None = None,
     compares: bool = True,
     names: RoundNames = TUNE,
+    epochs: int | None = None,
+    python: Path | None = None,
 ) -> RoundSpec:
     """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
-    that, nothing is graded. Raises ConfigError."""
-    train, asked = tasks_of(settings, data, held_out, compares=compares, names=names)
+    that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
+    as ask each task so often. Raises ConfigError."""
+    train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python)
+    batch = min(settings.training.prompts_per_step, len(train))
+    steps = settings.training.steps if epochs is None else math.ceil(epochs * len(train) / batch)
+    fitted = settings.training.model_copy(update={"prompts_per_step": batch, "steps": steps})
+    settings = settings.model_copy(update={"training": fitted})
     return RoundSpec(
         round_id=names.round_id,
         attempt=1,
@@ -145,34 +165,49 @@ def _parent(adapter: Path, attempted: str) -> AdapterRef:
     return AdapterRef(name=adapter.name, path=str(adapter), sha256=tree_sha256(adapter))
 
 
-def require_packages(attempted: str = ATTEMPTED) -> None:
-    """Raises TrainError that names the packages of training that are not installed."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> None:
+    """Raises TrainError that names the packages of training that the interpreter which trains does not have."""
+    python = python or trainer_python(None)
+    if python == Path(sys.executable):
+        missing = missing_of(PACKAGES)
+    else:
+        missing = answer_of(python, "flywheel.training.packages", {"packages": PACKAGES}, attempted)["missing"]
     if missing:
         raise TrainError(
             attempted,
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            "Run: pip install 'agentscope-flywheel[gpu]', or 'agentscope-flywheel[cpu]' on a machine without a GPU.",
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed for {python}",
+            f"Run: {python} -m pip install 'agentscope-flywheel[gpu]', or 'agentscope-flywheel[cpu]' on a machine"
+            f" without a GPU, or name another interpreter in ${VARIABLE}.",
         )
 
 
 def tasks_of(
-    config: Config, train: Any, held_out: Any, *, compares: bool = True, names: RoundNames = TUNE
+    config: Config,
+    train: Any,
+    held_out: Any,
+    *,
+    compares: bool = True,
+    names: RoundNames = TUNE,
+    python: Path | None = None,
 ) -> tuple[list[RoundTask], list[RoundTask]]:
     """The tasks to train on, and those of the comparison or, without one, those of which SFT measures the loss.
 
-    `train` and `held_out` are paths of JSON lines, or objects with such a `path`. Without the second, whole
-    conversations of the first are held out. Raises ConfigError.
+    `train` and `held_out` are data sets: paths, objects with `path`, `name` and `split`, or mappings with these
+    names; `held_out` may be a list of them. Without it, whole conversations of `train` are held out. `datasets` reads
+    them in the interpreter `python`. Raises ConfigError.
     """
+    python = python or trainer_python(None)
     stages = config.training.stages
     if not compares and ("grpo" in stages or config.training.sft.when != "always"):
         why = "its rollouts get no rewards: there is no rubric"
         raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
     if train is None:
         raise ConfigError(names.attempted, f"there is no {names.data}", "Name a file of JSON lines, one task each.")
-    tasks, needed = _read(train, names.data, config, compares=compares), config.gate.min_tasks if compares else 0
-    if held_out is not None:
-        asked = _read(held_out, names.held_out, config, compares=compares)
+    tasks = _read([train], names.data, config, python, compares=compares)
+    needed = config.gate.min_tasks if compares else 0
+    if held_out:
+        several = held_out if isinstance(held_out, list) else [held_out]
+        asked = _read(several, names.held_out, config, python, compares=compares)
         if len(asked) < needed:
             why = f"{names.held_out} has {quantity(len(asked), 'task')}, and gate.min_tasks is {needed}"
             raise ConfigError(names.attempted, why, "Add tasks, or lower gate.min_tasks.")
@@ -194,9 +229,12 @@ def tasks_of(
     return [task for task in tasks if task.conversation in by_conversation], asked_for
 
 
-async def train_on_files(spec: RoundSpec, directory: Path, config: Config) -> TuneResult:
-    """Run a round, whose files go to `directory`. A cancellation stops its worker. Raises TrainError."""
-    worker = await WorkerProcess.start(directory, spec)
+async def train_on_files(
+    spec: RoundSpec, directory: Path, config: Config, *, python: Path | None = None
+) -> TuneResult:
+    """Run a round in the interpreter `python`, whose files go to `directory`. A cancellation stops its worker. Raises
+    TrainError."""
+    worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))
     try:
         code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)
         result = await asyncio.to_thread(result_of, directory, code)
@@ -218,13 +256,13 @@ async def train_on_files(spec: RoundSpec, directory: Path, config: Config) -> Tu
     )
 
 
-def _read(dataset: Any, name: str, config: Config, *, compares: bool) -> list[RoundTask]:
-    """The tasks of a file, with their replies if a stage trains on them. Raises ConfigError, which names the line."""
-    path = Path(getattr(dataset, "path", dataset)).expanduser()
-    attempted, stages = f"read {name} {path}", config.training.stages
+def _read(datasets: list[Any], name: str, config: Config, python: Path, *, compares: bool) -> list[RoundTask]:
+    """The tasks of data sets, with their replies if a stage trains on them. Raises ConfigError, which names the
+    line."""
+    stages = config.training.stages
     tasks: dict[str, RoundTask] = {}
     ties = 0
-    for row in rows_of_file(path, attempted):
+    for attempted, row in _rows([*map(DataSet.of, datasets)], name, config, python):
         if stages == ["sft"] and not row.task["answer"].strip():
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
@@ -235,14 +273,27 @@ def _read(dataset: Any, name: str, config: Config, *, compares: bool) -> list[Ro
             ties += 1
             continue
         task = _task_of(row, config)
-        key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{row.number}"
+        key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{len(tasks)}"
         tasks[key] = task.model_copy(update={"task_id": key})
+    paths = ", ".join(DataSet.of(each).path for each in datasets)
     if ties:
         why = "their replies are equal, or their scores differ by less than training.dpo.margin"
-        log.warning("%s: %s left out: %s", path, quantity(ties, "preference"), why)
+        log.warning("%s: %s left out: %s", paths, quantity(ties, "preference"), why)
     if not tasks:
-        raise ConfigError(attempted, "no line can be trained on" if ties else "it is empty", "Name another file.")
+        why = "no line can be trained on" if ties else "it is empty"
+        raise ConfigError(f"read {name} {paths}", why, "Name another file.")
     return list(tasks.values())
+
+
+def _rows(datasets: list[DataSet], name: str, config: Config, python: Path) -> Iterator[tuple[str, DataRow]]:
+    """The rows of all data sets, each with what is attempted."""
+    # A workflow gets the whole line, and may need no question.
+    needs_question = not isinstance(config.rollout.agent, AgentProgramSettings)
+    for each in datasets:
+        attempted = f"read {name} {each.path}"
+        with lines_of(each, python, attempted) as lines:
+            for row in rows_of(lines, Path(each.path), attempted, needs_question=needs_question):
+                yield attempted, row
 
 
 def _is_tie(row: DataRow, margin: float) -> bool:

@@ -99,7 +99,7 @@ def test_two_keys_that_say_what_is_trained_are_an_error(raw: dict[str, Any], com
         ({"dpo_config": [1]}, "`dpo_config` is a list, not a mapping"),
         ({"algorithm": "kto"}, "`algorithm` is kto, which Flywheel does not have. Use dpo or grpo"),
         ({"rl_config": {"algorithm": "dpo", "nmu": 1}}, "unknown key `rl_config.nmu`"),
-        ({"algorithm": {"algorithm_type": "grpo"}}, "unknown key `algorithm`"),
+        ({"algorithm": {"algorithm_type": "grpo"}}, "it is a configuration of Trinity-RFT"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_by_name(raw: dict[str, Any], complaint: str) -> None:

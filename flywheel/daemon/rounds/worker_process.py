@@ -38,9 +38,15 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, round_dir: Path, spec: RoundSpec, prepare: Callable[[], Awaitable[object]] | None = None
+        cls,
+        round_dir: Path,
+        spec: RoundSpec,
+        prepare: Callable[[], Awaitable[object]] | None = None,
+        *,
+        python: Path | None = None,
     ) -> WorkerProcess:
-        """Write the specification and start the worker, after `prepare`. Raises TrainError when that fails."""
+        """Write the specification and start the worker in the interpreter `python`, after `prepare`. Raises
+        TrainError when that fails."""
         try:
             make_private(round_dir)
             if prepare is not None:
@@ -54,7 +60,7 @@ class WorkerProcess:
                     f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
                 )
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable,
+                    python or sys.executable,
                     "-m",
                     "flywheel.training.worker",
                     str(round_dir),

@@ -27,6 +27,7 @@ from pydantic import Field, ValidationError
 
 from flywheel.config import Config
 from flywheel.config.agentjet import filters_in
+from flywheel.config.interpolation import values_of
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError, FlywheelError
 from flywheel.judge.filters.deduplication import Deduplication
@@ -231,7 +232,7 @@ def influence_of(config: Config) -> Influence | None:
 def _read(path: Path, if_missing: str) -> tuple[ChainFile, YamlDocument | None]:
     """A chain, and the file that has it; None where it is a translated configuration, with other keys and lines."""
     document = read_yaml(path, f"read filter chain {path}", if_missing, keys_once=True)
-    raw = filters_in(document.value)
+    raw = filters_in(values_of(document, f"read filter chain {path}"))
     own = document if raw is document.value else None
     try:
         return ChainFile.model_validate(raw), own

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -233,31 +233,40 @@ class DataRow:
     difference: float | None = None
 
 
-def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
+def rows_of(
+    lines: Iterable[bytes], source: Path, attempted: str, *, needs_question: bool = True
+) -> Iterator[DataRow]:
     """The lines of a data set: tasks, conversations (`messages`), and preferences (`chosen` and `rejected`, as texts
     or as lists of messages, with or without their prompt). Empty lines are left out.
 
-    Raises ConfigError, which names the line, for one without a question and for a preference without both replies,
-    and if the file cannot be read.
+    Raises ConfigError, which names the line, for a preference without both replies, and for one without a question.
+    Unless it `needs_question`, such a line is its own question.
     """
     now = datetime.now(UTC)
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            yield _row(text, source, now, number, needs_question=needs_question)
+        except LineError as error:
+            why = f"line {number}: {error}"
+            raise ConfigError(attempted, why, "Each line is one task, a JSON object.") from None
+
+
+def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
+    """The lines of a file. Raises ConfigError as well if it cannot be read."""
     try:
         with path.open("rb") as lines:
-            for number, text in enumerate(lines, 1):
-                if not text.strip():
-                    continue
-                try:
-                    yield _row(text, path, now, number)
-                except LineError as error:
-                    why = f"line {number}: {error}"
-                    raise ConfigError(attempted, why, "Each line is one task, a JSON object.") from None
+            yield from rows_of(lines, path, attempted)
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
 
 
-def _row(text: bytes, source: Path, now: datetime, number: int) -> DataRow:
+def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_question: bool) -> DataRow:
     line = _parsed(text)
     if not _PREFERENCE.issubset(line):
+        if not needs_question and _reply({**line}, text, now)[0].skip is SkipReason.NO_QUERY:
+            line["main_query"] = text.decode().strip()
         return DataRow(number, _asked(line, text, source, now))
     tasks = []
     for key in ("chosen", "rejected"):

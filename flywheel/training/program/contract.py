@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from flywheel.records.program_run import FailureCause
-from flywheel.training.program import agent_program
+from flywheel.training.program import agent_program, trinity
 from flywheel.training.program.agent_program import AgentProgram, FunctionName, ModelEndpoint
 
 Kind = Literal["workflow", "judge"]
@@ -59,6 +59,7 @@ def load_function(spec: str, program: AgentProgram | None = None) -> Callable[..
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
     where, name = found.where, found.name
+    trinity.install_shim()
     if found.is_class:
         # Where AgentJet runs, and where a checkout of it is.
         _add_path(Path.cwd())

@@ -71,9 +71,7 @@ def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric |
     given, wanted = (visible(text).translate(_HALF_WIDTH) for text in (given, wanted))
     if not given or len(given) > MAX_CHARACTERS:
         return False, "the answer's \\boxed{…} holds no result"
-    is_equal: bool | None = "".join(given.split()) == "".join(wanted.split())
-    if not is_equal:
-        is_equal = _compare(*(_THOUSANDS_SEPARATOR.sub("", text) for text in (given, wanted)))
+    is_equal: bool | None = _is_same_text(given, wanted) or _compare(*map(_plain, (given, wanted)))
     if is_equal is None:
         raise CheckError(
             f"decide criterion {criterion.id}",
@@ -81,6 +79,36 @@ def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric |
             "The task is judged again later.",
         )
     return is_equal, f"{given[:80]} {'equals' if is_equal else 'is not'} {wanted[:80]}"
+
+
+def _is_same_text(given: str, wanted: str) -> bool:
+    return "".join(given.split()) == "".join(wanted.split())
+
+
+def _plain(text: str) -> str:
+    return _THOUSANDS_SEPARATOR.sub("", text)
+
+
+def equals_boxed(answer: str, wanted: str) -> bool:
+    """The same comparison in this process, whose main thread it needs for its time limit."""
+    given, wanted = ((boxed(text) or "").strip() for text in (answer, f"\\boxed{{{wanted}}}"))
+    if not given or len(given) > MAX_CHARACTERS:
+        return False
+    return _is_same_text(given, wanted) or _verified(_plain(given), _plain(wanted), int(TIMEOUT_SECONDS))
+
+
+def _verified(given: str, wanted: str, seconds: int | None = None) -> bool:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    try:
+        parsed = [
+            parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=seconds)
+            for text in (given, wanted)
+        ]
+        return all(parsed) and bool(verify(parsed[1], parsed[0], timeout_seconds=seconds))
+    except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
+        return False
 
 
 def _reference(criterion: Criterion, exchange: Exchange) -> str:
@@ -118,22 +146,9 @@ def _start() -> ChildProcess:
 
 def main() -> None:
     """The child process."""
-    import sympy  # noqa: F401 - before the limit, which is meant for answers and not for the libraries
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    import math_verify  # noqa: F401 - before the limit, which is meant for answers and not for the libraries
+    import sympy  # noqa: F401
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-
-    def answer(request: bytes) -> bytes:
-        try:
-            given, wanted = (
-                parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None)
-                for text in json.loads(request)
-            )
-            is_equal = bool(given and wanted and verify(wanted, given, timeout_seconds=None))
-        except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
-            is_equal = False
-        return json.dumps(is_equal).encode()
-
-    serve(answer)
+    serve(lambda request: json.dumps(_verified(*json.loads(request))).encode())

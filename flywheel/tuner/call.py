@@ -1,0 +1,210 @@
+"""What a call of `flywheel.tune` does: its arguments and its files become the settings of one round, which runs."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.config import Config, parse
+from flywheel.config.interpolation import values_of
+from flywheel.config.sage import Option
+from flywheel.config.section import merged
+from flywheel.config.trinity import ALGORITHM, ARGUMENTS, DATASET, MODEL, Found, from_tuner, is_trinitys, translated
+from flywheel.daemon.data_set import trainer_python
+from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
+from flywheel.errors import ConfigError
+from flywheel.system.yaml_file import read_yaml
+from flywheel.training.program import agent_program
+from flywheel.training.program.program_child import MARK
+
+log = logging.getLogger(__name__)
+
+SAMPLING: Final = ("temperature", "top_p", "enable_thinking")
+"""Fields of `TunerModelConfig` that the tuner does not hand on: defaults of them do not replace the file's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of `tune`."""
+
+    workflow_func: Callable[..., Any] | str
+    judge_func: Callable[..., Any] | str | None = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    model: Any = None
+    auxiliary_models: Mapping[str, Any] | None = None
+    algorithm: Any = None
+    monitor_type: str | None = None
+    unused: Mapping[str, Any] | None = None
+    config_path: str | Path | None = None
+    config: Config | Mapping[str, Any] | str | Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The settings of the round of a call, and its data sets. `epochs` is None where `training.steps` counts."""
+
+    settings: Config
+    train: Any
+    held_out: Any
+    epochs: int | None
+
+
+def run(call: Call, directory: str | Path | None, python: str | Path | None) -> TuneResult:
+    """Raises ConfigError and TrainError, as `tune` does."""
+    if MARK in os.environ:
+        why = "it is called again while a rollout loads the file of the workflow"
+        raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
+    trainer = trainer_python(python)
+    require_packages(ATTEMPTED, trainer)
+    made = Path(directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    found = round_of(call, made, trainer)
+    return run_on_files(found.settings, found.train, found.held_out, made, epochs=found.epochs, python=trainer)
+
+
+def round_of(call: Call, directory: Path, trainer: Path) -> Round:
+    """What a call means: arguments win over `config`, and `config` over the file. Raises ConfigError, which names the
+    key."""
+    file, name, folder = _read(call.config_path)
+    more, second, below = _read(call.config)
+    if call.config is not None:
+        name, folder = (second, below) if call.config_path is None else (f"{name} with `config`", folder)
+    if call.train_dataset is not None:
+        # How long it is trained on is said by the data set as well.
+        file.get("training", {}).pop("steps", None)
+    both = merged(merged(file, more), _arguments(call))
+    both = merged(both, _monitor(both.pop("monitor_type", None), directory))
+    train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
+    epochs = None if "steps" in both.get("training", {}) else train.pop("total_epochs", None)
+    settings = _settings(both, call, name, folder, trainer)
+    return Round(settings, train if train.get("path") else None, held_out, epochs)
+
+
+def _read(config: Config | Mapping[str, Any] | str | Path | None) -> tuple[dict[str, Any], str, Path]:
+    """Settings in Flywheel's keys, their name, and the folder that their paths are relative to."""
+    name, folder, raw = "the settings", Path.cwd(), dict[str, Any]()
+    if isinstance(config, str | Path):
+        path = Path(config).expanduser().absolute()
+        name, attempted = str(path), f"read configuration {path}"
+        raw = values_of(read_yaml(path, attempted, "Name a YAML file.", keys_once=True), attempted) or {}
+        folder = path.parent
+    elif isinstance(config, Config):
+        raw = config.model_dump(mode="json", exclude_unset=True)
+    elif config is not None:
+        raw = dict(config)
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
+    made = from_tuner(raw, Config.model_fields.keys(), name)
+    if is_trinitys(raw):
+        made.setdefault("train_dataset", {}).setdefault("total_epochs", 1)
+        folder = Path.cwd()  # as in Trinity
+    return made, name, folder
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """The settings that the arguments have. Raises ConfigError."""
+    for key, value in (call.unused or {}).items():
+        if value is not None:
+            log.warning("tune: %s: %s", key, Found(key, value, ARGUMENTS[key]).meaning)
+    made: dict[str, Any] = {"rollout": {"reward": {"rubric": 0, "workflow": 1}}}
+    parts = [_fields(call.model, "model", MODEL, "model_path"), _fields(call.algorithm, "algorithm", ALGORITHM)]
+    for part in parts:
+        made = merged(made, part)
+    if "base" in (model := made.get("model", {})) and Path(model["base"]).expanduser().is_dir():
+        # Not relative to the file.
+        model["base"] = str(Path(model["base"]).expanduser().absolute())
+    if call.auxiliary_models:
+        made["rollout"]["auxiliary_models"] = {
+            name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()
+        }
+    if (data := call.train_dataset) is not None:
+        made = merged(made, _fields(data, "train_dataset", DATASET, "path"))
+    if call.eval_dataset is not None:
+        found = _fields(call.eval_dataset, "eval_dataset", DATASET, "path")
+        made["eval_dataset"] = [found["train_dataset"]]
+    return made if call.monitor_type is None else {**made, "monitor_type": call.monitor_type}
+
+
+def _fields(given: Any, name: str, table: Mapping[str, Option], single: str = "") -> dict[str, Any]:
+    """Settings of an object of the tuner, a mapping, or a `single` value, in Flywheel's keys."""
+    if given is None:
+        return {}
+    if isinstance(given, str | Path) and single:
+        values: Mapping[str, Any] = {single: str(given)}
+    else:
+        values = given if isinstance(given, Mapping) else {**getattr(given, "model_dump", lambda: vars(given))()}
+    if unknown := [key for key in values if key not in table]:
+        why = f"unknown setting `{unknown[0]}`; known here: {', '.join(table)}"
+        raise ConfigError(f"use the {name}", why, "See `flywheel docs agentscope-tuner`.")
+    is_set = getattr(given, "model_fields_set", values)
+    kept = {key: value for key, value in values.items() if key not in SAMPLING or key in is_set}
+    made = translated((Found(key, value, table[key]) for key, value in kept.items()), f"the {name}")
+    if table is DATASET:
+        # The subset and the split of another data set do not belong to it.
+        made["train_dataset"] = {"name": None, "split": None, **made["train_dataset"]}
+    return made
+
+
+def _auxiliary(name: str, given: Any) -> Any:
+    if isinstance(given, Mapping) and "base_url" in given:
+        return dict(given)
+    raise ConfigError(
+        f"use auxiliary_models[{name!r}]",
+        "a round starts no engines for other models",
+        f"Serve it, for example with `vllm serve`, and pass {{{name!r}: {{'base_url': URL, 'model': NAME}}}}.",
+    )
+
+
+def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
+    if kind not in (None, "tensorboard"):
+        why = f"`monitor_type` is {kind}, and rounds write metrics.jsonl and files for TensorBoard"
+        raise ConfigError(ATTEMPTED, why, "Use tensorboard, or read metrics.jsonl.")
+    return {"training": {"tensorboard": str(directory / "tensorboard")}} if kind else {}
+
+
+def _settings(both: dict[str, Any], call: Call, name: str, folder: Path, trainer: Path) -> Config:
+    """All settings, checked. Raises ConfigError, which names the key."""
+    rollout = both["rollout"]
+    longest, whole = rollout.get("max_completion_tokens"), rollout.get("max_model_len")
+    if isinstance(longest, int) and isinstance(whole, int) and longest >= whole:
+        # The tuner's default is more than most contexts hold.
+        log.warning("%s: max_tokens %d: without effect: max_model_len is %d", name, longest, whole)
+        del rollout["max_completion_tokens"]
+    agent = rollout.get("agent")
+    rollout["agent"] = {
+        # The workflow has what it needs in the interpreter of the caller.
+        **({"python": sys.executable} if trainer != Path(sys.executable) else {}),
+        **(agent if isinstance(agent, Mapping) else {}),
+        "workflow": _spec_of(call.workflow_func),
+        "folder": str(Path.cwd()),
+    }
+    if call.judge_func is not None:
+        rollout["reward_function"] = _spec_of(call.judge_func)
+    # Nothing is read from a source: without this, Studio's database would have to exist.
+    both.setdefault("sources", [])
+    return parse(both, name, folder)
+
+
+def _spec_of(function: Callable[..., Any] | str) -> str:
+    """`FILE.py:function`. Raises ConfigError for a function that no other process can load."""
+    if isinstance(function, str):
+        named = agent_program.parsed(function)
+        if named is None or not named.is_in_file:
+            return function
+        return str(named._replace(where=str(Path(named.where).expanduser().absolute())))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function)) or ""
+    except TypeError:
+        file = ""
+    if not name.isidentifier() or not Path(file).is_file():
+        why = f"{name} is not a function of a file: other processes cannot load it"
+        raise ConfigError(ATTEMPTED, why, "Define it with `async def` at the top level of a .py file.")
+    return f"{Path(file).absolute()}:{name}"
