@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import AgentProgramSettings, Config, JsonlSource, StudioSource, agentjet_keys, load
+from flywheel.config import (
+    AgentProgramSettings,
+    Config,
+    JsonlSource,
+    RewardSettings,
+    StudioSource,
+    agentjet_keys,
+    load,
+)
 from flywheel.config.agentjet import from_agentjet
 from flywheel.config.sage import by_name
 from flywheel.config.section import merged, put
@@ -131,11 +139,11 @@ def test_every_key_that_is_set_exists() -> None:
         for option in by_name(agentjet_keys.COPIED | agentjet_keys.MADE).values()
         for use in option.use.split(", ")
     }
+    made = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"]), "reward": RewardSettings()}
     for use in uses - NOT_YET - {""}:
         section: Any = Config()
         for part in use.split("."):
-            inner = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"])}.get(part)
-            section = inner or getattr(section, part)
+            section = made.get(part) or getattr(section, part)
 
 
 AGENT = {"rollout": {"user_workflow": "agents->Mine"}}
