@@ -139,25 +139,25 @@ def from_agentjet(
     reader = _mapping(settings.get("task_reader"))
     kind = reader.get("type", TRACING)
     section = _checked_section(*located, kind, attempted)
-    made: dict[str, Any] = {}
-    for place, key, value in keys_in(raw, sections):
-        if value is None:
-            continue
+    given = [each for each in keys_in(raw, sections) if each[2] is not None]
+    for place, key, value in given:
         if (refused := _REFUSED.get(f"{key}: {value}")) is not None:
             why = f"`{place}` is {value}, which Flywheel does not take: {refused.why}"
             raise ConfigError(attempted, why, f"Use {refused.use}.")
-        if _is_of_other_reader(key, kind):
-            log.warning("%s: without effect: %s: `task_reader.type` is %s", name, place, kind)
-        elif key in COPIED:
-            put(made, COPIED[key].use, value)
-        elif key not in _USED:
-            log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
     if kind not in (TRACING, *LINES):
         raise ConfigError(
             attempted,
             f"`{root}.task_reader.type` is {kind}, which Flywheel does not take",
             f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
         )
+    made: dict[str, Any] = {}
+    for place, key, value in given:
+        if _is_of_other_reader(key, kind):
+            log.warning("%s: without effect: %s: `task_reader.type` is %s", name, place, kind)
+        elif key in COPIED:
+            put(made, COPIED[key].use, value)
+        elif key not in _USED:
+            log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
     path = made.pop("sources", {}).get("path")
     made["sources"] = [
         _lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}
@@ -189,7 +189,9 @@ def _checked_section(place: str, section: Any, kind: Any, attempted: str) -> Map
         return {}
     if not isinstance(section, Mapping) and kind == TRACING:
         raise ConfigError(
-            attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
+            attempted,
+            f"`{place}` is missing: nothing says where the traces are",
+            f"Add it, with a `base_url`, or a `task_reader.type`: {', '.join(LINES)}.",
         )
     given = _mapping(section)
     if unknown := [str(key) for key in given if key not in _SECTION_KEYS]:
