@@ -216,9 +216,11 @@ def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tu
     for key, value in DASHSCOPE_JUDGE.items():
         for name in value if isinstance(value, dict) else ("",):
             yield f"judge.{key}{'.' if name else ''}{name}", "", False
+    kind = _mapping(_settings(raw).get("task_reader")).get("type", TRACING)
     for place, key, value in keys_in(raw, sections):
-        for use in _USED[key].use.split(", ") if key in _USED and value is not None else ():
-            yield use, place, use in PATHS and _is_relative(value)
+        if key in _USED and value is not None and not _is_of_other_reader(key, kind):
+            for use in _USED[key].use.split(", "):
+                yield use, place, use in PATHS and _is_relative(value)
 
 
 def _is_relative(value: Any) -> bool:
@@ -316,7 +318,7 @@ def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, 
         is_used = given.get("use_kl_loss", is_used)
         put(made, "training.beta", given.get("kl_loss_coef", coefficient) if is_used else 0)
     loggers = given.get("logger") or []
-    loggers = [loggers] if isinstance(loggers, str) else [*loggers]
+    loggers = loggers if isinstance(loggers, list) else [loggers]
     if trackers := [each for each in loggers if each in TRACKERS]:
         put(made, "tracking.report_to", trackers)
     for each in loggers:

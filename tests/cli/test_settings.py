@@ -73,6 +73,7 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
         "    num_repeat: 6\n"
         "    temperature: 0.7\n"
         "  task_reader:\n"
+        "    jsonl: {training: {file_path: lines.jsonl}}\n"
         "    feedback_tracing:\n"
         "      base_url: data/db.sqlite\n"
         "      train_output_path: /data/tasks.jsonl\n"
@@ -83,12 +84,12 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
     assert ran.json["project"] == {"root": str(tmp_path), "why": why}
     found, relative = settings(ran), f"; relative to the project root {tmp_path}, {why}"
     assert found["model.base"] == (str(tmp_path / "models/mine"), f"{file}:2{relative}")
-    assert found["sources.0.path"] == (str(tmp_path / "data/db.sqlite"), f"{file}:9{relative}")
-    assert found["ingest.output"] == ("/data/tasks.jsonl", f"{file}:10")
+    assert found["sources.0.path"] == (str(tmp_path / "data/db.sqlite"), f"{file}:10{relative}")
+    assert found["ingest.output"] == ("/data/tasks.jsonl", f"{file}:11")
     assert found["rollout.agent.workflow"] == ("tutorial.sums.agent->Sums", f"{file}:4")
     assert found["rollout.reward.workflow"] == (1.0, f"{file}:4")
     assert found["training.group_size"] == (6, f"{file}:5")
-    assert found["rollout.temperature"] == (0.5, f"{file}:11"), "Flywheel's own key takes precedence"
+    assert found["rollout.temperature"] == (0.5, f"{file}:12"), "Flywheel's own key takes precedence"
     assert found["judge.base_url"] == (
         "https://dashscope.aliyuncs.com/compatible-mode/v1",
         "AgentJet's default",

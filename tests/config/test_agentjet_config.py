@@ -197,7 +197,12 @@ def translated(settings: dict[str, Any], **own: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("logger", "expected"),
-    [("tensorboard", ["tensorboard"]), (["console", "tensorboard", "swanlab"], ["tensorboard"]), ("swanlab", None)],
+    [
+        ("tensorboard", ["tensorboard"]),
+        (["console", "tensorboard", "swanlab"], ["tensorboard"]),
+        ("swanlab", None),
+        (3, None),
+    ],
 )
 def test_the_loggers_that_there_are(logger: Any, expected: Any) -> None:
     made = translated({"trainer_common": {"logger": logger}})
