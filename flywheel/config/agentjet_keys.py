@@ -62,7 +62,7 @@ REFUSED: Final[dict[str, Option]] = {
         Option(None, "`flywheel export --format agentjet`, which writes the tasks for a training there",
                "rounds train with Flywheel's own trainer"),
     "task_reader.type: env_service":
-        Option(None, "`task_reader.type: jsonl_dataset_file` with a task per line; the workflow may ask the environment",
+        Option(None, "`task_reader.type: jsonl_dataset_file`, a task per line; the workflow may ask the environment",
                "its tasks are in an environment's server, which Flywheel does not run"),
     "task_reader.type: huggingface_dat_repo":
         Option(None, "`task_reader.type: jsonl_dataset_file`, with the data set written as JSON lines",
@@ -111,8 +111,8 @@ UNUSED: Final[dict[str, Option]] = {
     "task_judge.rubrics_auto_grader.model_name, .grader_mode, .language, .query_specific_generate_number, "
     ".enable_categorization, .categories_number, .grader_name, .query_field, .answer_field, .reference_field, "
     ".custom_evaluation_prompt, .input_data_type, .jsonl_dataset_file, .min_score, .max_score":
-        Option(("qwen-max", "pointwise", "en", 1, False, 5, "auto_grader", "main_query", "final_answer", "answer", None,
-                "jsonl_dataset_file", None, 0, 1), why=GRADER),
+        Option(("qwen-max", "pointwise", "en", 1, False, 5, "auto_grader", "main_query", "final_answer", "answer",
+                None, "jsonl_dataset_file", None, 0, 1), why=GRADER),
     "context_tracker.timeline_merging_policy.timeline_compare_level, .ignore_tools":
         Option(("text", True), why="turns are merged where the tokens of one prompt continue another's"),
     "context_tracker.fix_retokenization_drift": Option(True, why="the tokens that the engine sampled are trained on"),
