@@ -8,19 +8,21 @@ paths start at one folder, as in AgentJet, which runs in the folder that has the
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
 from flywheel.config.sage import ROOTS, by_name
 from flywheel.config.section import merged, put
 from flywheel.errors import ConfigError
+from flywheel.system.files import tidied
 from flywheel.system.process import gpus_of_machine
 from flywheel.system.terminal import quantity
 
@@ -70,31 +72,32 @@ class ProjectRoot:
 def project_root(raw: Mapping[str, Any], file: Path) -> ProjectRoot:
     """The nearest folder at or above `file` with the package or file of the workflow or the judge; without one, the
     working directory if the file is below it, else the file's folder."""
-    settings = _settings(raw)
-    modules = [*_modules(settings)]
+    modules = [*_modules(raw)]
     tops = [Path(module.parts[0]) for module in modules]
-    # An output of an earlier run may have the name of the package: a folder with the module itself is preferred.
+    folders = tidied(file).parents
+    # An output of an earlier run may have the name of the package: a folder with the modules themselves is preferred.
     for enough, wanted in ((all, modules), (any, modules), (any, tops)):
-        for folder in file.parents if wanted else ():
+        for folder in folders if wanted else ():
             if enough(_has(folder, module) for module in wanted):
                 top = next(top for top in tops if _has(folder, top))
-                return ProjectRoot(folder, f"where {top}{'/' if (folder / top).is_dir() else ''} is")
-    try:
+                return ProjectRoot(folder, f"where {top}{'/' if (folder / top).is_dir() else '.py'} is")
+    with contextlib.suppress(OSError):
         here = Path.cwd()
-    except OSError:
-        here = Path("/")
-    # A service without a working directory starts in /, which is no project.
-    if here != Path("/") and file.is_relative_to(here):
-        return ProjectRoot(here, "the working directory")
-    return ProjectRoot(file.parent, "the folder of the configuration")
+        # A service without a working directory starts in /, which is no project.
+        if here != Path("/") and Path(os.path.realpath(folders[0])).is_relative_to(here):
+            return ProjectRoot(here, "the working directory")
+    return ProjectRoot(folders[0], "the folder of the configuration")
 
 
-def _modules(settings: Mapping[str, Any]) -> Iterator[Path]:
+def _modules(raw: Mapping[str, Any]) -> Iterator[Path]:
     """The relative paths of the modules of workflow and judge, without `.py`."""
-    for name in (_workflow(settings), _mapping(settings.get("task_judge")).get("judge_protocol")):
-        where = name.partition("->")[0].strip() if isinstance(name, str) else ""
+    settings, own = _settings(raw), _mapping(raw.get("rollout"))
+    judge = _mapping(settings.get("task_judge")).get("judge_protocol")
+    workflow = _mapping(own.get("agent")).get("workflow")
+    for name in (_workflow(settings), workflow, judge, own.get("reward_function")):
+        where = re.split("->|:", name)[0].strip() if isinstance(name, str) else ""
         path = Path(where) if where.endswith(".py") else Path(*where.split("."))
-        if path.parts and not path.is_absolute() and path.parts[0][:1] not in ("~", "."):
+        if path.parts and not path.is_absolute() and path.parts[0][0] not in "~.":
             yield path.with_suffix("")
 
 
@@ -115,8 +118,7 @@ def filters_in(raw: Any) -> Any:
 def _with_embeddings(entry: Any) -> Any:
     params = _mapping(_mapping(entry).get("params"))
     url = params.get("base_url") or DASHSCOPE
-    is_dashscopes = str(urlsplit(str(url)).hostname).endswith("aliyuncs.com")
-    if not params.get("model") or not is_dashscopes or entry.get("type") != "deduplication":
+    if not params.get("model") or "dashscope" not in str(url) or entry.get("type") != "deduplication":
         return entry
     key, backup = DASHSCOPE_KEYS
     return entry | {"params": {"api_key_env": key, "backup_api_key_env": backup, **params, "base_url": url}}
@@ -137,25 +139,25 @@ def from_agentjet(
     reader = _mapping(settings.get("task_reader"))
     kind = reader.get("type", TRACING)
     section = _checked_section(*located, kind, attempted)
-    made: dict[str, Any] = {}
-    for place, key, value in keys_in(raw, sections):
-        if value is None:
-            continue
+    given = [each for each in keys_in(raw, sections) if each[2] is not None]
+    for place, key, value in given:
         if (refused := _REFUSED.get(f"{key}: {value}")) is not None:
             why = f"`{place}` is {value}, which Flywheel does not take: {refused.why}"
             raise ConfigError(attempted, why, f"Use {refused.use}.")
-        if _is_of_other_reader(key, kind):
-            log.warning("%s: without effect: %s: `task_reader.type` is %s", name, place, kind)
-        elif key in COPIED:
-            put(made, COPIED[key].use, value)
-        elif key not in _USED:
-            log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
     if kind not in (TRACING, *LINES):
         raise ConfigError(
             attempted,
             f"`{root}.task_reader.type` is {kind}, which Flywheel does not take",
             f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
         )
+    made: dict[str, Any] = {}
+    for place, key, value in given:
+        if _is_of_other_reader(key, kind):
+            log.warning("%s: without effect: %s: `task_reader.type` is %s", name, place, kind)
+        elif key in COPIED:
+            put(made, COPIED[key].use, value)
+        elif key not in _USED:
+            log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
     path = made.pop("sources", {}).get("path")
     made["sources"] = [
         _lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}
@@ -189,7 +191,9 @@ def _checked_section(place: str, section: Any, kind: Any, attempted: str) -> Map
         return {}
     if not isinstance(section, Mapping) and kind == TRACING:
         raise ConfigError(
-            attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
+            attempted,
+            f"`{place}` is missing: nothing says where the traces are",
+            f"Add it, with a `base_url`, or a `task_reader.type`: {', '.join(LINES)}.",
         )
     given = _mapping(section)
     if unknown := [str(key) for key in given if key not in _SECTION_KEYS]:
@@ -214,9 +218,11 @@ def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tu
     for key, value in DASHSCOPE_JUDGE.items():
         for name in value if isinstance(value, dict) else ("",):
             yield f"judge.{key}{'.' if name else ''}{name}", "", False
+    kind = _mapping(_settings(raw).get("task_reader")).get("type", TRACING)
     for place, key, value in keys_in(raw, sections):
-        for use in _USED[key].use.split(", ") if key in _USED and value is not None else ():
-            yield use, place, use in PATHS and _is_relative(value)
+        if key in _USED and value is not None and not _is_of_other_reader(key, kind):
+            for use in _USED[key].use.split(", "):
+                yield use, place, use in PATHS and _is_relative(value)
 
 
 def _is_relative(value: Any) -> bool:
@@ -317,7 +323,7 @@ def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, 
         is_used = given.get("use_kl_loss", is_used)
         put(made, "training.beta", given.get("kl_loss_coef", coefficient) if is_used else 0)
     loggers = given.get("logger") or []
-    loggers = [loggers] if isinstance(loggers, str) else [*loggers]
+    loggers = loggers if isinstance(loggers, list) else [loggers]
     if trackers := [each for each in loggers if each in TRACKERS]:
         put(made, "tracking.report_to", trackers)
     for each in loggers:

@@ -61,13 +61,52 @@ def test_every_key_is_shown(flywheel: Run) -> None:
     assert {key for key in shown if key.startswith("sources.")} > {"sources.0.type", "sources.0.path"}
 
 
-def test_a_file_of_agentjet_has_origins_without_lines(flywheel: Run, tmp_path: Path) -> None:
-    text = "feedback_tracing: {alien_llm_model: grader}\nmodel: {base: some/model}\n"
-    (tmp_path / "flywheel.yaml").write_text(text)
-    assert settings(flywheel("config", "show", "--json"))["judge.model"] == (
-        "grader",
-        str(tmp_path / "flywheel.yaml"),
+def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_path: Path) -> None:
+    file = tmp_path / "tutorial" / "sums" / "sums.yaml"
+    file.parent.mkdir(parents=True)
+    (file.parent / "agent.py").touch()
+    file.write_text(
+        "ajet:\n"
+        "  model: {path: ./models/mine}\n"
+        "  rollout:\n"
+        "    user_workflow: tutorial.sums.agent->Sums\n"
+        "    num_repeat: 6\n"
+        "    temperature: 0.7\n"
+        "  task_reader:\n"
+        "    jsonl: {training: {file_path: lines.jsonl}}\n"
+        "    feedback_tracing:\n"
+        "      base_url: data/db.sqlite\n"
+        "      train_output_path: /data/tasks.jsonl\n"
+        "rollout: {temperature: 0.5}\n"
     )
+    ran = flywheel("config", "show", "--json", "-c", file)
+    why = "where tutorial/ is"
+    assert ran.json["project"] == {"root": str(tmp_path), "why": why}
+    found, relative = settings(ran), f"; relative to the project root {tmp_path}, {why}"
+    assert found["model.base"] == (str(tmp_path / "models/mine"), f"{file}:2{relative}")
+    assert found["sources.0.path"] == (str(tmp_path / "data/db.sqlite"), f"{file}:10{relative}")
+    assert found["ingest.output"] == ("/data/tasks.jsonl", f"{file}:11")
+    assert found["rollout.agent.workflow"] == ("tutorial.sums.agent->Sums", f"{file}:4")
+    assert found["rollout.reward.workflow"] == (1.0, f"{file}:4")
+    assert found["training.group_size"] == (6, f"{file}:5")
+    assert found["rollout.temperature"] == (0.5, f"{file}:12"), "Flywheel's own key takes precedence"
+    assert found["judge.base_url"] == (
+        "https://dashscope.aliyuncs.com/compatible-mode/v1",
+        "AgentJet's default",
+    )
+    assert found["judge.backup.api_key_env"][1].startswith("AgentJet's default; ")
+    assert (
+        f"Relative paths start at the project root {tmp_path}, {why}." in flywheel("config", "show", "-c", file).out
+    )
+
+
+def test_a_database_of_agentjets_that_is_not_there_is_an_error(flywheel: Run, tmp_path: Path) -> None:
+    text = "feedback_tracing: {base_url: ./data/db.sqlite}\nmodel: {base: some/model}\n"
+    (tmp_path / "agentjet.yaml").write_text(text)
+    ran = flywheel("ingest", "-c", tmp_path / "agentjet.yaml")
+    assert (ran.code, ran.out) == (78, "")
+    assert f"cannot read {tmp_path}/data/db.sqlite: there is no such file" in ran.err
+    assert f"starts at the project root {tmp_path}, the working directory" in ran.err
 
 
 def test_no_secret_is_shown(flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from flywheel.config.section import merged, put
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of
-from flywheel.judge.filters.chain import load_chain
+from flywheel.judge.filters.chain import chain_of, load_chain
 from flywheel.system.process import gpus_of_machine
 from tests.cases import for_each
 
@@ -139,16 +140,11 @@ def test_every_key_that_is_set_exists() -> None:
         for option in by_name(agentjet_keys.COPIED | agentjet_keys.MADE).values()
         for use in option.use.split(", ")
     }
+    made = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"]), "reward": RewardSettings()}
     for use in uses - NOT_YET - {""}:
         section: Any = Config()
         for part in use.split("."):
-            defaults = {
-                "sources": StudioSource(),
-                "agent": AgentProgramSettings(command=["a"]),
-                "reward": RewardSettings(),
-            }
-            inner = defaults.get(part)
-            section = inner or getattr(section, part)
+            section = made.get(part) or getattr(section, part)
 
 
 AGENT = {"rollout": {"user_workflow": "agents->Mine"}}
@@ -202,7 +198,12 @@ def translated(settings: dict[str, Any], **own: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("logger", "expected"),
-    [("tensorboard", ["tensorboard"]), (["console", "tensorboard", "swanlab"], ["tensorboard"]), ("swanlab", None)],
+    [
+        ("tensorboard", ["tensorboard"]),
+        (["console", "tensorboard", "swanlab"], ["tensorboard"]),
+        ("swanlab", None),
+        (3, None),
+    ],
 )
 def test_the_loggers_that_there_are(logger: Any, expected: Any) -> None:
     made = translated({"trainer_common": {"logger": logger}})
@@ -450,3 +451,101 @@ def test_a_judge_needs_a_workflow(tmp_path: Path) -> None:
         read(tmp_path, raw)
     rollout = read(tmp_path, {**raw, "rollout": {"agent": {"command": ["node", "agent.mjs"]}}}).rollout
     assert (rollout.reward_function, rollout.weights.workflow) == ("agents.sums->Right", 1)
+
+
+def project(workflow: str = "", judge: str = "", **more: Any) -> dict[str, Any]:
+    """A file whose relative paths are all of those that there are."""
+    filters = [
+        {"type": "python", "params": {"path": "./filters/mine.py", "function": "keep"}},
+        {"type": "deduplication", "params": {"db_path": "./.similarity"}},
+    ]
+    section = {"base_url": "./data/db.sqlite", "train_output_path": "data/tasks.jsonl", "filters": filters}
+    names = {"user_workflow": workflow} if workflow else {}
+    judged = {"judge_protocol": judge} if judge else {}
+    below = {"model": {"path": "./models/mine"}, "rollout": names, "task_judge": judged}
+    return {"ajet": {**below, "task_reader": {"type": "tracing", "feedback_tracing": section}}, **more}
+
+
+@pytest.mark.parametrize(
+    ("files", "raw", "cwd", "root", "why"),
+    [
+        (["tutorial/one/train.py"], project("tutorial.one.train->W"), "", "", "where tutorial/ is"),
+        (["tutorial/one/train.py"], project("tutorial/one/train.py->W"), "elsewhere", "", "where tutorial/ is"),
+        (["tutorial/one/train.py"], project("./tutorial/one/train.py->W"), "tutorial/one", "", "where tutorial/ is"),
+        (["tutorial/x"], project("tutorial.missing->W"), "elsewhere", "", "where tutorial/ is"),
+        (["mine.py"], project("mine->W"), "elsewhere", "", "where mine.py is"),
+        (["tutorial/one/mine.py", "mine.py"], project("mine->W"), "", "tutorial/one", "where mine.py is"),
+        (["lib/judge.py"], project("installed.agent->W", "lib.judge->J"), "elsewhere", "", "where lib/ is"),
+        # An output of a run from the wrong folder has the package's name.
+        (
+            ["tutorial/one/train.py", "tutorial/one/tutorial/one/tasks.jsonl"],
+            project("tutorial.one.train->W"),
+            "elsewhere",
+            "",
+            "where tutorial/ is",
+        ),
+        # The databases of other folders do not count.
+        (
+            ["tutorial/one/train.py", "tutorial/one/data/db.sqlite", "elsewhere/data/db.sqlite"],
+            project("tutorial.one.train->W"),
+            "elsewhere",
+            "",
+            "where tutorial/ is",
+        ),
+        ([], project(), "", "", "the working directory"),
+        ([], project(), "tutorial", "tutorial", "the working directory"),
+        ([], project(), "tutorial/one", "tutorial/one", "the working directory"),
+        ([], project(), "elsewhere", "tutorial/one", "the folder of the configuration"),
+        ([], project("installed.agent->W"), "", "", "the working directory"),
+        ([], project("~/agent.py->W", "/opt/judge.py->J"), "elsewhere", "tutorial/one", "the folder of"),
+        (["tutorial/one/data/db.sqlite"], project(), "", "", "the working directory"),
+        (
+            ["agents/a.py"],
+            project(rollout={"agent": {"workflow": "agents/a.py:run"}}),
+            "elsewhere",
+            "",
+            "where agents/ is",
+        ),
+    ],
+)
+def test_every_relative_path_starts_at_the_project_root(
+    files: list[str], raw: Any, cwd: str, root: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("elsewhere/x", "tutorial/one/x", *files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path / cwd)
+    file = tmp_path / "tutorial" / "one" / "one.yaml"
+    file.write_text(yaml.safe_dump(raw))
+    folder = tmp_path / root
+    for name in (file, Path(os.path.relpath(file, tmp_path / cwd))):
+        config = load(name)
+        assert config.project is not None
+        assert config.project.folder == folder
+        assert config.project.why.startswith(why)
+        (source,) = config.sources
+        assert isinstance(source, StudioSource)
+        assert (source.path, config.task_file) == (folder / "data/db.sqlite", folder / "data/tasks.jsonl")
+        assert config.model.base == str(folder / "models/mine")
+        if isinstance(config.rollout.agent, AgentProgramSettings):
+            assert config.rollout.agent.folder == folder
+        (folder / "filters").mkdir(exist_ok=True)
+        (folder / "filters" / "mine.py").write_text("def keep(task):\n    return True\n")
+        chain = chain_of(config)
+        assert chain is not None
+        assert any(str(folder / ".similarity") in notice for notice in chain.notices)
+        (folder / "filters" / "mine.py").unlink()
+
+
+def test_a_service_that_starts_in_the_root_directory_has_the_files_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    config = read(tmp_path, project())
+    assert config.project is not None
+    assert config.project.folder == tmp_path
+
+
+def test_flywheels_own_files_start_at_their_folder(tmp_path: Path) -> None:
+    config = read(tmp_path, {"sources": [{"path": "a.sqlite"}]})
+    assert config.project is None

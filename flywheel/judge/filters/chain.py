@@ -36,7 +36,7 @@ from flywheel.judge.filters.llm_evaluate import LlmEvaluate
 from flywheel.judge.filters.pii import Pii, Redactor
 from flywheel.judge.filters.python_filter import PythonFile, load_filter
 from flywheel.judge.filters.rules import Rules
-from flywheel.system.files import expanded
+from flywheel.system.files import expanded, tidied
 from flywheel.system.user_code import FunctionError
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
@@ -208,7 +208,9 @@ def chain_of(config: Config) -> Chain | None:
     path = config.filter.chain
     if path is None:
         return None
-    folder = config.project.folder if config.project is not None and path == config.file else None
+    folder = None
+    if config.project is not None and config.file is not None and path == tidied(config.file):
+        folder = config.project.folder
     return load_chain(path, config.correction("filter", "chain"), folder)
 
 

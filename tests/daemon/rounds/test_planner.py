@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config
+from flywheel.config import Config, parse
 from flywheel.config.training import RolloutSettings
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -101,6 +101,34 @@ async def test_a_round_whose_steps_ask_more_prompts_takes_more_samples(tmp_path:
     config = made(tmp_path, training=training, rollout={"oversample": 1.5})
     assert len((await planned_round(store, config)).train) == 2 * 3
     assert len((await debug_round(store, config)).train) == 3
+
+
+async def test_a_debug_round_has_the_number_of_prompts_of_its_own(tmp_path: Path, store: Store) -> None:
+    await store.write(judged, 9, 1)
+    training = {"prompts_per_step": 4, "debug_prompts": 3, "group_size": 4}
+    config = made(tmp_path, training=training, rollout={"oversample": 2})
+    spec = await debug_round(store, config)
+    settings = Config.model_validate(spec.settings)
+    assert len(spec.train) == settings.rollout.prompts_asked(settings.training.prompts_per_step) == 3
+    spec = await planned_round(store, config)
+    assert Config.model_validate(spec.settings).training.prompts_per_step == 4
+
+
+async def test_a_step_of_agentjets_settings_has_at_most_the_tasks_that_there_are(
+    tmp_path: Path, store: Store
+) -> None:
+    await store.write(judged, 9, 1)
+    own = make_config(tmp_path).model_dump(mode="json", exclude_unset=True)
+    raw = {
+        "ajet": {"model": {"path": base_model(tmp_path)}, "feedback_tracing": {}, "data": {"train_batch_size": 240}},
+        **{key: value for key, value in own.items() if key not in ("model", "training")},
+        "gate": {"min_tasks": 1, "min_power": 0},
+        "filter": {"rubric": str(BOXED_RUBRIC)},
+    }
+    config = parse(raw, "agentjet.yaml", tmp_path, file=tmp_path / "agentjet.yaml")
+    assert config.training.prompts_per_step == 240
+    for spec in (await debug_round(store, config), await planned_round(store, config)):
+        assert len(spec.train) == Config.model_validate(spec.settings).training.prompts_per_step == 9
 
 
 @for_each(

@@ -48,6 +48,21 @@ def test_the_key_is_that_of_the_parameters_then_of_the_environment(
     assert server.keys == ["Bearer from-the-environment", "Bearer given", "Bearer none"]
 
 
+def test_a_key_that_is_refused_is_followed_by_the_next(
+    server: EmbeddingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS", "one|two")
+    monkeypatch.setenv("MORE_KEYS", "three")
+    keys = {"api_key_env": "KEYS", "backup_api_key_env": "MORE_KEYS"}
+    server.failures = [401, 429]
+    assert len(embed(server, ["a", "b"], batch_size=1, **keys)) == 2
+    assert server.keys == ["Bearer one", "Bearer two", "Bearer three", "Bearer three"]
+    server.status = 401
+    with pytest.raises(FilterError, match="Put the right key into KEYS"):
+        embed(server, ["a"], **keys)
+    assert server.keys[-3:] == ["Bearer one", "Bearer two", "Bearer three"]
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_what_may_pass_is_tried_again(server: EmbeddingServer, status: int) -> None:
     server.failures = [status, status]

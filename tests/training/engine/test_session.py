@@ -186,6 +186,12 @@ async def test_budgets_end_a_rollout() -> None:
     assert [limits.tokens for limits in app.limits] == [3, 1]
     assert (reply.status, reply.error) == (400, "this rollout has reached its limit of 3 generated tokens")
     assert rollout.is_truncated
+    app = ScriptedApplication()
+    rollout = session(app, tokens=7, turn_tokens=4)
+    await rollout.complete(asking("a"), max_tokens=2)
+    await rollout.complete(asking("b"), max_tokens=8)
+    await rollout.complete(asking("c"))
+    assert [limits.tokens for limits in app.limits] == [2, 4, 3], "a turn has a limit of its own"
     rollout = session(app, turns=1)
     first = await rollout.complete(asking("a"))
     assert await rollout.complete(asking("a")) == first, "a retry is no turn"
