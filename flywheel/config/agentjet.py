@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from flywheel.config.section import merged
 from flywheel.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -109,9 +110,9 @@ def from_agentjet(
         "sources": own.get("sources", [lines or _present({"path": section.get("base_url")})]),
         "model": base,
         "training": _present({"group_size": rollout.get("num_repeat")}, own.get("training")),
-        "rollout": _present(
-            {"temperature": rollout.get("temperature"), **_program(raw, root, sections, file, attempted)},
-            own.get("rollout"),
+        "rollout": merged(
+            _present({"temperature": rollout.get("temperature"), **_program(raw, root, sections, file, attempted)}),
+            _mapping(own.get("rollout")),
         ),
         "ingest": _present(
             {

@@ -105,12 +105,14 @@ async def check(
     try:
         # In a thread: loading may take long, and Ctrl-C ends it.
         function = await asyncio.to_thread(pool.start)
-        async with _Proxy(url, key) as proxy:
+        trained = next(iter(models))
+        # As in a round. AgentJet's workflows may name any model.
+        otherwise = models[trained] if program.is_of_agentjet else None
+        async with _Proxy(url, key, {*models.values()}, otherwise) as proxy:
             await proxy.require_server()
             endpoints = {target: ModelEndpoint(f"{proxy.url}/v1", name) for target, name in models.items()}
-            trained = next(iter(models))
             result = await pool.run(task, endpoints, trained)
-            problems = _problems(result, proxy.calls, set(models.values()))
+            problems = _problems(result, proxy.calls, {*models.values()})
             unmatched: dict[str, list[str]] = {}
             failed = 0
             for each in accepted:
@@ -175,9 +177,11 @@ def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> 
 
 
 class _Proxy:
-    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far."""
+    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far. Calls of other models than
+    `models` are sent as ones of `otherwise`, if that is given."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, models: set[str], otherwise: str | None) -> None:
+        self._models, self._otherwise = models, otherwise
         self.calls: list[CheckedCall] = []
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -214,9 +218,11 @@ class _Proxy:
 
     async def _pass_on(self, request: Request) -> Response:
         body = await request.body()
-        call = _call(body) if request.scope["path"].endswith(CHAT) else None
-        if call is not None:
-            self.calls.append(call)
+        call = None
+        if request.scope["path"].endswith(CHAT):
+            if self._otherwise is not None and (asked := _object(body)).get("model") not in self._models:
+                body = json.dumps({**asked, "model": self._otherwise}).encode()
+            self.calls.append(call := _call(body))
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
         try:
