@@ -206,7 +206,7 @@ def test_a_judge_that_rewards_no_accepted_answer(with_judge: Callable[..., Ran],
     assert "its judge rewards none of 5 accepted answers" in ran.err
     # What it needs may be what only the workflow returns.
     ran = with_judge("Needs")
-    assert "5 not: the reward function raised KeyError: 'score'" in ran.out
+    assert "3 not: the reward function raised KeyError: 'score'" in ran.out
     assert "its judge rewards none" not in ran.err
 
 

@@ -30,6 +30,8 @@ from flywheel.training.program.program_pool import ProgramPool
 
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/chat/completions"
+MOST_FAILURES: Final = 3
+"""Accepted answers on which the judge fails before no more are tried."""
 NOT_SENT_ON: Final = frozenset({"host", "content-length", "authorization", "connection", "transfer-encoding"})
 NOT_SENT_BACK: Final = frozenset({"content-length", "content-encoding", "connection", "transfer-encoding", "date"})
 
@@ -114,14 +116,17 @@ async def check(
             result = await pool.run(task, endpoints, trained)
             problems = _problems(result, proxy.calls, {*models.values()})
             unmatched: dict[str, list[str]] = {}
-            failed = 0
+            replayed = failed = 0
             for each in accepted:
+                if replayed == failed == MOST_FAILURES:
+                    break
+                replayed += 1
                 judged = await pool.run(each, endpoints, trained, answer=each["answer"])
                 failed += judged.cause is not None
                 if not _is_rewarded(judged):
                     unmatched.setdefault(_why_unmatched(each["answer"], judged), []).append(each["task_id"])
-            if accepted and not failed and sum(map(len, unmatched.values())) == len(accepted):
-                problems.append(f"its judge rewards none of {quantity(len(accepted), 'accepted answer')}")
+            if replayed and not failed and sum(map(len, unmatched.values())) == replayed:
+                problems.append(f"its judge rewards none of {quantity(replayed, 'accepted answer')}")
             return Checked(
                 function,
                 str(task.get("task_id") or ""),
@@ -130,7 +135,7 @@ async def check(
                 result,
                 problems,
                 pool.notes,
-                len(accepted),
+                replayed,
                 unmatched,
             )
     finally:
