@@ -368,7 +368,9 @@ class RewardSettings(Section):
     rubric: float = Field(default=1.0, ge=0)
     """Weight of the rubric's score. With 0, rounds do not ask the judge."""
     workflow: float = Field(default=0.0, ge=0)
-    """Weight of the reward that the workflow or command returns, or of `rollout.reward_function`."""
+    """Weight of the reward that the workflow or command returns, or of `rollout.reward_function`. Without
+    `rollout.reward`, it is 1, and that of the rubric 0, if the first run of a round returns a number and no
+    response."""
 
     @model_validator(mode="after")
     def _is_some(self) -> Self:
@@ -405,8 +407,7 @@ class RolloutSettings(Section):
     auxiliary_models: dict[str, AuxiliaryModelSettings] = {}
     """Further models of the user's agent by name, which are never trained."""
     reward: RewardSettings | None = None
-    """Default: the rubric's score alone; of your own agent its own reward alone where its run on a round's first task
-    returns a number and no response."""
+    """Default: the first run of your own agent in a round decides."""
     reward_function: Function | None = None
     """A function by the contract of the tuner's judges, `async def judge(task, response, auxiliary_models=None,
     logger=None)`, or an AgentJet judge as `package.module->Class`. Its reward replaces that of the workflow."""

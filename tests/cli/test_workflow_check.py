@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from flywheel.records.states import Split
 from tests.agents.running import EXAMPLES
 from tests.agents.scripted_model import Recorder, ScriptedModel
-from tests.cli.conftest import Run
+from tests.cli.conftest import Ran, Run
 from tests.cli.test_documented_json import compare, documented
+from tests.factories.state import write_state
+from tests.factories.trace import replies_on
+from tests.factories.verdict import put_judged
 from tests.serving.fake_vllm import running
 
 AGENT = f"{EXAMPLES / 'workflow' / 'agent.py'}:run"
@@ -62,8 +67,34 @@ async def not_a_number(task, model):
     return {"response": ask(task), "reward": float("nan")}
 
 
+async def nothing(task, model):
+    return {"response": object() if ask(task) else ""}
+
+
 def sync(task, model):
     return 1.0
+"""
+JUDGE = """
+import re
+
+from ajet.task_judge.base_judge import BaseJudge
+
+
+class SameBox(BaseJudge):
+    def compute_reward(self, workflow_task, workflow_output):
+        box = re.search(r"\\\\boxed\\{([^}]*)\\}", workflow_output.metadata["final_answer"])
+        is_right = box is not None and box.group(1) == workflow_task.task.metadata["answer"]
+        return float(is_right), is_right
+
+
+class Harsh(BaseJudge):
+    def compute_reward(self, workflow_task, workflow_output):
+        return 0.0
+
+
+class Needs(BaseJudge):
+    def compute_reward(self, workflow_task, workflow_output):
+        return workflow_output.metadata["score"]
 """
 
 
@@ -102,7 +133,81 @@ def test_an_agent_with_a_tool(flywheel: Run, url: str) -> None:
     assert ran.json["problems"] == []
     shown = flywheel("workflow", "check", AGENT, "--task", TASKS, "--url", url)
     assert "2. my-agent: 5 messages, tools multiply;" in shown.out
-    assert "not used: rollout.reward.workflow is 0" in shown.out
+    assert "reward    1 (the agent returns a response and a reward: the rubric's score counts, and" in shown.out
+
+
+def test_a_number_alone_is_the_reward(flywheel: Run, url: str, others: Path, row: Path) -> None:
+    ran = flywheel("workflow", "check", f"{others}:lost", "--task", row, "--url", url)
+    assert ran.code == 0, ran.err
+    assert "reward    0.5 (the agent returns a reward and no response: its reward alone counts" in ran.out
+    assert "A round can use it." in ran.out
+
+
+@pytest.fixture
+def with_judge(flywheel: Run, url: str, others: Path, tmp_path: Path) -> Callable[..., Ran]:
+    """Checks a workflow on a state with accepted answers, of which one has nested braces."""
+    answers = [r"\boxed{7}", r"\boxed{\frac{1}{2}}", "It is 4.", r"\boxed{1} or \boxed{2}", r"\boxed{8}"]
+    replies = [replace(one, answer=answer) for one, answer in zip(replies_on(Split.TRAIN, 5), answers, strict=True)]
+    write_state(tmp_path / "state", put_judged, *replies)
+    (tmp_path / "judges.py").write_text(JUDGE)
+
+    def check(judge: str, *arguments: str) -> Ran:
+        settings = {
+            "state": {"dir": "state"},
+            "serving": {"urls": [url]},
+            "rollout": {
+                "agent": {"workflow": f"{others}:plain"},
+                "reward_function": f"judges.py->{judge}",
+                "reward": {"rubric": 0, "workflow": 1},
+            },
+        }
+        (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+        return flywheel("workflow", "check", "--task", tmp_path / "rows.jsonl", *arguments)
+
+    return check
+
+
+def test_a_class_of_agentjet_may_name_any_model(flywheel: Run, url: str, row: Path, tmp_path: Path) -> None:
+    (tmp_path / "flows.py").write_text(
+        OTHERS
+        + """
+from ajet import Workflow, WorkflowOutput
+
+
+class Whatever(Workflow):
+    async def execute(self, workflow_task, tuner):
+        at = tuner.as_oai_baseurl_apikey()
+        said = ask({"openai": {"base_url": at.base_url}, "main_query": workflow_task.task.main_query}, "whatever")
+        return WorkflowOutput(reward=1.0, metadata={"final_answer": said})
+"""
+    )
+    ran = flywheel("workflow", "check", "flows.py->Whatever", "--task", row, "--url", url, "--json")
+    assert (ran.code, ran.json["response"]) == (0, "You asked: Hello"), ran.err
+    assert [call["model"] for call in ran.json["calls"]] == ["my-agent"]
+
+
+def test_accepted_answers_that_a_judge_cannot_match_are_named(with_judge: Callable[..., Ran], row: Path) -> None:
+    ran = with_judge("SameBox")
+    assert ran.code == 0, ran.err
+    assert "judge     rewards 2 of 5 accepted answers" in ran.out
+    for why in (
+        "1 not: there are nested braces in the box, which a pattern that ends at the first } cuts (t-",
+        "1 not: there is no \\boxed{…} (t-",
+        "1 not: there are several boxes (t-",
+    ):
+        assert why in ran.out
+    assert with_judge("SameBox", "--answers", "1", "--json").json["judge"] == {"answers": 1, "unmatched": {}}
+    assert with_judge("SameBox", "--answers", "0", "--json").json["judge"] is None
+
+
+def test_a_judge_that_rewards_no_accepted_answer(with_judge: Callable[..., Ran], row: Path) -> None:
+    ran = with_judge("Harsh")
+    assert ran.code == 1
+    assert "its judge rewards none of 5 accepted answers" in ran.err
+    # What it needs may be what only the workflow returns.
+    ran = with_judge("Needs")
+    assert "3 not: the reward function raised KeyError: 'score'" in ran.out
+    assert "its judge rewards none" not in ran.err
 
 
 def test_the_own_keys_of_a_row_reach_the_agent(flywheel: Run, url: str, others: Path, row: Path) -> None:
@@ -123,7 +228,7 @@ def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others
         ("silent", "it did not call the model"),
         ("other_model", "it asked for the model gpt-9, and the one that is trained is my-agent"),
         ("not_a_number", "the run failed (not_a_number)"),
-        ("lost", "the run failed (no_response)"),
+        ("nothing", "it returned neither a reward nor a response with a text"),
     ],
 )
 def test_what_a_round_would_fail_on(

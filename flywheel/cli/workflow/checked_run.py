@@ -30,6 +30,8 @@ from flywheel.training.program.program_pool import ProgramPool
 
 HOST: Final = "127.0.0.1"
 CHAT: Final = "/chat/completions"
+MOST_FAILURES: Final = 3
+"""Accepted answers on which the judge fails before no more are tried."""
 NOT_SENT_ON: Final = frozenset({"host", "content-length", "authorization", "connection", "transfer-encoding"})
 NOT_SENT_BACK: Final = frozenset({"content-length", "content-encoding", "connection", "transfer-encoding", "date"})
 
@@ -105,21 +107,26 @@ async def check(
     try:
         # In a thread: loading may take long, and Ctrl-C ends it.
         function = await asyncio.to_thread(pool.start)
-        async with _Proxy(url, key) as proxy:
+        trained = next(iter(models))
+        # As in a round. AgentJet's workflows may name any model.
+        otherwise = models[trained] if program.is_of_agentjet else None
+        async with _Proxy(url, key, {*models.values()}, otherwise) as proxy:
             await proxy.require_server()
             endpoints = {target: ModelEndpoint(f"{proxy.url}/v1", name) for target, name in models.items()}
-            trained = next(iter(models))
             result = await pool.run(task, endpoints, trained)
-            problems = _problems(result, proxy.calls, set(models.values()))
+            problems = _problems(result, proxy.calls, {*models.values()})
             unmatched: dict[str, list[str]] = {}
-            failed = 0
+            replayed = failed = 0
             for each in accepted:
+                if replayed == failed == MOST_FAILURES:
+                    break
+                replayed += 1
                 judged = await pool.run(each, endpoints, trained, answer=each["answer"])
                 failed += judged.cause is not None
                 if not _is_rewarded(judged):
                     unmatched.setdefault(_why_unmatched(each["answer"], judged), []).append(each["task_id"])
-            if accepted and not failed and sum(map(len, unmatched.values())) == len(accepted):
-                problems.append(f"its judge rewards none of {quantity(len(accepted), 'accepted answer')}")
+            if replayed and not failed and sum(map(len, unmatched.values())) == replayed:
+                problems.append(f"its judge rewards none of {quantity(replayed, 'accepted answer')}")
             return Checked(
                 function,
                 str(task.get("task_id") or ""),
@@ -128,7 +135,7 @@ async def check(
                 result,
                 problems,
                 pool.notes,
-                len(accepted),
+                replayed,
                 unmatched,
             )
     finally:
@@ -175,9 +182,11 @@ def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> 
 
 
 class _Proxy:
-    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far."""
+    """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far. Calls of other models than
+    `models` are sent as ones of `otherwise`, if that is given."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, models: set[str], otherwise: str | None) -> None:
+        self._models, self._otherwise = models, otherwise
         self.calls: list[CheckedCall] = []
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -214,9 +223,11 @@ class _Proxy:
 
     async def _pass_on(self, request: Request) -> Response:
         body = await request.body()
-        call = _call(body) if request.scope["path"].endswith(CHAT) else None
-        if call is not None:
-            self.calls.append(call)
+        call = None
+        if request.scope["path"].endswith(CHAT):
+            if self._otherwise is not None and (asked := _object(body)).get("model") not in self._models:
+                body = json.dumps({**asked, "model": self._otherwise}).encode()
+            self.calls.append(call := _call(body))
         headers = {name: value for name, value in request.headers.items() if name not in NOT_SENT_ON}
         began = time.monotonic()
         try:

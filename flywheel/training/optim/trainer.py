@@ -84,6 +84,10 @@ class Trainer(RoundActor):
         # Importing TRL takes seconds; here that happens while the engines start.
         import flywheel.training.optim.grpo  # noqa: F401
 
+    def use_settings(self, settings: Mapping[str, Any]) -> None:
+        """Those of the round (`Config`), once it is decided which reward counts."""
+        self._settings = Config.model_validate(settings)
+
     def load(self, parent: AdapterRef | None) -> None:
         """Load the policy that a stage starts from, with nothing of the stage before. Raises TrainError."""
         spec, training = self._spec, self._settings.training

@@ -88,8 +88,16 @@ class AgentProgram:
         return self.workflow or " ".join(self.command)
 
     @property
+    def is_of_agentjet(self) -> bool:
+        """Whether one of its functions is a class of AgentJet."""
+        return any(each.is_class for each in self._functions)
+
+    @property
+    def _functions(self) -> list[FunctionName]:
+        return [each for each in map(parsed, (self.workflow, self.reward_function, self.setup)) if each is not None]
+
+    @property
     def files(self) -> list[str]:
         """What its processes read: its working directory, its interpreter, and the files of its functions."""
-        functions = map(parsed, (self.workflow, self.reward_function, self.setup))
-        found = (each.where for each in functions if each is not None and each.is_in_file)
+        found = (each.where for each in self._functions if each.is_in_file)
         return [*filter(None, (self.folder, self.python)), *found]

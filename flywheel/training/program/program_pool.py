@@ -32,7 +32,7 @@ from flywheel.records.program_run import FailureCause, RunResult
 from flywheel.records.verdict import Exchange
 from flywheel.secrets import environment_without_secrets, redact_secrets
 from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess
-from flywheel.training.program import agent_program, process_tree
+from flywheel.training.program import process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.agentjet_defaults import settings_of
 from flywheel.training.program.process_tree import Process
@@ -301,9 +301,7 @@ def program_of(config: Config) -> AgentProgram | None:
     agent = rollout.agent
     if not isinstance(agent, AgentProgramSettings):
         return None
-    functions = map(agent_program.parsed, (agent.workflow or "", rollout.reward_function or ""))
-    is_foreign = any(each is not None and each.is_class for each in functions)
-    return AgentProgram(
+    program = AgentProgram(
         workflow=agent.workflow or "",
         command=tuple(agent.command or ()),
         python=str(agent.python or ""),
@@ -316,12 +314,13 @@ def program_of(config: Config) -> AgentProgram | None:
             name: ModelEndpoint(model.base_url, model.model, **_key(name, model.api_key_env))
             for name, model in rollout.auxiliary_models.items()
         },
-        config=settings_of(agent.config) if is_foreign else {},
-        judge=_judge(config.judge) if is_foreign else None,
         environment={name: _variable(name) for name in rollout.agent_environment},
         needs_response=rollout.reward is not None and rollout.reward.rubric > 0,
         needs_reward=rollout.reward is not None and rollout.reward.workflow > 0,
     )
+    if not program.is_of_agentjet:
+        return program
+    return replace(program, config=settings_of(agent.config), judge=_judge(config.judge))
 
 
 def _judge(settings: JudgeSettings) -> ModelEndpoint:

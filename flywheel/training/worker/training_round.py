@@ -328,6 +328,8 @@ class Round:
             self.grade = without_judge()
         # From now on, a run without what counts is a failure.
         self._use_program()
+        if self.trainer is not None:
+            ray_cluster.wait([self.trainer.use_settings.remote(self.settings.model_dump(mode="json"))])
         if why:
             log.info("%s", why)
         return {"reward_by": why} if why else {}

@@ -65,7 +65,8 @@ async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agentscope\nVersion: {version}\n")
     python = tmp_path / "environment" / "bin" / "python"
-    commands = "`python3 -m venv agentscope-1` and `agentscope-1/bin/pip install 'agentscope<2' 'mcp<2'`"
+    packages = "'agentscope<2' 'mcp<2' 'sqlalchemy[asyncio]' tqdm"
+    commands = f"`python3 -m venv agentscope-1` and `agentscope-1/bin/pip install {packages}`"
     for imported in ("from agentscope import formatter", "import agentscope.memory"):
         pool = new_pool(f"{imported}\nasync def run(task, model): ...\n", python=str(python))
         with pytest.raises(ConfigError) as caught:

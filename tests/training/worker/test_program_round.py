@@ -38,7 +38,7 @@ def task(name: str, question: Question) -> RoundTask:
     return round_task(name, question.text, reference="", prompt=prompt, agent="program", line=line)
 
 
-def test_a_round_of_a_workflow_with_a_reward_of_its_own(tmp_path: Path) -> None:
+def test_a_round_of_a_workflow_whose_reward_alone_counts_as_its_first_run_decides(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(WORKFLOW)
     some = questions()[::12]
     train = [task(f"t-{at}", question) for at, question in enumerate(some[:12])]
@@ -47,7 +47,6 @@ def test_a_round_of_a_workflow_with_a_reward_of_its_own(tmp_path: Path) -> None:
     settings["rollout"] |= {
         "agent": {"workflow": f"{tmp_path}/agent.py:run", "folder": str(tmp_path)},
         "workers": 2,
-        "reward": {"rubric": 0, "workflow": 1},
     }
     settings["gate"] |= {"max_tasks": 10}
     done = run(tmp_path / "r0001", spec(NOWHERE, train=train, held_out=held_out, settings=settings))
@@ -63,6 +62,8 @@ def test_a_round_of_a_workflow_with_a_reward_of_its_own(tmp_path: Path) -> None:
         assert line["advantage"] is None
     assert sum(step["program"]["failures"].get("left_processes", 0) for step in done.steps) == len(failed)
     assert {line["reward"] for line in done.rollouts if not line["error"]} == {0.0, 1.0}
+    [training] = [line for line in done.metrics if line.get("phase") == "training"]
+    assert training["reward_by"].startswith("the agent returns a reward and no response: its reward alone counts")
     assert sum(done.result.usage[name] for name in ("judge_calls", "judge_prompt_tokens")) == 0
     comparison = done.result.comparison
     assert comparison is not None

@@ -121,7 +121,7 @@ def rollout_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def use(engine: Any, rollout: dict[str, Any], **changes: Any) -> str:
     config = Config.model_validate({"rollout": rollout})
-    needs_reward = config.rollout.reward.workflow > 0
+    needs_reward = config.rollout.weights.workflow > 0
     given = {"models": {ALIAS: ALIAS}, "trained": ALIAS, "max_turns": 16, **changes}
     setup = ProgramSetup(needs_reward=needs_reward, **given)
     [found] = ray_cluster.wait([engine.use_program.remote(config.model_dump(mode="json"), setup)])
@@ -188,7 +188,7 @@ def test_a_command_is_asked_with_the_task_and_sees_no_secret(engine: Any, folder
     ],
 )
 def test_a_run_that_fails_says_why(engine: Any, folder: Path, does: str, cause: str, says: str) -> None:
-    use(engine, rollout_settings(folder, agent_timeout_seconds=5))
+    use(engine, rollout_settings(folder, agent_timeout_seconds=5, reward={"rubric": 1}))
     [made] = generate(engine, prompts(engine, 1, does=does))
     assert made.cause == cause
     assert says in made.error
