@@ -24,10 +24,10 @@ One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in 
 default. An unknown key, or one that is written twice, is an error that names its path. `~` expands, relative
 paths are relative to the file, and secrets are never in it: it names the environment variables that hold them.
 
-`--set KEY=VALUE` sets one key for one command, above the file or without one, and may be repeated. KEY is a dotted path
-(`judge.model`; `sources.0.path` for the first item of a list), also in the keys of another program's file
-(`ajet.model.path`); VALUE is YAML and replaces all that stands there. A key without effect is an error.
-`flywheel config show` prints each setting in effect with its origin: the line of the file, `--set`, or the default.
+`--set KEY=VALUE` sets one key for one command, above the file or without one, and may be repeated. KEY is a dotted
+path (`judge.model`; `sources.0.path` for the first item of a list), also in the keys of another program's file
+(`ajet.model.path`). VALUE is YAML and replaces all that stands there. `flywheel config show` prints each setting in
+effect with its origin: the line of the file, `--set`, or the default.
 
 Configurations made for AgentJet or ASTuner are read: `feedback_tracing`, at the root or in `task_reader` below
 `ajet:` or `astuner:`, has its own key names (`base_url`, `train_output_path`, `alien_llm_model`,

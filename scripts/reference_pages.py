@@ -41,8 +41,8 @@ file; 130, 143 stopped by SIGINT, SIGTERM before it was done (`flywheel run` wit
 `--once` ends with 0); 141 the reader of stdout closed it (`| head`). An error message says what was attempted, why it
 failed and what to do. A user's mistake never causes a traceback.
 
-`-c FILE` and `--set KEY=VALUE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`, `rubric schema` and
-`config schema` need no configuration. `judge` is another name of `filter` and `explain` of `why`.
+`-c FILE` and `--set KEY=VALUE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`,
+`rubric schema` and `config schema` need no configuration. `judge` is another name of `filter` and `explain` of `why`.
 `--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
 """
 

@@ -19,6 +19,7 @@ TUNER_KEYS: Final[Mapping[str, str]] = {
     "temperature": "rollout.temperature",
     "inference_engine_num": "rollout.engines",
     "engine_num": "rollout.engines",
+    "tensor_parallel_size": "rollout.tensor_parallel",
     "tool_call_parser": "serving.tool_call_parser",
     "reasoning_parser": "serving.reasoning_parser",
     "learning_rate": "training.learning_rate",
@@ -46,7 +47,6 @@ TRINITY_SECTIONS: Final[Mapping[str, Collection[str]]] = {
 REFUSED_VALUES: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "algorithm_type": (("multi_step_grpo", "grpo"), "rounds train with GRPO"),
     "top_p": ((1, None), "rollouts are sampled from the policy itself"),
-    "tensor_parallel_size": ((1,), "an engine has one GPU; rollout.engines has their number"),
     "enable_thinking": ((None,), "put --default-chat-template-kwargs into serving.extra_args"),
     "sync_interval": ((1,), "engines get the weights after each step"),
     "tinker_config": ((None,), "rounds train on this machine"),

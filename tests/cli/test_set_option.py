@@ -140,7 +140,9 @@ def test_a_round_has_the_settings(
 
 def test_training_by_hand_has_them(flywheel: Run, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("")
-    ran = flywheel("train", "dpo", "--data", "pairs.jsonl", "--base-model", "m", "--output", "made", "--set", "training.sed=1")
+    ran = flywheel(
+        "train", "dpo", "--data", "pairs.jsonl", "--base-model", "m", "--output", "made", "--set", "training.sed=1"
+    )
     assert ran.code == 78
     assert "--set training.sed: unknown key `training.sed` (did you mean `seed`?)" in ran.err
 
