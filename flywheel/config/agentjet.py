@@ -173,7 +173,9 @@ def from_agentjet(
     if not _mapping(own.get("judge")).get("base_url"):
         made["judge"] = DASHSCOPE_JUDGE | made.get("judge", {})
     _place_model(made)
-    _fit(made, own, root, name)
+    if not _mapping(own.get("ray")).get("address"):
+        names = (f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size")
+        fit_engines(made.setdefault("rollout", {}), names, name)
     result = merged(made, own)
     if isinstance(model := result.get("model", {}), Mapping) and not model.get("base"):
         key = f"{root}.model.path" if root else "model.base"
@@ -350,18 +352,17 @@ def _place_model(made: dict[str, Any]) -> None:
         put(made, "model.base", f"./{name}")
 
 
-def _fit(made: dict[str, Any], own: Mapping[str, Any], root: str, name: str) -> None:
-    """Make engines and GPUs per engine as few as the machine has GPUs for: the file was written for another one."""
-    rollout = made.setdefault("rollout", {})
+def fit_engines(rollout: dict[str, Any], names: tuple[str, str], name: str) -> None:
+    """Make engines and GPUs per engine as few as the machine has GPUs for: the file `name`, which calls them `names`,
+    was written for another one."""
     asked = rollout.get("engines", 1), rollout.get("tensor_parallel", 1)
-    is_cluster = _mapping(own.get("ray")).get("address")
     fit = asked
-    if all(type(each) is int and each > 0 for each in asked) and asked != (1, 1) and not is_cluster:
+    if all(type(each) is int and each > 0 for each in asked) and asked != (1, 1):
         fit = fitted(*asked, gpus := gpus_of_machine())
     if fit != asked:
         log.warning(
-            "%s: `%s.rollout` asks for n_vllm_engine %d and tensor_model_parallel_size %d; this machine has %s, and"
-            " rounds use %d and %d", name, root, *asked, quantity(gpus, "GPU"), *fit
+            "%s: it asks for %s %d and %s %d; this machine has %s, and rounds use %d and %d",
+            name, names[0], asked[0], names[1], asked[1], quantity(gpus, "GPU"), *fit,
         )  # fmt: skip
     for key, value in zip(("engines", "tensor_parallel"), fit, strict=True):
         rollout.pop(key, None)

@@ -422,6 +422,10 @@ class RolloutSettings(Section):
     dropped, and at most `prompts_per_step` groups are kept."""
     engines: int = Field(default=1, gt=0)
     """Number of vLLM engines of a round, one Ray actor each."""
+    tensor_parallel: int = Field(default=1, gt=0)
+    """Number of GPUs of one engine, which share the base model's weights (vLLM's `tensor_parallel_size`). Above 1,
+    engines × tensor_parallel GPUs and one for the trainer must be there, those of an engine on one node. It has not
+    been run on several GPUs yet."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
     max_completion_tokens: int | None = Field(default=None, gt=0)

@@ -10,12 +10,10 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from flywheel.config.agentjet import MARKERS
+from flywheel.config.agentjet import MARKERS, fit_engines
 from flywheel.config.sage import Option
 from flywheel.config.section import merged, put
 from flywheel.errors import ConfigError
-from flywheel.system.process import gpus_of_machine
-from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ RUNNERS: Final = "a run that fails costs its own rollout, and is not repeated"
 FILTERS: Final = "`filter.chain` has filters for tasks"
 EPOCHS: Final = "the steps are epochs × tasks / batch, rounded up"
 MONITOR: Final = "nothing is sent to a service"
-PARALLEL: Final = Option(1, why="an engine has one GPU; rollout.engines has their number", only=(1, None))
+PARALLEL: Final = Option(1, "rollout.tensor_parallel", GPUS)
 
 MODEL: Final[Mapping[str, Option]] = {
     "model_path": Option("–", "model.base"),
@@ -371,8 +369,11 @@ def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
         if (before := set_by.get(option.use)) is not None and before.value != found.value:
             log.warning("%s: %s: without effect: %s has another value", name, before.path, found.path)
         set_by[option.use] = found
-        change = {"eval_dataset": _tasksets, "rollout.engines": _engines}.get(option.use)
-        put(made, option.use, change(found, name) if change is not None else found.value)
+        put(made, option.use, _tasksets(found, name) if option.use == "eval_dataset" else found.value)
+    engines, parallel = (set_by.get(use) for use in ("rollout.engines", "rollout.tensor_parallel"))
+    if engines or parallel:
+        names = engines.path if engines else "engines", parallel.path if parallel else "tensor_parallel_size"
+        fit_engines(made["rollout"], names, name)
     return made
 
 
@@ -381,17 +382,6 @@ def _tasksets(found: Found, name: str) -> list[dict[str, Any]]:
         raise ConfigError(f"use {name}", f"`{found.path}` is no list of mappings", "Give each a `path`.")
     each_alone = ({"buffer": {"explorer_input": {"taskset": each}}} for each in found.value)
     return [translated(found_in(each), name).get("train_dataset", {}) for each in each_alone]
-
-
-def _engines(found: Found, name: str) -> Any:
-    """As many as there are GPUs for beside the trainer's: such files are written for other machines."""
-    most = max(1, (gpus := gpus_of_machine()) - 1)
-    if not isinstance(found.value, int) or found.value <= most:
-        return found.value
-    log.warning(
-        "%s: %s is %d, and this machine has %s: %d", name, found.path, found.value, quantity(gpus, "GPU"), most
-    )
-    return most
 
 
 def _row(path: str) -> Option | None:

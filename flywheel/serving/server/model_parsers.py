@@ -109,6 +109,16 @@ def folder_of(base: str) -> Path | None:
         return None
 
 
+def weight_bytes(base: str) -> int:
+    """The size of a model's weights; 0 if they are not on this machine."""
+    if (folder := folder_of(base)) is None:
+        return 0
+    # Some repositories have the same weights again under other names.
+    patterns = ("model*.safetensors", "*.safetensors", "*.bin")
+    files = next(filter(None, ([*folder.glob(pattern)] for pattern in patterns)), [])
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
 def parsers_of(base: str, tool: str | None = None, reasoning: str | None = None) -> Parsers:
     """The parsers of the model `base`. Names that are given take precedence; `none` is no parser."""
     known = _known(base.rstrip("/").lower().rpartition("/")[2], folder_of(base))

@@ -25,13 +25,14 @@ from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
-from flywheel.serving.server.model_parsers import TOOLS_REMEDY
+from flywheel.serving.server.model_parsers import TOOLS_REMEDY, weight_bytes
 from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
 from flywheel.training.data.samples import CallTokens, RecordedReply
 from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, NoSampleError, ServedChat
 from flywheel.training.engine.endpoint import RolloutEndpoint
+from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
 from flywheel.training.engine.policy import base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.served_application import ServedApplication, unless_dead
@@ -65,6 +66,7 @@ class EngineSettings:
     cpu_threads: int
     chat: ChatFormat = field(default_factory=ChatFormat)
     more_adapters: int = 0
+    tensor_parallel: int = 1
 
     @property
     def lora_slots(self) -> int:
@@ -94,6 +96,18 @@ class Engine(RoundActor):
         self._tools = self._gate_tools = ToolSetup()
         self._pool: ProgramPool | None = None
         self._program = ProgramSetup({}, "", 0)
+
+    def check_memory(self) -> None:
+        """Raise TrainError if the base model does not fit into this engine's share of its GPUs."""
+        import torch
+
+        settings = self._settings
+        if not torch.cuda.is_available():
+            return
+        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count()))
+        weights = weight_bytes(settings.model)
+        if why := why_too_small(settings.gpu_memory_utilization, memory, weights, settings.tensor_parallel):
+            raise TrainError(f"start a rollout engine for {settings.model}", why, LARGER_SHARE)
 
     async def start(self) -> StartedEngine:
         """Start vLLM.
@@ -139,6 +153,11 @@ class Engine(RoundActor):
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if gpu:
             arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+            if settings.tensor_parallel > 1:
+                # Inside Ray, vLLM would start actors of its own, for which the GPUs of this one are not free. Its
+                # child processes see the same GPUs as this process.
+                arguments["distributed_executor_backend"] = "mp"
+                arguments["tensor_parallel_size"] = settings.tensor_parallel
         else:
             # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
             # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset").

@@ -1,4 +1,7 @@
-"""Places the trainer and the rollout engines of a round on GPUs: whole ones if there are enough, else shares."""
+"""Places the trainer and the rollout engines of a round on GPUs: whole ones if there are enough, else shares.
+
+An engine with tensor parallelism has several whole GPUs of one node.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,29 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from flywheel.errors import TrainError
+from flywheel.system.terminal import byte_size
+
 USABLE: Final = 0.9
 """Default share of a GPU's memory for engines; driver and allocator need the rest."""
+
+LARGER_SHARE: Final = (
+    "Raise rollout.gpu_memory_utilization or rollout.tensor_parallel, or use a smaller model or a larger GPU."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """The part of a GPU that one process gets."""
+    """The part of a GPU, or the whole GPUs, that one process gets."""
 
     place: int
-    """Number of the GPU; without GPUs, of the process."""
+    """Number of the GPU, or of a group of them; without GPUs, of the process."""
     share: float
-    """Part of the GPU, 0 without GPUs."""
+    """Part of the GPU, or the number of GPUs; 0 without GPUs."""
 
     def memory(self, configured: float | None) -> float:
         """The `rollout.gpu_memory_utilization` of an engine here."""
-        return configured if configured is not None else round(USABLE * self.share, 3)
+        return configured if configured is not None else round(USABLE * min(self.share, 1), 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +41,35 @@ class GpuPlacement:
     trainer: GpuShare | None
     engines: tuple[GpuShare, ...]
     occupied: tuple[int, ...]
-    """Number of processes on each GPU."""
+    """Number of processes at each place."""
+
+    def gpus(self, place: int) -> int:
+        """Number of GPUs at a place."""
+        processes = (*self.engines, *([self.trainer] if self.trainer is not None else []))
+        return max(math.ceil(each.share) for each in processes if each.place == place)
 
 
-def place_on_gpus(engines: int, gpus: int, *, with_trainer: bool) -> GpuPlacement:
-    """Place a round on this many GPUs.
+def place_on_gpus(engines: int, gpus: int, *, with_trainer: bool, tensor_parallel: int = 1) -> GpuPlacement:
+    """Place a round on this many GPUs, `tensor_parallel` of them for each engine.
 
     With too few GPUs, the trainer shares one with an engine: they work in turns, while two engines on one GPU would
-    each take twice as long.
+    each take twice as long. Nothing is shared with tensor parallelism: too few GPUs raise TrainError.
     """
     processes = engines + with_trainer
+    if tensor_parallel > 1:
+        needed = engines * tensor_parallel + with_trainer
+        if gpus < needed:
+            also = ", and the trainer needs one" if with_trainer else ""
+            raise TrainError(
+                "place the round on GPUs",
+                f"rollout.engines {engines} × rollout.tensor_parallel {tensor_parallel} are"
+                f" {engines * tensor_parallel}{also}: {needed} in all, and there "
+                + (f"{'is' if gpus == 1 else 'are'} {gpus}" if gpus else "is none"),
+                "Set rollout.tensor_parallel or rollout.engines lower. Only with 1 can GPUs be shared, or rounds run"
+                " without one.",
+            )
+        alone = [GpuShare(place, float(tensor_parallel)) for place in range(engines)]
+        return GpuPlacement(GpuShare(engines, 1.0) if with_trainer else None, tuple(alone), (1,) * processes)
     if gpus == 0:
         alone = [GpuShare(place, 0.0) for place in range(processes)]
         return GpuPlacement(alone.pop() if with_trainer else None, tuple(alone), (1,) * processes)
@@ -58,3 +87,13 @@ def place_on_gpus(engines: int, gpus: int, *, with_trainer: bool) -> GpuPlacemen
     trainer = next(share for share in shares if occupied[share.place] == fewest)
     shares.remove(trainer)
     return GpuPlacement(trainer, tuple(shares), occupied)
+
+
+def why_too_small(share: float, memory: int, weights: int, tensor_parallel: int) -> str:
+    """Why an engine with this share of a GPU's `memory` cannot hold the base model's `weights`, both in bytes; empty
+    if it can, or their size is not known (0)."""
+    own, part = int(share * memory), weights // tensor_parallel
+    if part < own or not part:
+        return ""
+    split = f" / rollout.tensor_parallel {tensor_parallel} = {byte_size(part)}" if tensor_parallel > 1 else ""
+    return f"the share of an engine, {byte_size(own)}, cannot hold the model's weights, {byte_size(weights)}{split}"

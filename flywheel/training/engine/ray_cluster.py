@@ -152,7 +152,7 @@ def _connect(address: str) -> None:
 
 
 def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:
-    """An actor of that class with its share of a GPU (0: none); `within` is where, see `Places.at`."""
+    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`."""
     return ray.remote(kind).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=within).remote(*arguments)
 
 
@@ -166,9 +166,9 @@ class Places:
 
     def __init__(self, placement: GpuPlacement, seconds: float) -> None:
         """Raises TrainError when the resources are not available within `seconds`."""
-        with_gpus = any(gpu_share.share for gpu_share in placement.engines)
         self._wanted = [
-            {"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in placement.occupied
+            {"CPU": float(number), **({"GPU": float(whole)} if (whole := placement.gpus(place)) else {})}
+            for place, number in enumerate(placement.occupied)
         ]
         self._group = placement_group(self._wanted, strategy="PACK")
         end = time.monotonic() + seconds
@@ -190,7 +190,7 @@ class Places:
             "place the round's processes in the Ray cluster",
             f"there was no room within {seconds:g} s. Asked for, each on one node: {asked}. Free in all of the"
             f" cluster: {_resources_text(ray.available_resources())}. What its nodes have, free or not: {nodes}",
-            "Free some of it, set rollout.engines lower, or raise ray.placement_seconds.",
+            "Free some of it, set rollout.engines or rollout.tensor_parallel lower, or raise ray.placement_seconds.",
             retryable=True,
         )
 

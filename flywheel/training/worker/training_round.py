@@ -99,7 +99,12 @@ class Round:
     def start(self) -> None:
         """Start engines and trainer side by side."""
         rollout, training = self.settings.rollout, self.settings.training
-        placement = place_on_gpus(rollout.engines, ray_cluster.gpus(), with_trainer=not self.spec.debug)
+        placement = place_on_gpus(
+            rollout.engines,
+            ray_cluster.gpus(),
+            with_trainer=not self.spec.debug,
+            tensor_parallel=rollout.tensor_parallel,
+        )
         places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
         chat, threads = chat_of(self.spec, self.settings), ray_cluster.cpu_threads()
         for gpu_share in placement.engines:
@@ -113,6 +118,7 @@ class Round:
                 kv_cache_gib=rollout.cpu_kv_cache_gib,
                 cpu_threads=threads,
                 chat=chat,
+                tensor_parallel=rollout.tensor_parallel,
             )
             self.engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
         members = list(self.engines)
@@ -128,6 +134,7 @@ class Round:
             members.append(self.trainer)
         with self._mark() as mark:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
+        ray_cluster.wait([engine.check_memory.remote() for engine in self.engines])
         starting = [engine.start.remote() for engine in self.engines]
         if self.trainer is not None:
             starting.append(self.trainer.start.remote(self.ended[-1] if self.ended else self.spec.parent))

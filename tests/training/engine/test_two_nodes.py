@@ -91,6 +91,20 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
         assert taken[0] == taken[1], "the trainer and the engine that shares with it"
 
 
+def test_an_engine_of_several_gpus_has_them_on_one_node(address: str) -> None:
+    with connected(address) as config:
+        placement = place_on_gpus(3, ray_cluster.gpus(), with_trainer=True, tensor_parallel=2)
+        assert placement.trainer is not None
+        places = ray_cluster.Places(placement, config.ray.placement_seconds)
+        members = [
+            ray_cluster.start(Process, gpus=gpu_share.share, within=places.at(gpu_share))
+            for gpu_share in (*placement.engines, placement.trainer)
+        ]
+        taken = ray_cluster.wait([each.seat.remote() for each in members])
+        assert [len(gpus) for _, gpus in taken] == [2, 2, 2, 1]
+        assert len({(node, gpu) for node, gpus in taken for gpu in gpus}) == 7, "no GPU is shared"
+
+
 def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: str) -> None:
     with connected(address) as config:
         held = ray_cluster.Places(place_on_gpus(4, GPUS_PER_NODE, with_trainer=False), 60)
