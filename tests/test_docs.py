@@ -31,7 +31,16 @@ from flywheel.store.kernel.schema import SCHEMA_VERSION, metadata
 from flywheel.system.files import DOCUMENTATION_KINDS
 from flywheel.training.data.formats import FORMATS
 from scripts.configuration_page import PAGE, page
-from scripts.reference_pages import CLI_PAGE, SAGE_PAGE, STATE_PAGE, cli_page, sage_page, state_page
+from scripts.reference_pages import (
+    CLI_PAGE,
+    SAGE_PAGE,
+    STATE_PAGE,
+    TUNER_PAGE,
+    cli_page,
+    sage_page,
+    state_page,
+    tuner_page,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -45,6 +54,7 @@ def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() ->
     assert CLI_PAGE.read_text() == cli_page(), "run: python -m scripts.reference_pages"
     assert STATE_PAGE.read_text() == state_page(), "run: python -m scripts.reference_pages"
     assert SAGE_PAGE.read_text() == sage_page(), "run: python -m scripts.reference_pages"
+    assert TUNER_PAGE.read_text() == tuner_page(), "run: python -m scripts.reference_pages"
 
 
 def test_every_table_and_every_state_has_its_sentence() -> None:

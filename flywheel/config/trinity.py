@@ -280,8 +280,6 @@ SHORT: Final[Mapping[str, Option]] = {
 }  # fmt: skip
 """Names without a section, which a mapping of settings may have."""
 SECTIONS: Final = frozenset(path.partition(".")[0] for path in TRINITY if "." in path)
-DATASETS: Final = ("train_dataset", "eval_dataset", "monitor_type")
-"""Keys of the translation that are no settings: arguments of `tune`."""
 FAMILY_DEFAULTS: Final = ("hermes", "deepseek_r1")
 """The tuner's parsers for Qwen 3."""
 
@@ -306,7 +304,7 @@ class Found(NamedTuple):
         if option.use and self.value is not None and not self.is_left_to_family:
             return f"used as {option.use}"
         if option.only:
-            return f"without effect: it is what happens here: {option.why}"
+            return f"the only possible value: {option.why}"
         return f"without effect: {option.why}" if option.why else "without effect: it has no value"
 
     @property
