@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from flywheel.daemon import data_set
 from flywheel.daemon.data_set import DataSet, lines_of, trainer_python
 from flywheel.errors import ConfigError, TrainError
 from flywheel.tuner import DatasetConfig
@@ -99,8 +98,8 @@ def test_question_and_right_answer_have_the_keys_that_are_named(tmp_path: Path) 
 
 
 def test_the_interpreter_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(data_set.VARIABLE, raising=False)
+    monkeypatch.delenv("FLYWHEEL_TRAINER_PYTHON", raising=False)
     assert trainer_python(None) == PYTHON
-    monkeypatch.setenv(data_set.VARIABLE, "of/the/environment")
+    monkeypatch.setenv("FLYWHEEL_TRAINER_PYTHON", "of/the/environment")
     assert trainer_python(None) == Path.cwd() / "of/the/environment"
     assert trainer_python("/given") == Path("/given")
