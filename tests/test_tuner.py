@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import types
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from flywheel.config import AgentProgramSettings, Config, trinity
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
 from flywheel.tuner import call, objects
+from tests.base_dependencies import closure, link
+from tests.test_requirements import DEPENDENCIES
 from tests.training.data.test_round_directory import POLICY
 
 
@@ -301,6 +305,91 @@ if __name__ == "__main__":
     )
     print(json.dumps([str(made.adapter), made.is_better, made.reason, made.steps, made.reward_last]))
 """
+
+
+TWO = """
+import json
+import os
+import sys
+import urllib.request
+
+from flywheel.tuner import JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+
+
+async def run(task, model, auxiliary_models=None):
+    at = task["openai"]
+    body = json.dumps({"model": at["model"], "messages": [{"role": "user", "content": task["problem"]}]}).encode()
+    request = urllib.request.Request(at["base_url"] + "/chat/completions", body)
+    with urllib.request.urlopen(request) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"] or ""
+    return WorkflowOutput(response=text, metrics={"is_callers": float(sys.prefix == os.environ["PREFIX"])})
+
+
+async def judge(task, response, auxiliary_models=None):
+    from trinity.common.rewards.math_reward import MathBoxedRewardFn
+
+    found = MathBoxedRewardFn()(response=response, truth=task["solution"])
+    return JudgeOutput(reward=found["accuracy"] + min(1.0, len(response) / 20), metrics=found)
+
+
+if __name__ == "__main__":
+    made = tune(workflow_func=run, judge_func=judge, config_path="config.yaml")
+    print(json.dumps([str(made.adapter), made.steps, made.comparison and made.comparison.tasks]))
+"""
+TRINITY = """
+algorithm: {algorithm_type: multi_step_grpo, repeat_times: 4, optimizer: {lr: 1e-3}}
+model: {model_path: "${oc.env:POLICY}", max_model_len: 128, max_response_tokens: 16}
+buffer:
+  total_epochs: 1
+  batch_size: 2
+  explorer_input:
+    taskset: {path: rows, split: train, format: {prompt_key: problem, response_key: solution}}
+    eval_tasksets: [{path: rows, split: test, format: {prompt_key: problem}}]
+explorer: {rollout_model: {engine_num: 4}}
+synchronizer: {sync_style: dynamic_by_explorer, sync_interval: 1}
+serving: {max_model_len: 192}
+training: {lora: {r: 8}}
+gate: {min_tasks: 2, max_tasks: 2, samples: 2}
+"""
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_round_in_another_interpreter_than_the_workflow(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False, symlinks=True)
+    [site] = (environment / "lib").glob("python*/site-packages")
+    link(closure(DEPENDENCIES), site)
+    (site / "flywheel").symlink_to(Path(flywheel.__file__).parent)
+    (tmp_path / "rows").mkdir()
+    for split, numbers in (("train", range(4)), ("test", range(4, 6))):
+        lines = (json.dumps({"problem": f"What is {n} plus {n}?", "solution": str(2 * n)}) for n in numbers)
+        (tmp_path / "rows" / f"{split}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "script.py").write_text(TWO)
+    (tmp_path / "config.yaml").write_text(TRINITY)
+    trainer = tmp_path / "trainer"
+    trainer.write_text(f'#!/bin/sh\nPYTHONPATH="{os.pathsep.join(sys.path)}" exec {sys.executable} "$@"\n')
+    trainer.chmod(0o755)
+    named = {"FLYWHEEL_TRAINER_PYTHON": str(trainer), "POLICY": str(POLICY), "PREFIX": str(environment)}
+    done = subprocess.run(
+        [environment / "bin" / "python", "script.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | named,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    logs = "".join(path.read_text()[-3000:] for path in tmp_path.glob("tune-*/worker.log"))
+    assert done.returncode == 0, done.stderr + logs
+    adapter, steps, compared = json.loads(done.stdout.splitlines()[-1])
+    assert (steps, compared) == (2, 2)
+    assert (Path(adapter) / "adapter_model.safetensors").is_file()
+    assert "synchronizer.sync_style: without effect" in done.stderr
+    measured = [json.loads(line) for line in (Path(adapter).parent / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line["program"]["metrics"] for line in measured if line["event"] == "step"]
+    assert all(line["is_callers"] == 1 and 0 <= line["accuracy"] <= 1 for line in metrics)
 
 
 @pytest.mark.training

@@ -358,9 +358,9 @@ def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
         option = found.option
         if found.is_refused:
             choices = " or ".join(str(choice) for choice in option.only if choice is not None) or "nothing"
-            raise ConfigError(
-                f"use {name}", f"`{found.path}` is {found.value}: {option.why}", f"Set it to {choices}, or remove it."
-            )
+            given = "given" if isinstance(found.value, list | Mapping) else found.value
+            why = f"`{found.path}` is {given}: {option.why}"
+            raise ConfigError(f"use {name}", why, f"Set it to {choices}, or remove it.")
         if found.value is None or option.only:
             continue
         if not option.use or found.is_left_to_family:

@@ -133,9 +133,10 @@ def _arguments(call: Call) -> dict[str, Any]:
             log.warning("tune: %s: %s", key, Found(key, value, ARGUMENTS[key]).meaning)
     made = _fields(call.model, "model", MODEL, "model_path")
     made = merged(made, _fields(call.algorithm, "algorithm", ALGORITHM))
-    if (path := Path(_section(made, "model").get("base") or "/").expanduser()) != Path("/") and path.is_dir():
+    base = _section(made, "model").get("base")
+    if base and Path(base).expanduser().is_dir():
         # Not relative to the file.
-        made["model"]["base"] = str(path.absolute())
+        made["model"]["base"] = str(Path(base).expanduser().absolute())
     if call.auxiliary_models:
         others = {name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()}
         made = merged(made, {"rollout": {"auxiliary_models": others}})

@@ -15,6 +15,7 @@ project: mine
 algorithm: {algorithm_type: ppo}
 model: {model_path: "${oc.env:A_MODEL}"}
 buffer: {batch_size: 16}
+monitor: {monitor_args: {api_key: hidden-by-all-means}}
 """
 
 
@@ -38,4 +39,6 @@ def test_commands_point_to_tune_and_config_show_says_what_the_file_means(
     }
     assert shown["algorithm.algorithm_type"]["here"].startswith("refused: ")
     assert shown["project"]["here"].startswith("without effect: ")
-    assert "used as training.prompts_per_step" in flywheel("config", "show", "-c", str(file)).out
+    text = flywheel("config", "show", "-c", str(file)).out
+    assert "used as training.prompts_per_step" in text
+    assert "hidden-by-all-means" not in text

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from flywheel.config import Config, trinity
+from flywheel.config import Config, load, trinity
 from flywheel.config.interpolation import values_of
 from flywheel.config.trinity import ALGORITHM, ARGUMENTS, DATASET, MODEL, TASKSET, TRINITY, from_tuner
 from flywheel.errors import ConfigError
+from flywheel.judge.filters.chain import chain_of
 from flywheel.system.yaml_file import YamlDocument
 from flywheel.tuner import objects, tune
 from scripts.reference_pages import default_of
@@ -169,6 +171,25 @@ def test_what_cannot_be_resolved_is_an_error_with_key_and_line(root: str, value:
     with pytest.raises(ConfigError, match=rf"line 4: `{root}\.two\.0\.three`") as refused:
         values_of(document, "read it")
     assert why in str(refused.value)
+
+
+def test_a_configuration_of_agentjet_is_resolved_and_its_rubrics_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_MODEL", "/models/one")
+    rubrics = "reject: the answer has ${placeholders} left"
+    chain = [{"type": "llm_evaluate", "enabled": True, "params": {"custom_rubrics": rubrics}}]
+    tracing = {"base_url": "./traces.sqlite", "train_output_path": "${ajet.name}.jsonl", "filters": chain}
+    raw = {"name": "x", "model": {"path": "${oc.env:A_MODEL}"}, "task_reader": {"feedback_tracing": tracing}}
+    (tmp_path / "ajet.yaml").write_text(yaml.safe_dump({"ajet": raw}))
+    config = load(tmp_path / "ajet.yaml")
+    assert config.model.base == "/models/one"
+    assert config.ingest.output is not None
+    assert config.ingest.output.name == "x.jsonl"
+    found = chain_of(config)
+    assert found is not None
+    assert found.judge is not None
+    assert found.judge.custom_rubrics == rubrics
 
 
 def test_a_file_of_flywheels_own_is_left_as_it_is() -> None:

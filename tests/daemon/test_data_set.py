@@ -61,6 +61,9 @@ def test_every_form_has_the_same_rows(forms: Path) -> None:
     assert read(DatasetConfig(path=folder, name="main")) == ROWS
     assert read({"path": folder, "name": "main", "split": "test"}) == ROWS[:1]
     assert read({"path": str(forms / "rows.jsonl"), "split": "train[:2]"}) == ROWS[:2]
+    (forms / "lines").mkdir()
+    (forms / "lines" / "train.jsonl").write_text((forms / "rows.jsonl").read_text())
+    assert read(forms / "lines") == ROWS
     assert DatasetConfig(path=folder, name="other").preview(2) == ROWS[:2]
     assert "Unknown split" in refusal({"path": folder, "name": "main", "split": "dev"})
 
