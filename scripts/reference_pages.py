@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from flywheel.cli.app import MODULES, app
-from flywheel.config import Config, agentjet_keys, sage
+from flywheel.config import Config, agentjet_keys, sage, trinity
 from flywheel.records import states
 from flywheel.store.kernel import schema
 from scripts import configuration_page
@@ -31,6 +31,7 @@ CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
 STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
 SAGE_PAGE = ROOT / "docs" / "reference" / "sage.md"
 AGENTJET_PAGE = ROOT / "docs" / "how-to" / "agentjet.md"
+TUNER_PAGE = ROOT / "docs" / "how-to" / "agentscope-tuner.md"
 
 CLI_HEAD = """# Command line
 
@@ -73,6 +74,13 @@ AGENTJET_HEAD = """## Every key
 This section is generated from `flywheel/config/agentjet_keys.py` (`python -m scripts.reference_pages`); a test
 compares the two. Names are relative to the root, `ajet:` or `astuner:`; `feedback_tracing` may also be below the root
 itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge.
+"""
+
+TUNER_HEAD = """## Every key
+
+This section is generated from `flywheel/config/trinity.py` (`python -m scripts.reference_pages`); a test compares the
+two. `train_dataset.…` is a field of the data set. What nothing sets has Flywheel's default. Each key without effect
+has a line in the log, unless it has no value.
 """
 
 
@@ -230,6 +238,28 @@ def _options_of_sage(table: Mapping[str, sage.Option]) -> Iterator[str]:
         yield f"| {named} | {_plain(option.default)} | {use or '–'} | {here or '–'} | {_cell(option.why) or '–'} |"
 
 
+def tuner_page() -> str:
+    """The page with its written part as it is, and the tables after it."""
+    parts = [TUNER_PAGE.read_text().partition(TUNER_HEAD.splitlines()[0])[0] + TUNER_HEAD]
+    for title, table in (
+        ("Arguments of `tune`", trinity.ARGUMENTS),
+        ("`TunerModelConfig`", trinity.MODEL),
+        ("`AlgorithmConfig`", trinity.ALGORITHM),
+        ("`DatasetConfig`", trinity.DATASET),
+        ("A configuration of Trinity-RFT", trinity.TRINITY),
+    ):
+        parts += [f"### {title}", "", "| key | default there | here | |", "|---|---|---|---|"]
+        for key, option in table.items():
+            only = " or ".join(f"`{_plain(each)}`" for each in option.only if each is not None)
+            here = (
+                f"`{option.use}`" if option.use else f"refused, but for {only or 'no value'}" if option.only else ""
+            )
+            default = f"`{_plain(option.default)}`" if option.default not in ("", "–") else "–"
+            parts.append(f"| `{key}` | {default} | {here or 'without effect'} | {_cell(option.why)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
 def default_of(key: str) -> Any:
     """The default of one of Flywheel's keys. Raises KeyError for one that does not exist."""
     model: Any = Config
@@ -269,3 +299,4 @@ if __name__ == "__main__":
     STATE_PAGE.write_text(state_page())
     SAGE_PAGE.write_text(sage_page())
     AGENTJET_PAGE.write_text(agentjet_page())
+    TUNER_PAGE.write_text(tuner_page())

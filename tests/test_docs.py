@@ -36,10 +36,12 @@ from scripts.reference_pages import (
     CLI_PAGE,
     SAGE_PAGE,
     STATE_PAGE,
+    TUNER_PAGE,
     agentjet_page,
     cli_page,
     sage_page,
     state_page,
+    tuner_page,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +57,7 @@ def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() ->
     assert STATE_PAGE.read_text() == state_page(), "run: python -m scripts.reference_pages"
     assert SAGE_PAGE.read_text() == sage_page(), "run: python -m scripts.reference_pages"
     assert AGENTJET_PAGE.read_text() == agentjet_page(), "run: python -m scripts.reference_pages"
+    assert TUNER_PAGE.read_text() == tuner_page(), "run: python -m scripts.reference_pages"
 
 
 def test_every_table_and_every_state_has_its_sentence() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import types
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import flywheel
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
-from flywheel.tuner import call
+from flywheel.tuner import call, objects
+from tests.base_dependencies import closure, link
+from tests.test_requirements import DEPENDENCIES
 from tests.training.data.test_round_directory import POLICY
 
 
@@ -46,6 +50,11 @@ class TunerModelConfig:
 
     def model_dump(self) -> dict[str, Any]:
         return self.values
+
+
+@pytest.fixture(autouse=True)
+def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agentjet, "gpus_of_machine", lambda: 8)
 
 
 def test_the_objects_of_agentscopes_tuner(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,6 +88,116 @@ def test_a_file_of_trinity(tmp_path: Path) -> None:
     assert (found.training.group_size, found.training.prompts_per_step, found.training.steps) == (4, 16, 12)
     assert (found.rollout.engines, found.rollout.temperature, found.rollout.agent_timeout_seconds) == (3, 0.9, 300)
     assert (found.rollout.max_model_len, found.rollout.max_completion_tokens) == (2048, 512)
+
+
+def test_the_data_sets_of_a_trinity_file_and_its_epochs(tmp_path: Path) -> None:
+    taskset = {"path": "openai/gsm8k", "subset_name": "main", "split": "train", "format": {"prompt_key": "problem"}}
+    inputs = {"taskset": taskset, "eval_tasksets": [{**taskset, "split": "test"}, {"path": "more.jsonl"}]}
+    raw = {"buffer": {"total_epochs": 3, "batch_size": 16, "explorer_input": inputs}}
+    (tmp_path / "trinity.yaml").write_text(yaml.safe_dump(raw))
+    found = round_of(config_path=tmp_path / "trinity.yaml")
+    assert found.train == {
+        "path": "openai/gsm8k", "name": "main", "split": "train", "prompt_key": "problem", "total_epochs": 3,
+    }  # fmt: skip
+    assert found.held_out == [
+        {"path": "openai/gsm8k", "name": "main", "split": "test", "prompt_key": "problem"},
+        {"path": "more.jsonl"},
+    ]
+    assert found.epochs == 3
+    assert round_of({"buffer": {"batch_size": 1}}).epochs == 1
+    assert round_of({"training": {"steps": 4}}, config_path=tmp_path / "trinity.yaml").epochs is None
+
+
+def test_arguments_win_over_the_mapping_and_the_mapping_over_the_file(tmp_path: Path) -> None:
+    raw = {
+        "model": {"model_path": "/file", "temperature": 0.6, "max_response_tokens": 99, "max_model_len": 1000},
+        "buffer": {"batch_size": 2, "total_steps": 7, "explorer_input": {"taskset": {"path": "x", "split": "dev"}}},
+        "algorithm": {"repeat_times": 4, "optimizer": {"lr": 3e-6}},
+        "explorer": {"max_timeout": 11},
+    }
+    file = tmp_path / "trinity.yaml"
+    file.write_text(yaml.safe_dump(raw))
+    alone = round_of(config_path=file)
+    assert (alone.settings.training.steps, alone.settings.rollout.temperature, alone.epochs) == (7, 0.6, None)
+    model = objects.TunerModelConfig(model_path="/argument", max_model_len=2000, max_tokens=50)
+    found = round_of(
+        {"group_size": 5, "timeout": 12, "rollout": {"workers": 3, "reward": {"rubric": 1}}},
+        config_path=file,
+        model=model,
+        algorithm=objects.AlgorithmConfig(group_size=6, batch_size=9),
+        train_dataset=objects.DatasetConfig(path="y", total_epochs=2),
+        eval_dataset="z.jsonl",
+    )
+    settings = found.settings
+    assert (settings.model.base, settings.rollout.max_model_len) == ("/argument", 2000)
+    # A default that the tuner hands on wins; that of the temperature, which it does not, gives way to the file.
+    assert (settings.rollout.max_completion_tokens, settings.rollout.temperature) == (50, 0.6)
+    assert (settings.training.group_size, settings.training.prompts_per_step) == (6, 9)
+    assert settings.training.learning_rate == 1e-6
+    assert (settings.rollout.agent_timeout_seconds, settings.rollout.workers) == (12, 3)
+    assert settings.rollout.reward.rubric == 1
+    assert found.train == {"path": "y", "name": None, "split": "train", "total_epochs": 2}
+    assert (found.epochs, found.held_out[0]["path"]) == (2, "z.jsonl")
+    warm = objects.TunerModelConfig(model_path="/a", max_model_len=2000, temperature=0.9)
+    assert round_of(config_path=file, model=warm).settings.rollout.temperature == 0.9
+    steps = objects.DatasetConfig(path="y", total_steps=3)
+    found = round_of(config_path=file, train_dataset=steps)
+    assert (found.settings.training.steps, found.epochs) == (3, None)
+
+
+def test_the_steps_are_epochs_times_tasks_by_batch(tmp_path: Path) -> None:
+    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    rows.write_text("".join(json.dumps({"seed": n}) + "\n" for n in range(10)))
+    held_out.write_text("".join(json.dumps({"question": f"q {n}"}) + "\n" for n in range(8)))
+    for batch, epochs, steps, asked in ((4, 1, 3, 4), (4, 3, 8, 4), (32, 2, 2, 10)):
+        config = settings({"batch_size": batch})
+        spec = file_round.spec_of(config, rows, [held_out], epochs=epochs)
+        assert (spec.settings["training"]["steps"], spec.settings["training"]["prompts_per_step"]) == (steps, asked)
+        # A line without a question is passed to the workflow.
+        assert (len(spec.train), spec.train[0].line["seed"], len(spec.held_out)) == (10, 0, 8)
+
+
+def test_models_that_would_need_engines_are_refused_with_what_to_use() -> None:
+    model = objects.TunerModelConfig(model_path="/judge", max_model_len=10)
+    with pytest.raises(ConfigError, match=r"'judge': \{'base_url': URL"):
+        settings(auxiliary_models={"judge": model})
+    found = settings(auxiliary_models={"judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}})
+    assert found.rollout.auxiliary_models["judge"].model == "m"
+    with pytest.raises(ConfigError, match="rounds train on this machine"):
+        settings(
+            model=objects.TunerModelConfig(model_path="/a", max_model_len=9, tinker_config=objects.TinkerConfig())
+        )
+
+
+@pytest.mark.parametrize("name", ["tune_prompt", "select_model", "PromptTuneConfig"])
+def test_other_functions_of_the_tuner_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot use {name} of AgentScope's tuner"):
+        getattr(flywheel.tuner, name)(workflow_func=run)
+
+
+def test_the_workflow_stays_in_the_callers_interpreter() -> None:
+    for trainer, python in ((Path(sys.executable), None), (Path("/trainer/python"), Path(sys.executable))):
+        found = call.round_of(call.Call(run), Path("/made"), trainer).settings.rollout.agent
+        assert isinstance(found, AgentProgramSettings)
+        assert found.python == python
+
+
+def test_the_packages_are_looked_for_in_the_interpreter_that_trains(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"missing": ["vllm", "ray"]}\'\n')
+    python.chmod(0o755)
+    with pytest.raises(TrainError, match=rf"vllm, ray are not installed for {python}"):
+        flywheel.tune(run, trainer_python=python)
+
+
+def test_the_names_of_the_tuner_need_little(tmp_path: Path) -> None:
+    code = (
+        "import sys; from flywheel.tuner import tune, DatasetConfig, TunerModelConfig, TinkerConfig, AlgorithmConfig,"
+        " WorkflowOutput, JudgeOutput; print([n for n in sys.modules if n.split('.')[0] in ('torch', 'ray', 'vllm',"
+        " 'trl', 'numpy') or n.startswith(('flywheel.daemon', 'flywheel.config'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_own_keys_and_short_names_together() -> None:
@@ -186,6 +305,91 @@ if __name__ == "__main__":
     )
     print(json.dumps([str(made.adapter), made.is_better, made.reason, made.steps, made.reward_last]))
 """
+
+
+TWO = """
+import json
+import os
+import sys
+import urllib.request
+
+from flywheel.tuner import JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+
+
+async def run(task, model, auxiliary_models=None):
+    at = task["openai"]
+    body = json.dumps({"model": at["model"], "messages": [{"role": "user", "content": task["problem"]}]}).encode()
+    request = urllib.request.Request(at["base_url"] + "/chat/completions", body)
+    with urllib.request.urlopen(request) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"] or ""
+    return WorkflowOutput(response=text, metrics={"is_callers": float(sys.prefix == os.environ["PREFIX"])})
+
+
+async def judge(task, response, auxiliary_models=None):
+    from trinity.common.rewards.math_reward import MathBoxedRewardFn
+
+    found = MathBoxedRewardFn()(response=response, truth=task["solution"])
+    return JudgeOutput(reward=found["accuracy"] + min(1.0, len(response) / 20), metrics=found)
+
+
+if __name__ == "__main__":
+    made = tune(workflow_func=run, judge_func=judge, config_path="config.yaml")
+    print(json.dumps([str(made.adapter), made.steps, made.comparison and made.comparison.tasks]))
+"""
+TRINITY = """
+algorithm: {algorithm_type: multi_step_grpo, repeat_times: 4, optimizer: {lr: 1e-3}}
+model: {model_path: "${oc.env:POLICY}", max_model_len: 128, max_response_tokens: 16}
+buffer:
+  total_epochs: 1
+  batch_size: 2
+  explorer_input:
+    taskset: {path: rows, split: train, format: {prompt_key: problem, response_key: solution}}
+    eval_tasksets: [{path: rows, split: test, format: {prompt_key: problem}}]
+explorer: {rollout_model: {engine_num: 4}}
+synchronizer: {sync_style: dynamic_by_explorer, sync_interval: 1}
+serving: {max_model_len: 192}
+training: {lora: {r: 8}}
+gate: {min_tasks: 2, max_tasks: 2, samples: 2}
+"""
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_round_in_another_interpreter_than_the_workflow(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False, symlinks=True)
+    [site] = (environment / "lib").glob("python*/site-packages")
+    link(closure(DEPENDENCIES), site)
+    (site / "flywheel").symlink_to(Path(flywheel.__file__).parent)
+    (tmp_path / "rows").mkdir()
+    for split, numbers in (("train", range(4)), ("test", range(4, 6))):
+        lines = (json.dumps({"problem": f"What is {n} plus {n}?", "solution": str(2 * n)}) for n in numbers)
+        (tmp_path / "rows" / f"{split}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "script.py").write_text(TWO)
+    (tmp_path / "config.yaml").write_text(TRINITY)
+    trainer = tmp_path / "trainer"
+    trainer.write_text(f'#!/bin/sh\nPYTHONPATH="{os.pathsep.join(sys.path)}" exec {sys.executable} "$@"\n')
+    trainer.chmod(0o755)
+    named = {"FLYWHEEL_TRAINER_PYTHON": str(trainer), "POLICY": str(POLICY), "PREFIX": str(environment)}
+    done = subprocess.run(
+        [environment / "bin" / "python", "script.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | named,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    logs = "".join(path.read_text()[-3000:] for path in tmp_path.glob("tune-*/worker.log"))
+    assert done.returncode == 0, done.stderr + logs
+    adapter, steps, compared = json.loads(done.stdout.splitlines()[-1])
+    assert (steps, compared) == (2, 2)
+    assert (Path(adapter) / "adapter_model.safetensors").is_file()
+    assert "synchronizer.sync_style: without effect" in done.stderr
+    measured = [json.loads(line) for line in (Path(adapter).parent / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line["program"]["metrics"] for line in measured if line["event"] == "step"]
+    assert all(line["is_callers"] == 1 and 0 <= line["accuracy"] <= 1 for line in metrics)
 
 
 @pytest.mark.training

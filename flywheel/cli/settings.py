@@ -36,6 +36,7 @@ DEFAULT: Final = "default"
 _WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting whose value is a secret: whoever knows the address can send to it."""
 _USER_INFO: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SECRET_KEY: Final = re.compile(r"(?:api_key|token|secret|password)$")
 _SECRET_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
 
 
@@ -85,8 +86,14 @@ def _trinitys(path: Path) -> list[dict[str, Any]] | None:
     document = read_yaml(path, attempted, "Run `flywheel init` to make one.", keys_once=True)
     if not is_trinitys(document.value):
         return None
-    found = found_in(values_of(document, attempted))
-    return [{"key": each.path, "value": _masked(each.value), "here": each.meaning} for each in found]
+    return [
+        {
+            "key": each.path,
+            "value": REDACTED if _SECRET_KEY.search(each.path) else _masked(each.value),
+            "here": each.meaning,
+        }
+        for each in found_in(values_of(document, attempted))
+    ]
 
 
 @config_app.command()

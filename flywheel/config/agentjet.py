@@ -164,8 +164,8 @@ def from_agentjet(
     ]
     own = {key: value for key, value in raw.items() if key in sections and value is not None}
     # The root may have its earlier name. What else stands in the file, workflows read, too.
-    given = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
-    if program := _program(settings, given, _mapping(own.get("rollout")).get("agent"), root, attempted):
+    readable = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
+    if program := _program(settings, readable, _mapping(own.get("rollout")).get("agent"), root, attempted):
         made = merged(made, {"rollout": program})
     _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", name)
     if file is not None and section.get("filters"):
@@ -173,9 +173,9 @@ def from_agentjet(
     if not _mapping(own.get("judge")).get("base_url"):
         made["judge"] = DASHSCOPE_JUDGE | made.get("judge", {})
     _place_model(made)
-    if not _mapping(own.get("ray")).get("address"):
-        names = (f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size")
-        fit_engines(made.setdefault("rollout", {}), names, name)
+    is_cluster = _mapping(own.get("ray")).get("address")
+    names = f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size"
+    fit_engines({} if is_cluster else made.setdefault("rollout", {}), names, name)
     result = merged(made, own)
     if isinstance(model := result.get("model", {}), Mapping) and not model.get("base"):
         key = f"{root}.model.path" if root else "model.base"

@@ -278,8 +278,6 @@ SHORT: Final[Mapping[str, Option]] = {
 }  # fmt: skip
 """Names without a section, which a mapping of settings may have."""
 SECTIONS: Final = frozenset(path.partition(".")[0] for path in TRINITY if "." in path)
-DATASETS: Final = ("train_dataset", "eval_dataset", "monitor_type")
-"""Keys of the translation that are no settings: arguments of `tune`."""
 FAMILY_DEFAULTS: Final = ("hermes", "deepseek_r1")
 """The tuner's parsers for Qwen 3."""
 
@@ -304,7 +302,7 @@ class Found(NamedTuple):
         if option.use and self.value is not None and not self.is_left_to_family:
             return f"used as {option.use}"
         if option.only:
-            return f"without effect: it is what happens here: {option.why}"
+            return f"the only possible value: {option.why}"
         return f"without effect: {option.why}" if option.why else "without effect: it has no value"
 
     @property
@@ -358,9 +356,9 @@ def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
         option = found.option
         if found.is_refused:
             choices = " or ".join(str(choice) for choice in option.only if choice is not None) or "nothing"
-            raise ConfigError(
-                f"use {name}", f"`{found.path}` is {found.value}: {option.why}", f"Set it to {choices}, or remove it."
-            )
+            given = "given" if isinstance(found.value, list | Mapping) else found.value
+            why = f"`{found.path}` is {given}: {option.why}"
+            raise ConfigError(f"use {name}", why, f"Set it to {choices}, or remove it.")
         if found.value is None or option.only:
             continue
         if not option.use or found.is_left_to_family:

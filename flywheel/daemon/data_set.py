@@ -21,7 +21,6 @@ from typing import Any, Final, Self
 from flywheel.errors import ConfigError, TrainError
 from flywheel.training.data.data_set import FILES
 
-VARIABLE: Final = "FLYWHEEL_TRAINER_PYTHON"
 _HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -63,7 +62,7 @@ class DataSet:
 
 def trainer_python(given: str | Path | None) -> Path:
     """The interpreter that trains: the given one, that of the environment, or this one."""
-    named = given or os.environ.get(VARIABLE)
+    named = given or os.environ.get("FLYWHEEL_TRAINER_PYTHON")
     return Path(named).expanduser().absolute() if named else Path(sys.executable)
 
 
@@ -94,7 +93,7 @@ def answer_of(python: Path, module: str, request: Mapping[str, Any], attempted: 
     except ValueError:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it printed nothing")
         why = f"{python} cannot run Flywheel: {last.strip()}"
-    hint = f"Name an interpreter with agentscope-flywheel[gpu] or [cpu] in ${VARIABLE} or trainer_python."
+    hint = "Name an interpreter with agentscope-flywheel[gpu] or [cpu] in $FLYWHEEL_TRAINER_PYTHON."
     raise TrainError(attempted, why, hint)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import AgentProgramSettings, Config
-from flywheel.daemon.data_set import VARIABLE, DataSet, answer_of, lines_of, trainer_python
+from flywheel.daemon.data_set import DataSet, answer_of, lines_of, trainer_python
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.round_tasks import round_task
 from flywheel.daemon.rounds.rounds import WorkerWatch
@@ -177,7 +177,7 @@ def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> 
             attempted,
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed for {python}",
             f"Run: {python} -m pip install 'agentscope-flywheel[gpu]', or 'agentscope-flywheel[cpu]' on a machine"
-            f" without a GPU, or name another interpreter in ${VARIABLE}.",
+            " without a GPU, or name another interpreter in $FLYWHEEL_TRAINER_PYTHON.",
         )
 
 

@@ -10,13 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from flywheel.config import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.sage import Option
 from flywheel.config.section import merged
-from flywheel.config.trinity import ALGORITHM, ARGUMENTS, DATASET, MODEL, Found, from_tuner, is_trinitys, translated
+from flywheel.config.trinity import (
+    ALGORITHM,
+    ARGUMENTS,
+    DATASET,
+    MODEL,
+    TRINITY,
+    Found,
+    from_tuner,
+    is_trinitys,
+    translated,
+)
 from flywheel.daemon.data_set import trainer_python
 from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
@@ -72,40 +82,48 @@ def run(call: Call, directory: str | Path | None, python: str | Path | None) -> 
 def round_of(call: Call, directory: Path, trainer: Path) -> Round:
     """What a call means: arguments win over `config`, and `config` over the file. Raises ConfigError, which names the
     key."""
-    file, name, folder = _read(call.config_path)
-    more, second, below = _read(call.config)
-    if call.config is not None:
-        name, folder = (second, below) if call.config_path is None else (f"{name} with `config`", folder)
+    file, more = _read(call.config_path), _read(call.config)
+    name, folder = (more.name, more.folder) if call.config_path is None else (file.name, file.folder)
     if call.train_dataset is not None:
         # How long it is trained on is said by the data set as well.
-        file.get("training", {}).pop("steps", None)
-    both = merged(merged(file, more), _arguments(call))
+        _section(file.settings, "training").pop("steps", None)
+    # Workflow and judge give the reward, unless `config` says otherwise.
+    both: dict[str, Any] = {"rollout": {"reward": {"rubric": 0, "workflow": 1}}}
+    if file.is_trinitys or more.is_trinitys:
+        both["train_dataset"] = {"total_epochs": TRINITY["buffer.total_epochs"].default}
+    for part in (file.settings, more.settings, _arguments(call)):
+        both = merged(both, part)
     both = merged(both, _monitor(both.pop("monitor_type", None), directory))
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
-    epochs = None if "steps" in both.get("training", {}) else train.pop("total_epochs", None)
+    epochs = None if "steps" in _section(both, "training") else train.get("total_epochs")
     settings = _settings(both, call, name, folder, trainer)
     return Round(settings, train if train.get("path") else None, held_out, epochs)
 
 
-def _read(config: Config | Mapping[str, Any] | str | Path | None) -> tuple[dict[str, Any], str, Path]:
+class _Read(NamedTuple):
     """Settings in Flywheel's keys, their name, and the folder that their paths are relative to."""
+
+    settings: dict[str, Any]
+    name: str
+    folder: Path
+    is_trinitys: bool
+
+
+def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
     name, folder, raw = "the settings", Path.cwd(), dict[str, Any]()
     if isinstance(config, str | Path):
         path = Path(config).expanduser().absolute()
         name, attempted = str(path), f"read configuration {path}"
         raw = values_of(read_yaml(path, attempted, "Name a YAML file.", keys_once=True), attempted) or {}
-        folder = path.parent
+        # Those of Trinity's files are relative to the working directory there.
+        folder = folder if is_trinitys(raw) else path.parent
     elif isinstance(config, Config):
         raw = config.model_dump(mode="json", exclude_unset=True)
     elif config is not None:
         raw = dict(config)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
-    made = from_tuner(raw, Config.model_fields.keys(), name)
-    if is_trinitys(raw):
-        made.setdefault("train_dataset", {}).setdefault("total_epochs", 1)
-        folder = Path.cwd()  # as in Trinity
-    return made, name, folder
+    return _Read(from_tuner(raw, Config.model_fields.keys(), name), name, folder, is_trinitys(raw))
 
 
 def _arguments(call: Call) -> dict[str, Any]:
@@ -113,17 +131,15 @@ def _arguments(call: Call) -> dict[str, Any]:
     for key, value in (call.unused or {}).items():
         if value is not None:
             log.warning("tune: %s: %s", key, Found(key, value, ARGUMENTS[key]).meaning)
-    made: dict[str, Any] = {"rollout": {"reward": {"rubric": 0, "workflow": 1}}}
-    parts = [_fields(call.model, "model", MODEL, "model_path"), _fields(call.algorithm, "algorithm", ALGORITHM)]
-    for part in parts:
-        made = merged(made, part)
-    if "base" in (model := made.get("model", {})) and Path(model["base"]).expanduser().is_dir():
+    made = _fields(call.model, "model", MODEL, "model_path")
+    made = merged(made, _fields(call.algorithm, "algorithm", ALGORITHM))
+    base = _section(made, "model").get("base")
+    if base and Path(base).expanduser().is_dir():
         # Not relative to the file.
-        model["base"] = str(Path(model["base"]).expanduser().absolute())
+        made["model"]["base"] = str(Path(base).expanduser().absolute())
     if call.auxiliary_models:
-        made["rollout"]["auxiliary_models"] = {
-            name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()
-        }
+        others = {name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()}
+        made = merged(made, {"rollout": {"auxiliary_models": others}})
     if (data := call.train_dataset) is not None:
         made = merged(made, _fields(data, "train_dataset", DATASET, "path"))
     if call.eval_dataset is not None:
@@ -162,6 +178,12 @@ def _auxiliary(name: str, given: Any) -> Any:
     )
 
 
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is no mapping is reported when all settings are checked."""
+    section = settings.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
     if kind not in (None, "tensorboard"):
         why = f"`monitor_type` is {kind}, and rounds write metrics.jsonl and files for TensorBoard"
@@ -171,7 +193,7 @@ def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
 
 def _settings(both: dict[str, Any], call: Call, name: str, folder: Path, trainer: Path) -> Config:
     """All settings, checked. Raises ConfigError, which names the key."""
-    rollout = both["rollout"]
+    rollout = _section(both, "rollout")
     longest, whole = rollout.get("max_completion_tokens"), rollout.get("max_model_len")
     if isinstance(longest, int) and isinstance(whole, int) and longest >= whole:
         # The tuner's default is more than most contexts hold.
