@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import flywheel
-from flywheel.config import AgentProgramSettings, Config
+from flywheel.config import AgentProgramSettings, Config, agentjet
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
 from flywheel.tuner import call, objects
