@@ -146,6 +146,8 @@ def test_a_completion_is_whole(engine: Any, prompts: list[Prompt]) -> None:
         assert all(value is not None and value <= 0 for value in completion.logprobs)
         assert "<|im_end|>" not in completion.text
         assert completion.truncated == (len(completion.token_ids) == 12 and completion.token_ids[-1] != 2)
+    short = [replace(request, max_turn_tokens=5) for request in requests(prompts, None)]
+    assert max(len(completion.token_ids) for completion in generate(engine, short)) == 5
 
 
 def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_the_old(
