@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,29 @@ def test_settings_become_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert "sk-1" not in repr(program)
     assert "sk-2" not in repr(program)
+
+
+def test_classes_of_agentjet_get_its_settings_and_the_judges_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-3|sk-4")
+    raw = {
+        "judge": {"base_url": "http://judge/v1", "model": "big", "api_key_env": "JUDGE_KEY"},
+        "rollout": {
+            "agent": {"workflow": "a.b->Flow", "config": {"ajet": {"day": date(2026, 11, 25), "api_key": "hidden"}}},
+            "auxiliary_models": {},
+        },
+    }
+    program = program_of(parse(raw, "flywheel.yaml", tmp_path))
+    assert program is not None
+    assert program.judge == ModelEndpoint("http://judge/v1", "big", "sk-3|sk-4")
+    assert "sk-3" not in repr(program)
+    ajet = program.config["ajet"]
+    assert (ajet["day"], ajet["api_key"], ajet["rollout"]["num_repeat"]) == ("2026-11-25", None, 4)
+    raw["rollout"]["agent"] = AGENT
+    plain = program_of(parse(raw, "flywheel.yaml", tmp_path))
+    assert plain is not None
+    assert (plain.judge, plain.config) == (None, {})
 
 
 def test_the_files_of_a_program_are_known_in_each_form_of_its_functions() -> None:
