@@ -89,10 +89,7 @@ def _settings(given: Any, name: str, single: str = "") -> dict[str, Any]:
 
 
 def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
-    if kind not in (None, "tensorboard"):
-        why = f"`monitor_type` is {kind}, and rounds write metrics.jsonl and files for TensorBoard"
-        raise ConfigError(ATTEMPTED, why, "Use tensorboard, or read metrics.jsonl.")
-    return {"training": {"tensorboard": str(directory / "tensorboard")}} if kind else {}
+    return {"tracking": {"report_to": [kind], "dir": str(directory / "tensorboard")}} if kind else {}
 
 
 def _config(

@@ -196,6 +196,8 @@ def tasks_of(
 
 async def train_on_files(spec: RoundSpec, directory: Path, config: Config) -> TuneResult:
     """Run a round, whose files go to `directory`. A cancellation stops its worker. Raises TrainError."""
+    tracking = config.tracking.of_round(spec.round_id, directory).model_dump(mode="json")
+    spec = spec.model_copy(update={"settings": {**spec.settings, "tracking": tracking}})
     worker = await WorkerProcess.start(directory, spec)
     try:
         code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)

@@ -225,14 +225,17 @@ def _spec(
             "Check rollout.agent, rollout.tools.uncalled and rollout.finish_tools.",
         )
     # Rollouts are graded as tasks are: with the chain's judge settings.
-    judge = judge_settings(config, chain_of(config))
+    own = {
+        "judge": judge_settings(config, chain_of(config)),
+        "tracking": config.tracking.of_round(values["round_id"], config.state_dir),
+    }
     return RoundSpec(
         base_model=config.model.base,
         parent=rounds.adapter_ref(conn, parent),
         target=config.target,
         frozen=_frozen(conn, config),
         rubric=rubric.model_dump(mode="json"),
-        settings=config.model_copy(update={"judge": judge}).model_dump(mode="json"),
+        settings=config.model_copy(update=own).model_dump(mode="json"),
         train=tasks.train,
         held_out=tasks.held_out,
         left_out=tasks.left_out,
