@@ -163,6 +163,7 @@ def _effective(config: Config) -> dict[str, tuple[Any, str]]:
     state = "$FLYWHEEL_HOME" if home else "$XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else DEFAULT
     values: dict[str, tuple[Any, str]] = {
         "state.dir": (str(config.state_dir), state),
+        "tracking.dir": (str(config.state_dir / "tracking"), DEFAULT),
         "ingest.output": (str(config.task_file), DEFAULT),
         "trigger.min_held_out": (config.gate.min_tasks, DEFAULT),
     }

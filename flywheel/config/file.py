@@ -40,6 +40,7 @@ from flywheel.config.training import (
     RetentionSettings,
     RolloutSettings,
     TargetSettings,
+    TrackingSettings,
     TrainingSettings,
     TriggerSettings,
 )
@@ -67,6 +68,7 @@ class Config(Section):
     model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
     rollout: RolloutSettings = RolloutSettings()
+    tracking: TrackingSettings = TrackingSettings()
     gate: GateSettings = GateSettings()
     targets: dict[str, TargetSettings] = {}
     """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own. Default: one

@@ -142,7 +142,7 @@ SFT: Final[Mapping[str, Option]] = {
     "logging_steps": Option(10, why="`metrics.jsonl` has each step"),
     "save_steps, save_total_limit, eval_steps, eval_strategy, load_best_model, metric_for_best_model,"
     " greater_is_better": Option("500, 3, 200, steps, true, eval_loss, false", why=ENDS),
-    "report_to": Option("none", "training.tensorboard", "it is a directory"),
+    "report_to": Option("none", "tracking.report_to", "it is a list"),
     "seed": Option(42, "training.seed"),
 }
 """The options of `AgentSFTConfig` (`sft_config`)."""
@@ -153,7 +153,7 @@ PIPELINE: Final[Mapping[str, Option]] = {
         "filter.rubric",
         "rewards and penalties are criteria of a rubric: `rubrics/agent-reward.yaml`",
     ),
-    "wandb_project, wandb_run_name": Option(None, "training.tensorboard", "nothing is sent to a service"),
+    "wandb_project, wandb_run_name": Option(None, "tracking.report_to", "nothing is sent to a service"),
     "experiment_name, output_base_dir": Option(
         "agent_training, ~/.sage/experiments", "state.dir", "rounds have numbers"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from pydantic import (
 from flywheel.config.section import Section, Share, UserPath, WebUrl
 from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
+
+log = logging.getLogger(__name__)
 
 
 def _crontab(text: str) -> str:
@@ -250,9 +253,6 @@ class TrainingSettings(Section):
     """Number of prompts per step of `flywheel round --debug`. Default: `prompts_per_step`."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
-    tensorboard: UserPath | None = None
-    """A directory for event files of TensorBoard with the numbers of each step, one run per round
-    (`tensorboard --logdir DIR`). Default: none are written; `metrics.jsonl` has the same numbers."""
     precision: Precision = "auto"
     """Numbers of the trainer's base model; adapter and optimizer are always float32. `float32` computes in it,
     `bfloat16` holds and computes in it. `auto` keeps the checkpoint's own numbers; of a half-precision one on a CPU
@@ -261,11 +261,47 @@ class TrainingSettings(Section):
     dpo: DpoSettings = DpoSettings()
     lora: LoraSettings = LoraSettings()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_moved(cls, given: object) -> object:
+        if isinstance(given, Mapping) and "tensorboard" in given:
+            raise ValueError("tensorboard: use tracking.dir, with tracking.report_to: [tensorboard]")
+        return given
+
     @model_validator(mode="after")
     def _stages_once(self) -> Self:
         if len(set(self.stages)) < len(self.stages):
             raise ValueError("stages: each stage can be named once")
         return self
+
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab", "console", "none"]
+LATER: Final = ("wandb", "mlflow", "swanlab")
+"""Trackers that are accepted, and to which nothing is sent."""
+
+
+class TrackingSettings(Section):
+    """Where the numbers of each step go besides `metrics.jsonl`, which always has them."""
+
+    report_to: list[Tracker] = []
+    """`tensorboard` writes event files for it. Nothing is sent to `wandb`, `mlflow` and `swanlab` yet: a round that
+    names them says so and goes on. `console` and `none` change nothing."""
+    dir: UserPath | None = None
+    """The directory of the event files, one run per round (`tensorboard --logdir DIR`). Default: `tracking` in the
+    state directory; for a round on files, in its own directory."""
+
+    def of_round(self, round_id: str, folder: Path) -> TrackingSettings:
+        """The settings with the directory of a round, by default below `folder`. The log names what comes later."""
+        if later := [name for name in LATER if name in self.report_to]:
+            log.warning(
+                "tracking.report_to: nothing is sent to %s yet; metrics.jsonl has the same figures", ", ".join(later)
+            )
+        return self.model_copy(update={"dir": (self.dir or folder / "tracking") / round_id})
+
+    @property
+    def events(self) -> Path | None:
+        """The directory for event files of TensorBoard, of settings of a round; None without them."""
+        return self.dir if "tensorboard" in self.report_to else None
 
 
 class ToolSettings(Section):

@@ -85,7 +85,7 @@ ARGUMENTS: Final[Mapping[str, Option]] = {
     "algorithm": Option(None, "training", "`AlgorithmConfig`, or a mapping"),
     "project_name": Option(None, why=FILES),
     "experiment_name": Option(None, why=FILES),
-    "monitor_type": Option(None, "training.tensorboard"),
+    "monitor_type": Option(None, "tracking.report_to"),
     "config_path": Option(None, "config_path", "the arguments win over the file"),
 }
 """The parameters of `tune`."""

@@ -234,6 +234,8 @@ async def train_on_files(
 ) -> TuneResult:
     """Run a round in the interpreter `python`, whose files go to `directory`. A cancellation stops its worker. Raises
     TrainError."""
+    tracking = config.tracking.of_round(spec.round_id, directory).model_dump(mode="json")
+    spec = spec.model_copy(update={"settings": {**spec.settings, "tracking": tracking}})
     worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))
     try:
         code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)

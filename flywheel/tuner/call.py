@@ -185,10 +185,7 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
-    if kind not in (None, "tensorboard"):
-        why = f"`monitor_type` is {kind}, and rounds write metrics.jsonl and files for TensorBoard"
-        raise ConfigError(ATTEMPTED, why, "Use tensorboard, or read metrics.jsonl.")
-    return {"training": {"tensorboard": str(directory / "tensorboard")}} if kind else {}
+    return {"tracking": {"report_to": [kind], "dir": str(directory / "tensorboard")}} if kind else {}
 
 
 def _settings(both: dict[str, Any], call: Call, name: str, folder: Path, trainer: Path) -> Config:

@@ -43,6 +43,7 @@ def test_each_setting_has_its_value_in_effect_and_its_origin(
     assert found["judge.max_attempts"] == (4, "default")
     assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "$OPENAI_BASE_URL")
     assert found["state.dir"] == (str(tmp_path / "home"), "$FLYWHEEL_HOME")
+    assert found["tracking.dir"] == (str(tmp_path / "home" / "tracking"), "default")
     assert found["ingest.output"] == (str(tmp_path / "home" / "tasks.jsonl"), "default")
     assert found["judge.api_key_env"] == ("OPENAI_API_KEY", "default; not set: $OPENAI_API_KEY")
     lines = flywheel("config", "show").out.splitlines()

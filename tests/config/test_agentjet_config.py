@@ -116,8 +116,6 @@ def test_each_key_without_effect_has_a_line_of_its_own(tmp_path: Path, caplog: p
 
 DOCUMENTED = (Path(__file__).parent / "agentjet_keys.txt").read_text().split()
 """The keys that AgentJet documents, and those of ASTuner that it has renamed."""
-NOT_YET = {"rollout.tensor_parallel", "tracking.report_to"}
-"""Keys that other changes bring."""
 
 
 @pytest.mark.parametrize("key", DOCUMENTED)
@@ -141,7 +139,7 @@ def test_every_key_that_is_set_exists() -> None:
         for use in option.use.split(", ")
     }
     made = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"]), "reward": RewardSettings()}
-    for use in uses - NOT_YET - {""}:
+    for use in uses - {""}:
         section: Any = Config()
         for part in use.split("."):
             section = made.get(part) or getattr(section, part)

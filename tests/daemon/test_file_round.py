@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config
-from flywheel.daemon.file_round import has_rewards, spec_of, tasks_of
-from flywheel.errors import ConfigError
+from flywheel.daemon.file_round import has_rewards, spec_of, tasks_of, train_on_files
+from flywheel.errors import ConfigError, TrainError
+from flywheel.training.data.round_directory import read_spec, settings_of
+from tests.daemon.rounds.workers import works
 from tests.factories.config import BOXED_RUBRIC, make_config
 
 CHATS = [
@@ -42,6 +44,18 @@ def test_a_round_of_replies_alone_compares_and_grades_nothing(tmp_path: Path, da
     replies = {task.prompt[-1]["content"]: task.reply[-1]["content"] for task in (*spec.train, *spec.held_out)}
     assert replies == {f"{n}+{n}?": str(2 * n) for n in range(10)}
     assert all(task.exchange.reference == "" for task in spec.train)
+
+
+async def test_a_round_on_files_reports_to_its_own_directory(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(tmp_path, monkeypatch, "exit 1")
+    for name, given, expected in (("one", {}, "one/tracking/tune"), ("two", {"dir": "all"}, "all/tune")):
+        config = settings(tmp_path, "sft", tracking={"report_to": ["tensorboard"], **given})
+        with pytest.raises(TrainError, match="exit code 1"):
+            await train_on_files(spec_of(config, data, None, compares=False), tmp_path / name, config)
+        found = settings_of(read_spec(tmp_path / name)).tracking
+        assert found.events == tmp_path / expected
 
 
 def test_a_file_to_hold_out_leaves_the_other_whole(tmp_path: Path, data: Path) -> None:

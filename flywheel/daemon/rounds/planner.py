@@ -233,14 +233,17 @@ def _spec(
         log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)
         config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.
-    judge = judge_settings(config, chain_of(config))
+    own = {
+        "judge": judge_settings(config, chain_of(config)),
+        "tracking": config.tracking.of_round(values["round_id"], config.state_dir),
+    }
     return RoundSpec(
         base_model=config.model.base,
         parent=rounds.adapter_ref(conn, parent),
         target=config.target,
         frozen=_frozen(conn, config),
         rubric=rubric.model_dump(mode="json"),
-        settings=config.model_copy(update={"judge": judge}).model_dump(mode="json"),
+        settings=config.model_copy(update=own).model_dump(mode="json"),
         train=tasks.train,
         held_out=tasks.held_out,
         left_out=tasks.left_out,

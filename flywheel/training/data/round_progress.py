@@ -206,7 +206,7 @@ class TensorBoardEvents:
             self._writer.flush()
         except OSError as error:
             why = error.strerror or error
-            log.warning("cannot write %s for training.tensorboard: %s", self._directory, why)
+            log.warning("cannot write %s for tracking.report_to tensorboard: %s", self._directory, why)
             self._has_failed = True
 
 

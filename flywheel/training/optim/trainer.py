@@ -231,8 +231,7 @@ class TrainingRun:
         """Earlier stages took so many steps `before`, from which the numbers of these go on."""
         self._spec, self._settings, self._directory, self._before = spec, settings, directory, before
         self._engines, self._meter = engines, meter
-        events = settings.training.tensorboard
-        self._metrics = Metrics(directory, events / spec.round_id if events is not None else None)
+        self._metrics = Metrics(directory, settings.tracking.events)
         self.adapter: LoadedAdapter | None = None
         """The adapter that the engines have of the current step."""
         self._sync_seconds = 0.0

@@ -85,6 +85,14 @@ async def test_rollouts_are_judged_as_the_chain_says_tasks_are(tmp_path: Path, s
         assert (judge.temperature, judge.max_tokens, judge.max_thread) == (0.3, 77, 3)
 
 
+async def test_a_round_reports_to_a_directory_of_its_own(tmp_path: Path, store: Store) -> None:
+    await store.write(judged, 2, 1)
+    config = made(tmp_path, tracking={"report_to": ["tensorboard"]})
+    specs = [await debug_round(store, config), await planned_round(store, config)]
+    tracking = [Config.model_validate(spec.settings).tracking for spec in specs]
+    assert [each.events for each in tracking] == [config.state_dir / "tracking" / name for name in ("debug", "r0001")]
+
+
 async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Path, store: Store) -> None:
     """What is consumed without a rollout is lost, and `why` would name it as what made the adapter."""
     await store.write(judged, 9, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import parse
+from flywheel.errors import ConfigError
 from flywheel.training.data.round_progress import Metrics, TensorBoardEvents
 
 FIGURES = {"reward_mean": 0.5, "loss": None, "why": "a text", "program": {"failures": {"timeout": 2}}}
@@ -69,11 +70,52 @@ def test_a_directory_that_cannot_be_written_is_reported_once(
         metrics.step(1, 2, FIGURES)
         metrics.step(2, 2, FIGURES)
     assert len(caplog.records) == 1
-    assert "for training.tensorboard: Not a directory" in caplog.text
+    assert "for tracking.report_to tensorboard: Not a directory" in caplog.text
     assert len(metrics.path.read_text().splitlines()) == 2
 
 
-def test_the_directory_is_relative_to_the_configuration(tmp_path: Path) -> None:
-    config = parse({"training": {"tensorboard": "events"}}, "flywheel.yaml", tmp_path)
-    assert config.training.tensorboard == tmp_path / "events"
-    assert parse({}, "flywheel.yaml", tmp_path).training.tensorboard is None
+TENSORBOARD = {"report_to": ["tensorboard"]}
+
+
+@pytest.mark.parametrize(
+    ("tracking", "expected"),
+    [
+        ({}, None),
+        ({"dir": "events"}, None),
+        ({"report_to": ["console", "none"]}, None),
+        ({"report_to": ["wandb"]}, None),
+        (TENSORBOARD, "round/tracking/r0007"),
+        ({**TENSORBOARD, "dir": "events"}, "events/r0007"),
+        ({"report_to": ["wandb", "tensorboard"], "dir": "events"}, "events/r0007"),
+    ],
+)
+def test_a_round_has_a_directory_of_its_own(tracking: dict[str, Any], expected: str | None, tmp_path: Path) -> None:
+    config = parse({"tracking": tracking}, "flywheel.yaml", tmp_path)
+    events = config.tracking.of_round("r0007", tmp_path / "round").events
+    assert events == (tmp_path / expected if expected is not None else None)
+
+
+@pytest.mark.parametrize(
+    ("report_to", "words"),
+    [
+        (["tensorboard", "console", "none"], ""),
+        (["wandb"], "nothing is sent to wandb yet; metrics.jsonl has the same figures"),
+        (["swanlab", "tensorboard", "mlflow"], "nothing is sent to mlflow, swanlab yet; metrics.jsonl has"),
+    ],
+)
+def test_what_comes_later_is_one_line(
+    report_to: list[str], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse({"tracking": {"report_to": report_to}}, "flywheel.yaml", tmp_path)
+    with caplog.at_level(logging.INFO):
+        config.tracking.of_round("r0001", tmp_path)
+    assert len(caplog.records) == bool(words)
+    assert words in caplog.text
+
+
+def test_another_tracker_is_an_error_that_lists_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"tracking": {"report_to": ["tensorbord"]}}, "flywheel.yaml", tmp_path)
+    assert all(name in caught.value.why for name in ("tensorboard", "wandb", "mlflow", "swanlab", "not `tensorbord`"))
+    with pytest.raises(ConfigError, match=r"use tracking\.dir"):
+        parse({"training": {"tensorboard": "events"}}, "flywheel.yaml", tmp_path)
