@@ -17,7 +17,7 @@ from flywheel.tuner.objects import WorkflowType as WorkflowType
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.file_round import TuneResult
+    from flywheel.daemon.file_round import TuneResult as TuneResult
 
 REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "tune_prompt": ("rounds train weights, and no prompt", "Keep AgentScope's own tune_prompt for that."),
@@ -97,6 +97,10 @@ def tune(
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TuneResult":
+        from flywheel.daemon.file_round import TuneResult
+
+        return TuneResult
     if name not in REFUSED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -164,7 +164,7 @@ def _fields(given: Any, name: str, table: Mapping[str, Option], single: str = ""
     made = translated((Found(key, value, table[key]) for key, value in kept.items()), f"the {name}")
     if table is DATASET:
         # The subset and the split of another data set do not belong to it.
-        made["train_dataset"] = {"name": None, "split": None, **made["train_dataset"]}
+        made["train_dataset"] = {"name": None, "split": None, **made.get("train_dataset", {})}
     return made
 
 
