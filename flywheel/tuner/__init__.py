@@ -74,26 +74,11 @@ def tune(
 
     Raises ConfigError for wrong settings, a wrong data set or a wrong function, and TrainError if the round fails.
     """
+    given = dict(locals())
     # Only here: a workflow's process imports the names above as well.
     from flywheel.tuner.call import Call, run
 
-    return run(
-        Call(
-            workflow_func,
-            judge_func,
-            train_dataset,
-            eval_dataset,
-            model,
-            auxiliary_models,
-            algorithm,
-            monitor_type,
-            {"project_name": project_name, "experiment_name": experiment_name},
-            config_path,
-            config,
-        ),
-        directory,
-        trainer_python,
-    )
+    return run(Call(**given))
 
 
 def __getattr__(name: str) -> Any:
