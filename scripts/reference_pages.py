@@ -254,7 +254,7 @@ def tuner_page() -> str:
             here = (
                 f"`{option.use}`" if option.use else f"refused, but for {only or 'no value'}" if option.only else ""
             )
-            default = f"`{_plain(option.default)}`" if option.default not in ("", "–") else "–"
+            default = f"`{_plain(option.default)}`" if option.default not in ("", "–", None) else "–"
             parts.append(f"| `{key}` | {default} | {here or 'without effect'} | {_cell(option.why)} |")
         parts.append("")
     return "\n".join(parts)

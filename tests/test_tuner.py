@@ -361,7 +361,7 @@ def test_a_round_in_another_interpreter_than_the_workflow(tmp_path: Path) -> Non
     venv.create(environment, with_pip=False, symlinks=True)
     [site] = (environment / "lib").glob("python*/site-packages")
     link(closure(DEPENDENCIES), site)
-    (site / "flywheel").symlink_to(Path(flywheel.__file__).parent)
+    (site / "flywheel.pth").write_text(str(Path(flywheel.__file__).parent.parent))
     (tmp_path / "rows").mkdir()
     for split, numbers in (("train", range(4)), ("test", range(4, 6))):
         lines = (json.dumps({"problem": f"What is {n} plus {n}?", "solution": str(2 * n)}) for n in numbers)

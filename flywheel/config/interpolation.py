@@ -19,6 +19,8 @@ from flywheel.system.yaml_file import KeyPath, YamlDocument
 FREE_TEXT: Final = re.compile(r"(?:.*_)?(?:prompt|rubric|template)s?")
 """Keys of texts for models."""
 MISSING: Final = "???"
+MARK: Final = "\0free text "
+"""Begins what stands for such a text; no YAML text has this character."""
 
 
 def values_of(document: YamlDocument, attempted: str) -> Any:
@@ -47,28 +49,7 @@ def _resolved(document: YamlDocument, places: list[KeyPath], attempted: str) -> 
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    texts: list[str] = []
-
-    def without_free_texts(value: Any) -> Any:
-        """A copy, whose free texts are numbers: OmegaConf would read them."""
-        if isinstance(value, Mapping):
-            return {
-                key: kept(inner) if FREE_TEXT.fullmatch(str(key)) else without_free_texts(inner)
-                for key, inner in value.items()
-            }
-        return [*map(without_free_texts, value)] if isinstance(value, list) else value
-
-    def kept(value: Any) -> str:
-        texts.append(value)
-        return f"{MARK}{len(texts) - 1}"
-
-    def restored(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: restored(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [*map(restored, value)]
-        return texts[int(value[len(MARK) :])] if isinstance(value, str) and value.startswith(MARK) else value
-
+    texts: list[Any] = []
     whole: Any = None
     # First each alone: what is no interpolation is an error of the whole otherwise.
     for is_alone, place in itertools.product((True, False), places):
@@ -78,17 +59,36 @@ def _resolved(document: YamlDocument, places: list[KeyPath], attempted: str) -> 
                 continue
             if whole is None:
                 # Dates and other values of YAML that OmegaConf does not know are kept as they are.
-                whole = OmegaConf.create(without_free_texts(document.value), flags={"allow_objects": True})
+                whole = OmegaConf.create(_masked(document.value, texts), flags={"allow_objects": True})
             _at(whole, place)
         except MissingMandatoryValue:
             raise _error(document, place, attempted, "it is ???, which is no value") from None
         except OmegaConfBaseException as error:
             why = str(error.msg or error).splitlines()[0]
             raise _error(document, place, attempted, f"it cannot be resolved: {why}") from None
-    return restored(OmegaConf.to_container(whole, resolve=True))
+    return _unmasked(OmegaConf.to_container(whole, resolve=True), texts)
 
 
-MARK: Final = "\0free text "
+def _masked(value: Any, texts: list[Any]) -> Any:
+    """A copy with marks for its free texts, which OmegaConf would read."""
+    if isinstance(value, list):
+        return [_masked(inner, texts) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+    made = {}
+    for key, inner in value.items():
+        if is_free := FREE_TEXT.fullmatch(str(key)) is not None:
+            texts.append(inner)
+        made[key] = f"{MARK}{len(texts) - 1}" if is_free else _masked(inner, texts)
+    return made
+
+
+def _unmasked(value: Any, texts: list[Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _unmasked(inner, texts) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_unmasked(inner, texts) for inner in value]
+    return texts[int(value[len(MARK) :])] if isinstance(value, str) and value.startswith(MARK) else value
 
 
 def _at(value: Any, place: KeyPath) -> Any:

@@ -22,21 +22,12 @@ GRPO: Final = Option(
 )
 POLICY: Final = "rollouts are sampled from the policy itself"
 ENDS: Final = "a round writes its adapter, and is evaluated, at its end"
-SYNC: Final = "engines get the weights after each step"
 FILES: Final = "the files of the round are in `directory`"
-FUNCTION: Final = "workflow and judge are the functions that `tune` gets"
-BUFFER: Final = "a step trains on its own rollouts, which no buffer holds"
-BACKEND: Final = "it is for Trinity's trainer"
-CLUSTER: Final = "a round uses the GPUs of this machine"
 GPUS: Final = "without GPUs it is 1, and with fewer than that needs as many as fit"
 FAMILY: Final = "the model's family decides where it is the tuner's default (hermes, deepseek_r1)"
 THINKING: Final = "put --default-chat-template-kwargs into serving.extra_args"
 TINKER: Final = "rounds train on this machine"
-TEMPLATE: Final = "the model's own chat template, as the server renders it, is the only format"
-RUNNERS: Final = "a run that fails costs its own rollout, and is not repeated"
-FILTERS: Final = "`filter.chain` has filters for tasks"
 EPOCHS: Final = "the steps are epochs × tasks / batch, rounded up"
-MONITOR: Final = "nothing is sent to a service"
 PARALLEL: Final = Option(1, "rollout.tensor_parallel", GPUS)
 
 MODEL: Final[Mapping[str, Option]] = {
@@ -91,116 +82,45 @@ ARGUMENTS: Final[Mapping[str, Option]] = {
 """The parameters of `tune`."""
 TASKSET: Final = "buffer.explorer_input.taskset"
 EVAL_TASKSETS: Final = "buffer.explorer_input.eval_tasksets"
-TRINITY: Final[Mapping[str, Option]] = {
-    "project": Option("Trinity-RFT", why=FILES),
-    "name": Option("rft", why=FILES),
-    "group": Option("", why=FILES),
+USED: Final[Mapping[str, Option]] = {
     "mode": Option("both", why="a round samples rollouts and trains on them", only=("both", "colocate", None)),
-    "checkpoint_root_dir": Option("", why=FILES),
-    "continue_from_checkpoint": Option(True, why="each call is a round of its own"),
-    "ray_namespace": Option("", why="a round starts a Ray of its own"),
-    "ignore_validator_suggestions": Option(False, why="a round checks the memory of its GPUs itself"),
     "algorithm.algorithm_type": GRPO,
     "algorithm.repeat_times": Option(1, "training.group_size"),
     "algorithm.optimizer.lr": Option(1e-6, "training.learning_rate"),
     "algorithm.optimizer.warmup_style": Option(None, "training.scheduler"),
     "algorithm.optimizer.lr_scheduler_type": Option("constant", "training.scheduler"),
-    "algorithm.optimizer": Option("adam", why="the optimizer is AdamW, as TRL makes it"),
-    "algorithm.optimizer.fused": Option(None, why=BACKEND),
-    "algorithm.optimizer.foreach": Option(None, why=BACKEND),
-    "algorithm.sample_strategy": Option(None, why=BUFFER),
-    "algorithm.advantage_fn": Option(None, why="advantages are those of GRPO: `training.scale_rewards`"),
-    "algorithm.advantage_fn_args": Option(None, why="advantages are those of GRPO: `training.scale_rewards`"),
-    "algorithm.kl_penalty_fn": Option(None, why="the KL term is part of the loss: `training.beta`"),
-    "algorithm.kl_loss_fn": Option(None, why="the KL term is TRL's: `training.beta`"),
     "algorithm.kl_loss_fn_args.kl_coef": Option(None, "training.beta"),
     "algorithm.policy_loss_fn_args.clip_range_low": Option(None, "training.clip_epsilon"),
     "algorithm.policy_loss_fn_args.clip_range_high": Option(None, "training.clip_epsilon_high"),
-    "algorithm.entropy_loss_fn": Option(None, why="the loss has no term of entropy"),
     "monitor.monitor_type": Option("tensorboard", "monitor_type"),
-    "monitor.monitor_args": Option(None, why=MONITOR),
-    "monitor.enable_ray_timeline": Option(False, why="`metrics.jsonl` has the seconds of each step"),
     "model.model_path": Option("", "model.base"),
-    "model.critic_model_path": Option("", why="GRPO has no critic"),
-    "model.custom_chat_template": Option(None, why=TEMPLATE),
-    "model.chat_template_path": Option(None, why=TEMPLATE),
     "model.max_model_len": Option(None, "rollout.max_model_len"),
     "model.max_response_tokens": Option(None, "rollout.max_completion_tokens"),
-    "model.max_prompt_tokens": Option(None, why="a prompt may have what `rollout.max_model_len` leaves"),
-    "model.min_response_tokens": Option(1, why=POLICY),
-    "model.enable_prompt_truncation": Option(True, why="no prompt is cut"),
     "model.repetition_penalty": Option(1.0, why=POLICY, only=(1, None)),
     "model.top_p": Option(1.0, why=POLICY, only=(1, None)),
     "model.top_k": Option(-1, why=POLICY, only=(-1, None)),
     "model.enable_thinking": Option(None, why=THINKING, only=(None,)),
-    "model.lora_configs": Option(None, why="a round makes an adapter of its own"),
-    "model.lora_configs.name": Option(None, why="the adapter is in `adapter` of the result"),
-    "model.lora_configs.path": Option(None, why="a round of `flywheel.tune` starts with a new adapter"),
-    "model.lora_configs.base_model_name": Option(None, why="it is `model.base`"),
     "model.lora_configs.lora_rank": Option(32, "training.lora.r"),
     "model.lora_configs.lora_alpha": Option(32, "training.lora.alpha"),
-    "model.lora_configs.lora_dtype": Option("auto", why="adapters are trained in float32"),
     "model.lora_configs.target_modules": Option("all-linear", "training.lora.target_modules"),
-    "model.rope_scaling": Option(None, why="it is a setting of the model's own files"),
-    "model.rope_theta": Option(None, why="it is a setting of the model's own files"),
-    "model.tinker": Option(None, why="without `enable` it has no effect there either"),
     "model.tinker.enable": Option(False, why=TINKER, only=(False, None)),
-    "model.tinker.rank": Option(16, why=TINKER),
-    "model.tinker.seed": Option(None, why=TINKER),
-    "model.tinker.train_mlp": Option(True, why=TINKER),
-    "model.tinker.train_attn": Option(True, why=TINKER),
-    "model.tinker.train_unembed": Option(True, why=TINKER),
     "model.external_model.enable": Option(False, why="rollouts are the policy's own", only=(False, None)),
-    "model.external_model.base_url_env": Option("OPENAI_BASE_URL", why="rollouts are the policy's own"),
-    "model.external_model.api_key_env": Option("OPENAI_API_KEY", why="rollouts are the policy's own"),
-    "model.external_model.model_name": Option(None, why="rollouts are the policy's own"),
-    "cluster.node_num": Option(0, why=CLUSTER),
-    "cluster.gpu_per_node": Option(0, why=CLUSTER),
-    "cluster": Option(None, why=CLUSTER),
     "buffer.batch_size": Option(1, "training.prompts_per_step", "at most the number of tasks"),
-    "buffer.train_batch_size": Option(0, why="a step trains on all of its rollouts"),
     "trainer.total_steps": Option(None, "training.steps"),
     "buffer.total_epochs": Option(1, "train_dataset.total_epochs", EPOCHS),
     "buffer.total_steps": Option(None, "training.steps"),
-    "buffer.explorer_input.default_workflow_type": Option(None, why=FUNCTION),
-    "buffer.explorer_input.default_eval_workflow_type": Option(None, why=FUNCTION),
-    "buffer.explorer_input.default_reward_fn_type": Option(None, why=FUNCTION),
-    f"{TASKSET}.name": Option("", why="it is a name for Ray"),
     f"{TASKSET}.storage_type": Option("file", why="data sets are files, or of the Hub", only=("file", None)),
     f"{TASKSET}.path": Option(None, "train_dataset.path"),
     f"{TASKSET}.subset_name": Option(None, "train_dataset.name"),
     f"{TASKSET}.split": Option("train", "train_dataset.split"),
-    f"{TASKSET}.repeat_times": Option(1, why="`algorithm.repeat_times` is used, there as well"),
     f"{TASKSET}.format.prompt_key": Option("prompt", "train_dataset.prompt_key", "the key of the question"),
     f"{TASKSET}.format.response_key": Option("response", "train_dataset.response_key", "the key of the right answer"),
-    f"{TASKSET}.format": Option(None, why="a workflow gets the line as it is"),
-    f"{TASKSET}.default_workflow_type": Option(None, why=FUNCTION),
-    f"{TASKSET}.default_reward_fn_type": Option(None, why=FUNCTION),
-    f"{TASKSET}.workflow_args": Option({}, why="a workflow gets the line of its task alone, there as well"),
     EVAL_TASKSETS: Option([], "eval_dataset", "`path`, `subset_name`, `split` and `format` of each"),
-    "buffer.trainer_input": Option(None, why=BUFFER),
-    "buffer.trainer_input.experience_buffer": Option(None, why=BUFFER),
-    "buffer.trainer_input.auxiliary_buffers": Option({}, why=BUFFER),
-    "explorer.name": Option("explorer", why="it is a name for Ray"),
-    "explorer.runner_per_model": Option(
-        8, why="`rollout.workers` has the number of processes, by this machine's memory"
-    ),
-    "explorer.runner_prepare_concurrency": Option(128, why="processes of a workflow start when they are needed"),
-    "explorer.runner_prepare_max_retries": Option(3, why=RUNNERS),
-    "explorer.concurrent_mode": Option("sequential", why="a process runs one rollout at a time"),
-    "explorer.max_repeat_times_per_runner": Option(None, why="a process runs one rollout at a time"),
     "explorer.max_timeout": Option(1800, "rollout.agent_timeout_seconds"),
-    "explorer.max_retry_times": Option(2, why=RUNNERS),
-    "explorer.env_vars": Option({}, why="a workflow has the variables of the program that calls `tune`"),
-    "explorer.rollout_model": Option(None, why="other options of an engine are Flywheel's own"),
     "explorer.rollout_model.engine_type": Option("vllm", why="engines are vLLM's", only=("vllm", "vllm_async", None)),
     "explorer.rollout_model.engine_num": Option(1, "rollout.engines", GPUS),
     "explorer.rollout_model.tensor_parallel_size": PARALLEL,
     "explorer.rollout_model.gpu_memory_utilization": Option(0.9, "rollout.gpu_memory_utilization"),
-    "explorer.rollout_model.enable_history": Option(False, why="every call of a rollout is recorded"),
-    "explorer.rollout_model.enable_openai_api": Option(False, why="a workflow always gets an OpenAI endpoint"),
-    "explorer.rollout_model.enable_auto_tool_choice": Option(False, why="it is always on"),
-    "explorer.rollout_model.nnodes": Option(1, why=CLUSTER),
     "explorer.rollout_model.top_p": Option(None, why=POLICY, only=(1, None)),
     "explorer.rollout_model.enable_thinking": Option(None, why=THINKING, only=(None,)),
     "explorer.rollout_model.tool_call_parser": Option(None, "serving.tool_call_parser", FAMILY),
@@ -210,56 +130,102 @@ TRINITY: Final[Mapping[str, Option]] = {
     f"{TASKSET}.rollout_args.temperature": Option(
         None, "rollout.temperature", "over `rollout_model` and `model.temperature`"
     ),
-    f"{TASKSET}.rollout_args": Option(None, why=POLICY),
     "explorer.auxiliary_models": Option(
         [],
         why="a round starts no engines for other models; serve each, and name it in"
         " `tune(auxiliary_models={NAME: {base_url: …, model: …}})`",
         only=([], None),
     ),
-    "explorer.eval_interval": Option(100, why=ENDS),
-    "explorer.eval_on_startup": Option(True, why="the base model is always evaluated, too"),
-    "explorer.max_inflight_batches": Option(2, why=SYNC),
-    "explorer.over_rollout.ratio": Option(0.0, why="a step waits for all of its rollouts"),
-    "explorer.over_rollout.wait_after_min": Option(30.0, why="a step waits for all of its rollouts"),
-    "explorer.over_rollout.return_partial_tasks": Option(False, why="a step waits for all of its rollouts"),
-    "explorer.dynamic_timeout.enable": Option(False, why="a run has `rollout.agent_timeout_seconds`"),
-    "explorer.dynamic_timeout.warmup_min_steps": Option(1, why="a run has `rollout.agent_timeout_seconds`"),
-    "explorer.dynamic_timeout.ratio": Option(3.0, why="a run has `rollout.agent_timeout_seconds`"),
-    "explorer.runner_state_report_interval": Option(0, why="`progress.json` of the round has its state"),
-    "synchronizer.sync_method": Option("nccl", why=SYNC),
-    "synchronizer.sync_interval": Option(1, why=SYNC),
-    "synchronizer.sync_offset": Option(0, why=SYNC),
-    "synchronizer.sync_timeout": Option(3600, why=SYNC),
-    "synchronizer.sync_style": Option("fixed", why=SYNC),
-    "synchronizer": Option(None, why=SYNC),
-    "trainer.name": Option("trainer", why="it is a name for Ray"),
-    "trainer.trainer_type": Option("verl", why="TRL trains"),
-    "trainer.trainer_strategy": Option("fsdp2", why="TRL trains, on one GPU"),
-    "trainer.save_interval": Option(0, why=ENDS),
-    "trainer.save_strategy": Option("unrestricted", why=ENDS),
-    "trainer.save_hf_checkpoint": Option("last", why=ENDS),
     "trainer.grad_clip": Option(1.0, "training.max_grad_norm"),
-    "trainer.use_dynamic_bsz": Option(True, why="`training.micro_batch_tokens` is the limit of a pass"),
     "trainer.max_token_len_per_gpu": Option(None, "training.micro_batch_tokens"),
-    "trainer.ulysses_sequence_parallel_size": Option(1, why="TRL trains, on one GPU"),
-    "trainer.max_checkpoints_to_keep": Option(0, why=ENDS),
-    "trainer.trainer_config": Option(None, why=BACKEND),
-    "trainer": Option(None, why=BACKEND),
-    "actor_rollout_ref": Option(None, why=BACKEND),
-    "critic": Option(None, why=BACKEND),
-    "service.data_juicer": Option(None, why=FILTERS),
-    "service.data_juicer.server_url": Option(None, why=FILTERS),
-    "service.data_juicer.auto_start": Option(False, why=FILTERS),
-    "service.data_juicer.port": Option(None, why=FILTERS),
-    "data_processor.task_pipeline": Option(None, why=FILTERS),
-    "data_processor.experience_pipeline": Option(None, why="rewards are those of workflow and judge"),
-    "log.level": Option("INFO", why="`worker.log` of the round has everything"),
-    "log.group_by_node": Option(False, why="`worker.log` of the round has everything"),
     "stages": Option([], why="a call of `tune` is one stage: call it once for each", only=([], None)),
 }
-"""The keys of a Trinity file by their paths. Where several set the same, the last one counts. A row also stands for
-keys below it that have none."""
+"""The keys of a Trinity file by their paths that are used or refused. Where several set the same, the last counts."""
+UNUSED: Final[Mapping[str, str]] = {
+    FILES: "project name group checkpoint_root_dir",
+    "each call is a round of its own": "continue_from_checkpoint",
+    "a round starts a Ray of its own": "ray_namespace",
+    "a round checks the memory of its GPUs itself": "ignore_validator_suggestions",
+    "the optimizer is AdamW, as TRL makes it": "algorithm.optimizer",
+    "it is for Trinity's trainer":
+        "algorithm.optimizer.fused algorithm.optimizer.foreach trainer.trainer_config trainer actor_rollout_ref "
+        "critic",
+    "a step trains on its own rollouts, which no buffer holds":
+        "algorithm.sample_strategy buffer.trainer_input buffer.trainer_input.experience_buffer "
+        "buffer.trainer_input.auxiliary_buffers",
+    "advantages are those of GRPO: `training.scale_rewards`": "algorithm.advantage_fn algorithm.advantage_fn_args",
+    "the KL term is part of the loss: `training.beta`": "algorithm.kl_penalty_fn",
+    "the KL term is TRL's: `training.beta`": "algorithm.kl_loss_fn",
+    "the loss has no term of entropy": "algorithm.entropy_loss_fn",
+    "nothing is sent to a service": "monitor.monitor_args",
+    "`metrics.jsonl` has the seconds of each step": "monitor.enable_ray_timeline",
+    "GRPO has no critic": "model.critic_model_path",
+    "the model's own chat template, as the server renders it, is the only format":
+        "model.custom_chat_template model.chat_template_path",
+    "a prompt may have what `rollout.max_model_len` leaves": "model.max_prompt_tokens",
+    POLICY: "model.min_response_tokens buffer.explorer_input.taskset.rollout_args",
+    "no prompt is cut": "model.enable_prompt_truncation",
+    "a round makes an adapter of its own": "model.lora_configs",
+    "the adapter is in `adapter` of the result": "model.lora_configs.name",
+    "a round of `flywheel.tune` starts with a new adapter": "model.lora_configs.path",
+    "it is `model.base`": "model.lora_configs.base_model_name",
+    "adapters are trained in float32": "model.lora_configs.lora_dtype",
+    "it is a setting of the model's own files": "model.rope_scaling model.rope_theta",
+    "without `enable` it has no effect there either": "model.tinker",
+    TINKER:
+        "model.tinker.rank model.tinker.seed model.tinker.train_mlp model.tinker.train_attn "
+        "model.tinker.train_unembed",
+    "rollouts are the policy's own":
+        "model.external_model.base_url_env model.external_model.api_key_env model.external_model.model_name",
+    "a round uses the GPUs of this machine":
+        "cluster.node_num cluster.gpu_per_node cluster explorer.rollout_model.nnodes",
+    "a step trains on all of its rollouts": "buffer.train_batch_size",
+    "workflow and judge are the functions that `tune` gets":
+        "buffer.explorer_input.default_workflow_type buffer.explorer_input.default_eval_workflow_type "
+        "buffer.explorer_input.default_reward_fn_type buffer.explorer_input.taskset.default_workflow_type "
+        "buffer.explorer_input.taskset.default_reward_fn_type",
+    "it is a name for Ray": "buffer.explorer_input.taskset.name explorer.name trainer.name",
+    "`algorithm.repeat_times` is used, there as well": "buffer.explorer_input.taskset.repeat_times",
+    "a workflow gets the line as it is": "buffer.explorer_input.taskset.format",
+    "a workflow gets the line of its task alone, there as well": "buffer.explorer_input.taskset.workflow_args",
+    "`rollout.workers` has the number of processes, by this machine's memory": "explorer.runner_per_model",
+    "processes of a workflow start when they are needed": "explorer.runner_prepare_concurrency",
+    "a run that fails costs its own rollout, and is not repeated":
+        "explorer.runner_prepare_max_retries explorer.max_retry_times",
+    "a process runs one rollout at a time": "explorer.concurrent_mode explorer.max_repeat_times_per_runner",
+    "a workflow has the variables of the program that calls `tune`": "explorer.env_vars",
+    "other options of an engine are Flywheel's own": "explorer.rollout_model",
+    "every call of a rollout is recorded": "explorer.rollout_model.enable_history",
+    "a workflow always gets an OpenAI endpoint": "explorer.rollout_model.enable_openai_api",
+    "it is always on": "explorer.rollout_model.enable_auto_tool_choice",
+    ENDS:
+        "explorer.eval_interval trainer.save_interval trainer.save_strategy trainer.save_hf_checkpoint "
+        "trainer.max_checkpoints_to_keep",
+    "the base model is always evaluated, too": "explorer.eval_on_startup",
+    "engines get the weights after each step":
+        "explorer.max_inflight_batches synchronizer.sync_method synchronizer.sync_interval "
+        "synchronizer.sync_offset synchronizer.sync_timeout synchronizer.sync_style synchronizer",
+    "a step waits for all of its rollouts":
+        "explorer.over_rollout.ratio explorer.over_rollout.wait_after_min "
+        "explorer.over_rollout.return_partial_tasks",
+    "a run has `rollout.agent_timeout_seconds`":
+        "explorer.dynamic_timeout.enable explorer.dynamic_timeout.warmup_min_steps explorer.dynamic_timeout.ratio",
+    "`progress.json` of the round has its state": "explorer.runner_state_report_interval",
+    "TRL trains": "trainer.trainer_type",
+    "TRL trains, on one GPU": "trainer.trainer_strategy trainer.ulysses_sequence_parallel_size",
+    "`training.micro_batch_tokens` is the limit of a pass": "trainer.use_dynamic_bsz",
+    "`filter.chain` has filters for tasks":
+        "service.data_juicer service.data_juicer.server_url service.data_juicer.auto_start "
+        "service.data_juicer.port data_processor.task_pipeline",
+    "rewards are those of workflow and judge": "data_processor.experience_pipeline",
+    "`worker.log` of the round has everything": "log.level log.group_by_node",
+}  # fmt: skip
+"""The other documented keys, by the reason why they have no effect."""
+TRINITY: Final[Mapping[str, Option]] = {
+    **USED,
+    **{key: Option(None, why=why) for why, keys in UNUSED.items() for key in keys.split()},
+}
+"""A row also stands for keys below it that have none."""
 SHORT: Final[Mapping[str, Option]] = {
     **MODEL,
     **ALGORITHM,

@@ -17,7 +17,7 @@ from flywheel.tuner.objects import WorkflowType as WorkflowType
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.file_round import TuneResult
+    from flywheel.daemon.file_round import TuneResult as TuneResult
 
 REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "tune_prompt": ("rounds train weights, and no prompt", "Keep AgentScope's own tune_prompt for that."),
@@ -74,29 +74,18 @@ def tune(
 
     Raises ConfigError for wrong settings, a wrong data set or a wrong function, and TrainError if the round fails.
     """
+    given = dict(locals())
     # Only here: a workflow's process imports the names above as well.
     from flywheel.tuner.call import Call, run
 
-    return run(
-        Call(
-            workflow_func,
-            judge_func,
-            train_dataset,
-            eval_dataset,
-            model,
-            auxiliary_models,
-            algorithm,
-            monitor_type,
-            {"project_name": project_name, "experiment_name": experiment_name},
-            config_path,
-            config,
-        ),
-        directory,
-        trainer_python,
-    )
+    return run(Call(**given))
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TuneResult":
+        from flywheel.daemon.file_round import TuneResult
+
+        return TuneResult
     if name not in REFUSED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

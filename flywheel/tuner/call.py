@@ -45,16 +45,19 @@ class Call:
     """The arguments of `tune`."""
 
     workflow_func: Callable[..., Any] | str
+    config: Config | Mapping[str, Any] | str | Path | None = None
     judge_func: Callable[..., Any] | str | None = None
     train_dataset: Any = None
     eval_dataset: Any = None
     model: Any = None
     auxiliary_models: Mapping[str, Any] | None = None
     algorithm: Any = None
+    project_name: str | None = None
+    experiment_name: str | None = None
     monitor_type: str | None = None
-    unused: Mapping[str, Any] | None = None
     config_path: str | Path | None = None
-    config: Config | Mapping[str, Any] | str | Path | None = None
+    directory: str | Path | None = None
+    trainer_python: str | Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,14 @@ class Round:
     epochs: int | None
 
 
-def run(call: Call, directory: str | Path | None, python: str | Path | None) -> TuneResult:
+def run(call: Call) -> TuneResult:
     """Raises ConfigError and TrainError, as `tune` does."""
     if MARK in os.environ:
         why = "it is called again while a rollout loads the file of the workflow"
         raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
-    trainer = trainer_python(python)
+    trainer = trainer_python(call.trainer_python)
     require_packages(ATTEMPTED, trainer)
-    made = Path(directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    made = Path(call.directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     found = round_of(call, made, trainer)
     return run_on_files(found.settings, found.train, found.held_out, made, epochs=found.epochs, python=trainer)
 
@@ -128,9 +131,8 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
 
 def _arguments(call: Call) -> dict[str, Any]:
     """The settings that the arguments have. Raises ConfigError."""
-    for key, value in (call.unused or {}).items():
-        if value is not None:
-            log.warning("tune: %s: %s", key, Found(key, value, ARGUMENTS[key]).meaning)
+    unused = ((key, getattr(call, key)) for key in ("project_name", "experiment_name"))
+    translated((Found(key, value, ARGUMENTS[key]) for key, value in unused), "the arguments")
     made = _fields(call.model, "model", MODEL, "model_path")
     made = merged(made, _fields(call.algorithm, "algorithm", ALGORITHM))
     base = _section(made, "model").get("base")
@@ -164,7 +166,7 @@ def _fields(given: Any, name: str, table: Mapping[str, Option], single: str = ""
     made = translated((Found(key, value, table[key]) for key, value in kept.items()), f"the {name}")
     if table is DATASET:
         # The subset and the split of another data set do not belong to it.
-        made["train_dataset"] = {"name": None, "split": None, **made["train_dataset"]}
+        made["train_dataset"] = {"name": None, "split": None, **made.get("train_dataset", {})}
     return made
 
 

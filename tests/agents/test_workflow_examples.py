@@ -22,6 +22,7 @@ from flywheel.config import AgentProgramSettings
 from flywheel.records.program_run import RunResult
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.program.program_pool import ProgramPool
+from flywheel.tuner import call
 from tests.agents.running import EXAMPLES, ROOT
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running, with_middleware
@@ -160,7 +161,8 @@ def test_the_example_calls_tune_as_it_is_defined(monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(EXAMPLES / "workflow"))
     runpy.run_path(str(EXAMPLES / "workflow" / "tune.py"), run_name="__main__")
     assert capsys.readouterr().out == "it is better\nreward 0.25 → 0.75; adapter: a\n"
-    config = tuner._config(given["config"], {}, tuner._spec_of(given["workflow_func"]), None)
+    meant = call.Call(given["workflow_func"], config=given["config"])
+    config = call.round_of(meant, Path("d"), Path(sys.executable)).settings
     assert (config.training.group_size, config.training.steps, config.rollout.temperature) == (8, 20, 1.0)
     assert isinstance(config.rollout.agent, AgentProgramSettings)
     assert config.rollout.agent.workflow == f"{EXAMPLES / 'workflow' / 'agent.py'}:run"

@@ -69,6 +69,32 @@ def test_every_form_has_the_same_rows(forms: Path) -> None:
 
 
 @pytest.mark.training
+def test_a_data_set_of_the_hub_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    writer = pytest.importorskip("datasets.arrow_writer").ArrowWriter
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    # As `load_dataset` leaves it there.
+    cached = tmp_path / "datasets" / "someone___sums" / "main" / "0.0.0" / ("a" * 40)
+    cached.mkdir(parents=True)
+    features = datasets.Dataset.from_list(ROWS).features
+    lines = writer(path=str(cached / "sums-train.arrow"), features=features)
+    for row in ROWS:
+        lines.write(row)
+    lines.finalize()
+    split = {"name": "train", "num_bytes": 1, "num_examples": len(ROWS), "dataset_name": "sums"}
+    datasets.DatasetInfo(
+        features=features,
+        builder_name="parquet",
+        dataset_name="sums",
+        config_name="main",
+        version="0.0.0",
+        splits={"train": split},
+    ).write_to_directory(str(cached))
+    assert read(DatasetConfig(path="someone/sums", name="main")) == ROWS
+
+
+@pytest.mark.training
 def test_a_data_set_of_the_hub_needs_a_cache_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
