@@ -131,7 +131,7 @@ def test_the_small_model_learns_from_recorded_replies_and_then_by_itself(
         # GRPO may be found not to be better; then the first adapter goes on serving.
         sft, grpo = figures["rounds"]
         assert sft["state"] == "promoted" and grpo["state"] in ("promoted", "rejected")
-        assert second["sampled"][share]["interval"][1] > first["sampled"][share]["mean"]
+        assert second["sampled"][share]["interval"][1] >= first["sampled"][share]["mean"]
         assert all(signal >= 5 for each in figures["signals"] for signal in each.values())
         assert figures["total_seconds"] <= TOTAL_SECONDS
     finally:
