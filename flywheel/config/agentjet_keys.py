@@ -1,7 +1,7 @@
 """Every documented key of AgentJet and ASTuner, with its default there and what becomes of it here.
 
 Names are relative to the root (`ajet`, `astuner`); one that begins with a dot is in the section of the name before
-it. `docs/how-to/agentjet.md` is generated from these tables (`python -m scripts.reference_pages`).
+it. The table of `flywheel docs agentjet` is generated from these tables (`python -m scripts.reference_pages`).
 """
 
 from __future__ import annotations

@@ -27,9 +27,12 @@ class MathBoxedRewardFn:
         format_score_coef: float | None = 0.1,
         **_: Any,
     ) -> dict[str, float]:
-        # Only here: it needs Flywheel's base install in the interpreter of the judge.
-        from flywheel.judge.rubric.checks.math_equal import equals_boxed
-
+        try:
+            # Only here: it needs what workflows and other judges do not.
+            from flywheel.judge.rubric.checks.math_equal import equals_boxed
+        except ImportError as error:
+            install = f"{sys.executable} -m pip install agentscope-flywheel"
+            raise ImportError(f"MathBoxedRewardFn needs Flywheel's base install ({error}): {install}") from error
         is_right = truth is not None and equals_boxed(response or "", str(truth))
         lacks_thought = bool(with_think) and _THOUGHT.fullmatch(response or "") is None
         return {"accuracy": float(is_right), "format_score": -(format_score_coef or 0.1) if lacks_thought else 0.0}
