@@ -33,8 +33,6 @@ EXECUTE: Final = ("agentscope_execute", "execute")
 INSTEAD: Final = dict.fromkeys(("AgentJetJob", "AstunerJob"), "start rounds with `flywheel round -c FILE.yaml`")
 BRIDGE_VARIABLES: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
 """What the `create_external_llm_fn` of an installed AgentJet reads."""
-
-
 notes: Final[list[str]] = []
 """What users should know about the packages, in sentences."""
 
@@ -258,7 +256,9 @@ def _number(reward: Any) -> float | None:
 
 
 def _metrics(output: Any) -> dict[str, float]:
-    logged = {name: value for name, value in output.log_metrics.items() if isinstance(value, int | float)}
+    # ASTuner's output has none.
+    given = getattr(output, "log_metrics", {})
+    logged = {name: value for name, value in given.items() if isinstance(value, int | float)}
     return logged if output.is_success is None else {**logged, "is_success": float(output.is_success)}
 
 
