@@ -69,7 +69,7 @@ def test_keys_of_another_program_are_set_before_they_are_translated(flywheel: Ru
     found = settings(ran)
     assert found["model.base"] == ("of/the-author", "--set")
     assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "--set")
-    assert found["rollout.temperature"] == (0.9, str(file))
+    assert found["rollout.temperature"] == (0.9, f"{file}:7")
     assert found["judge.model"] == ("gpt-4o-mini", "default")
     ran = flywheel("config", "show", "--json", "-c", write_yaml(file, ajet({})), "--set=ajet.model.path=other/one")
     assert settings(ran)["model.base"] == ("other/one", "--set"), "also where the file has none"
@@ -120,6 +120,18 @@ def test_a_key_of_another_program_without_effect_is_an_error(
     assert ran.code == 78
     assert why in ran.err
     assert f"--set {given.partition('=')[0]}" in ran.err
+
+
+def test_a_key_without_effect_is_an_error_also_where_a_workflow_gets_the_whole_file(
+    flywheel: Run, tmp_path: Path
+) -> None:
+    whole = ajet({"path": "m"})
+    whole["ajet"]["rollout"]["user_workflow"] = "agents.sums->Sums"
+    ran = flywheel(
+        "config", "show", "-c", write_yaml(tmp_path / "a.yaml", whole), "--set", "ajet.rollout.numrepeat=4"
+    )
+    assert ran.code == 78
+    assert "Flywheel does not use this key" in ran.err
 
 
 def test_the_rest_of_a_wrong_file_keeps_its_lines(flywheel: Run, tmp_path: Path) -> None:
