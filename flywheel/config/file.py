@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
@@ -368,7 +369,10 @@ def parse(
         return from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
 
     own = translated(whole)
-    keys = {key for setting in settings for key in _own_keys(setting, raw, whole, own, translated)}
+    keys = set[str]()
+    for setting in settings:
+        others = reduce(lambda values, other: other.put_into(values), (s for s in settings if s is not setting), raw)
+        keys |= _own_keys(setting, others, whole, own, translated)
     project = project_root(whole, file) if file is not None and not MARKERS.isdisjoint(map(str, whole)) else None
     # Translated keys have other names and positions in the file.
     document = document if own is whole else None
@@ -386,8 +390,8 @@ def parse(
 def _own_keys(
     setting: GivenSetting, raw: Any, whole: Any, own: Any, translated: Callable[[dict[str, Any]], Any]
 ) -> set[str]:
-    """Our keys that follow from a given setting of `whole`, which is `raw` with all of them and `own` when it is
-    translated. Raises ConfigError for another program's key that has no effect."""
+    """Our keys that follow from a given setting of `whole`, which is `raw` with it, and `own` when it is translated.
+    Raises ConfigError for another program's key that has no effect."""
     key, attempted = setting.key, f"use --set {setting.key}"
     if key.partition(".")[0] in Config.model_fields:
         return {key}
