@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
-from flywheel.config.sage import ROOTS, by_name
+from flywheel.config.sage import ROOTS, by_name, names_in
 from flywheel.config.section import merged, put
 from flywheel.errors import ConfigError
 from flywheel.system.files import tidied
@@ -350,6 +351,19 @@ def _place_model(made: dict[str, Any]) -> None:
     name = _mapping(made.get("model")).get("base")
     if isinstance(name, str) and name.count("/") > 1 and name[0] not in "/~.":
         put(made, "model.base", f"./{name}")
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What workflows and judges of AgentJet read: the settings of a file, whose root is `ajet`, over AgentJet's
+    documented defaults, as JSON has them (dates are texts)."""
+    defaults: dict[str, Any] = {}
+    for names, option in (COPIED | MADE | UNUSED).items():
+        keys = names_in(names)
+        values = option.default if isinstance(option.default, tuple) else (option.default,) * len(keys)
+        for key, value in zip(keys, values, strict=True):
+            put(defaults, key, value)
+    made: dict[str, Any] = json.loads(json.dumps(merged({ROOTS[0]: defaults}, config), default=str))
+    return made
 
 
 def fit_engines(rollout: dict[str, Any], names: tuple[str, str], name: str) -> None:

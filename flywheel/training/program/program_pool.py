@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import flywheel
 from flywheel.config import AgentProgramSettings, Config, JudgeSettings, RewardSettings
+from flywheel.config.agentjet import with_defaults
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.client import endpoints_of
 from flywheel.judge.rubric.checks import check
@@ -34,7 +35,6 @@ from flywheel.secrets import environment_without_secrets, redact_secrets
 from flywheel.system.child_process import ChildEndedError, ChildPool, ChildProcess
 from flywheel.training.program import process_tree
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.agentjet_defaults import settings_of
 from flywheel.training.program.process_tree import Process
 from flywheel.training.program.program_child import END_SIGNAL
 
@@ -320,7 +320,7 @@ def program_of(config: Config) -> AgentProgram | None:
     )
     if not program.is_of_agentjet:
         return program
-    return replace(program, config=settings_of(agent.config), judge=_judge(config.judge))
+    return replace(program, config=with_defaults(agent.config), judge=_judge(config.judge))
 
 
 def _judge(settings: JudgeSettings) -> ModelEndpoint:

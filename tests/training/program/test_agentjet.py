@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from flywheel.config.agentjet import with_defaults
 from flywheel.daemon.rounds.round_tasks import program_line
 from flywheel.errors import ConfigError
 from flywheel.records.program_run import RunResult
 from flywheel.records.task import task_line
 from flywheel.training.program.agent_program import AgentProgram, ModelEndpoint
-from flywheel.training.program.agentjet_defaults import settings_of
 from flywheel.training.program.program_pool import ProgramPool
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
@@ -171,7 +171,7 @@ async def run(
             reward_function=judge,
             folder=str(folder),
             auxiliary_models=others or {},
-            config=settings_of(settings.pop("config", {})),
+            config=with_defaults(settings.pop("config", {})),
             judge=ModelEndpoint(f"{url}/v1", asks, "key-1|key-2") if asks else None,
             **settings,
         )
