@@ -61,7 +61,7 @@ KILL_SECONDS: Final = 5.0
 CANCEL_SECONDS: Final = 5.0
 MAX_OUTPUT_BYTES: Final = 16_000_000
 """Of a command."""
-MAX_ERROR: Final = 600
+MAX_ERROR: Final = 1_200
 
 
 def main() -> None:

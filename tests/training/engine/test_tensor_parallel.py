@@ -86,6 +86,7 @@ def test_an_engine_that_is_too_small_for_the_weights_is_refused(tmp_path: Path) 
     Engine(replace(settings, tensor_parallel=4)).check_memory()
 
 
-def test_the_key_of_the_tuner_and_of_trinity_is_the_same() -> None:
+def test_the_key_of_the_tuner_and_of_trinity_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.config.agentjet.gpus_of_machine", lambda: 8)
     both = ({"tensor_parallel_size": 2}, {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}})
     assert [from_tuner(raw, (), "test")["rollout"] for raw in both] == [{"tensor_parallel": 2}] * 2
