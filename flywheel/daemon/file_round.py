@@ -135,9 +135,11 @@ def spec_of(
 
 
 def has_rewards(config: Config) -> bool:
-    """Whether the settings say how answers are rewarded: by a rubric of their own, or by the user's agent. Raises
-    ConfigError."""
-    if "rubric" in config.filter.model_fields_set or config.rollout.weights.workflow:
+    """Whether the settings say how answers are rewarded: by a rubric of their own, or by the user's agent, which may
+    return numbers unless `rollout.reward` says that they do not count. Raises ConfigError."""
+    rollout = config.rollout
+    may_reward = isinstance(rollout.agent, AgentProgramSettings) and rollout.reward is None
+    if "rubric" in config.filter.model_fields_set or rollout.weights.workflow or may_reward:
         return True
     chain = chain_of(config)
     return chain is not None and chain.judge is not None and chain.judge.custom_rubrics is not None

@@ -91,6 +91,9 @@ def test_a_rubric_or_the_users_agent_rewards_answers(tmp_path: Path) -> None:
     assert has_rewards(settings(tmp_path, "sft", filter={"rubric": str(BOXED_RUBRIC)}))
     own = {"agent": {"command": ["true"]}, "reward": {"rubric": 0, "workflow": 1}}
     assert has_rewards(settings(tmp_path, "sft", rollout=own))
+    assert has_rewards(settings(tmp_path, "grpo", rollout={"agent": {"command": ["true"]}})), "it may return numbers"
+    rubric_alone = {"agent": {"command": ["true"]}, "reward": {"rubric": 1, "workflow": 0}}
+    assert not has_rewards(settings(tmp_path, "grpo", rollout=rubric_alone))
 
 
 def test_a_round_with_a_rubric_compares(tmp_path: Path, data: Path) -> None:
