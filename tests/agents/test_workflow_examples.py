@@ -131,7 +131,7 @@ async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tu
 
 def test_the_page_shows_what_the_check_of_the_example_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "workflows.md").read_text()
-    found = re.search(r"^    flywheel (workflow check .*)\n\n```\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^    flywheel (workflow check [^\n]*)\n\n```\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     command = [sys.executable, "-m", "flywheel", *found[1].split()]
     with running(with_middleware(ScriptedModel(), FLYWHEEL_ALIAS=ALIAS)) as url:
         done = subprocess.run(
