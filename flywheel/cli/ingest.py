@@ -47,8 +47,9 @@ def ingest(
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     elif settings.project is not None:
         # Sources of Flywheel's own files may come later. AgentJet's have to be there.
+        made = [each.path for each in settings.sources if isinstance(each, JsonlSource) and each.dataset]
         for path in (each.path for each in settings.sources if isinstance(each, StudioSource | JsonlSource)):
-            if not path.exists():
+            if not path.exists() and path not in made:
                 hint = f"Correct it in {settings.file}; a relative path starts at {settings.project}."
                 raise ConfigError(f"read {path}", "there is no such file", hint)
     # The configured combination was checked when the configuration was loaded.

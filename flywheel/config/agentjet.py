@@ -33,6 +33,8 @@ SECTION: Final = "feedback_tracing"
 MARKERS: Final = frozenset((*ROOTS, SECTION))
 """Root keys that identify such a configuration."""
 TRACING: Final = "tracing"
+HUB: Final = "huggingface_dat_repo"
+"""The type of `task_reader` that reads a data set of the Hub, or a folder."""
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
 WORKFLOW_KEYS: Final = ("user_workflow", "agentscope_workflow", "agentscope_learn_protocol")
@@ -145,12 +147,6 @@ def from_agentjet(
         if (refused := _REFUSED.get(f"{key}: {value}")) is not None:
             why = f"`{place}` is {value}, which Flywheel does not take: {refused.why}"
             raise ConfigError(attempted, why, f"Use {refused.use}.")
-    if kind not in (TRACING, *LINES):
-        raise ConfigError(
-            attempted,
-            f"`{root}.task_reader.type` is {kind}, which Flywheel does not take",
-            f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
-        )
     made: dict[str, Any] = {}
     for place, key, value in given:
         if _is_of_other_reader(key, kind):
@@ -160,9 +156,7 @@ def from_agentjet(
         elif key not in _USED:
             log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
     path = made.pop("sources", {}).get("path")
-    made["sources"] = [
-        _lines_of(reader, kind, root, attempted) if kind != TRACING else {"path": path} if path else {}
-    ]
+    made["sources"] = _sources_of(reader, kind, path, root, attempted)
     own = {key: value for key, value in raw.items() if key in sections and value is not None}
     # The root may have its earlier name. What else stands in the file, workflows read, too.
     readable = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
@@ -190,13 +184,13 @@ def from_agentjet(
 
 def _checked_section(place: str, section: Any, kind: Any, attempted: str) -> Mapping[str, Any]:
     """The content of `feedback_tracing`, which only traces need. Raises ConfigError."""
-    if kind in LINES and section is None:
+    if kind in (*LINES, HUB) and section is None:
         return {}
     if not isinstance(section, Mapping) and kind == TRACING:
         raise ConfigError(
             attempted,
             f"`{place}` is missing: nothing says where the traces are",
-            f"Add it, with a `base_url`, or a `task_reader.type`: {', '.join(LINES)}.",
+            f"Add it, with a `base_url`, or a `task_reader.type`: {', '.join((*LINES, HUB))}.",
         )
     given = _mapping(section)
     if unknown := [str(key) for key in given if key not in _SECTION_KEYS]:
@@ -211,7 +205,7 @@ def _is_of_other_reader(key: str, kind: Any) -> bool:
     outer, _, rest = key.partition(".")
     section = rest.partition(".")[0]
     return outer == "task_reader" and (
-        section != kind if section in LINES else kind != TRACING and rest == f"{SECTION}.base_url"
+        section != kind if section in (*LINES, HUB) else kind != TRACING and rest == f"{SECTION}.base_url"
     )
 
 
@@ -336,14 +330,32 @@ def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, 
             )
 
 
-def _lines_of(reader: Mapping[str, Any], kind: str, root: str, attempted: str) -> dict[str, Any]:
-    """The source of a reader of a file of tasks. Raises ConfigError."""
-    section = _mapping(reader.get(kind))
-    path = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
-    if not path:
-        place = f"`{root}.task_reader.{kind}.training.file_path`"
-        raise ConfigError(attempted, f"{place} is missing: nothing says where the tasks are", "Add it.")
-    return {"type": "jsonl", "path": path}
+def _sources_of(reader: Mapping[str, Any], kind: Any, path: Any, root: str, attempted: str) -> list[dict[str, Any]]:
+    """The sources of `task_reader`; `path` is that of traces. Raises ConfigError."""
+    if kind == TRACING:
+        return [{"path": path} if path else {}]
+    section = _mapping(reader.get(kind)) if isinstance(kind, str) else {}
+    if kind in LINES:
+        place = f"{root}.task_reader.{kind}.training.file_path"
+        file = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
+        made = [{"type": "jsonl", "path": file}]
+    elif kind == HUB:
+        place, file = f"{root}.task_reader.{HUB}.dataset_path", section.get("dataset_path")
+        names = section.get("training_split", "train"), section.get("validation_split", "validation")
+        made = [
+            {"type": "jsonl", "dataset": {"path": file, "split": name}, "split": split}
+            for name, split in zip(names, ("train", "held-out"), strict=True)
+            if name is not None
+        ]
+    else:
+        raise ConfigError(
+            attempted,
+            f"`{root}.task_reader.type` is {kind}, which Flywheel does not take",
+            f"It reads {', '.join((TRACING, *LINES, HUB))}. Write such tasks as JSON lines, or trace the agent.",
+        )
+    if not file:
+        raise ConfigError(attempted, f"`{place}` is missing: nothing says where the tasks are", "Add it.")
+    return made
 
 
 def _place_model(made: dict[str, Any]) -> None:

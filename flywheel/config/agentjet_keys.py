@@ -38,7 +38,12 @@ COPIED: Final[dict[str, Option]] = {
 }  # fmt: skip
 """Keys whose value a key of Flywheel gets; of several with one key, the last."""
 MADE: Final[dict[str, Option]] = {
-    "task_reader.type": Option("huggingface_dat_repo", "sources.type", "`tracing`, or a file of JSON lines"),
+    "task_reader.type":
+        Option("huggingface_dat_repo", "sources.type", "`tracing`, a file of JSON lines, or a data set"),
+    "task_reader.huggingface_dat_repo.dataset_path": Option("gsm8k", "sources.dataset.path", KINDS),
+    "task_reader.huggingface_dat_repo.training_split, .validation_split":
+        Option(("train", "validation"), "sources.dataset.split",
+               "a source each: the tasks of the second are held out"),
     "task_reader.jsonl_dataset_file.training.file_path, task_reader.dataset_file.training.file_path, "
     "task_reader.jsonl.training.file_path": Option(None, "sources.path", KINDS),
     "task_reader.feedback_tracing.filters":
@@ -64,9 +69,6 @@ REFUSED: Final[dict[str, Option]] = {
     "task_reader.type: env_service":
         Option(None, "`task_reader.type: jsonl_dataset_file`, a task per line; the workflow may ask the environment",
                "its tasks are in an environment's server, which Flywheel does not run"),
-    "task_reader.type: huggingface_dat_repo":
-        Option(None, "`task_reader.type: jsonl_dataset_file`, with the data set written as JSON lines",
-               "data sets of the Hub are no source"),
     "task_reader.type: data_generation, task_reader.type: random_dummy":
         Option(None, "`task_reader.type: jsonl_dataset_file`, with the generated tasks as JSON lines",
                "Flywheel generates no tasks"),
@@ -103,8 +105,6 @@ UNUSED: Final[dict[str, Option]] = {
         Option((None, None, None), why="held-out tasks are chosen from the file of tasks; see `ingest.train_ratio`"),
     "task_reader.env_service.env_type, .env_url, .env_action_preference, .training_split, .validation_split":
         Option(("appworld", "http://127.0.0.1:8080", "code", "train", "dev"), why=OTHER_READER),
-    "task_reader.huggingface_dat_repo.dataset_path, .training_split, .validation_split":
-        Option(("gsm8k", "train", "validation"), why=OTHER_READER),
     "task_reader.data_generation.document_reader, .query_reader, .task_num, .llm_model, .llm_response_length, "
     ".num_workers, .sampling_params, .deduplication_filter":
         Option((None, None, 10, "qwen-long", 8192, 32, None, None), why=OTHER_READER),

@@ -376,6 +376,7 @@ def parse(
     project = project_root(whole, file) if file is not None and not MARKERS.isdisjoint(map(str, whole)) else None
     # Translated keys have other names and positions in the file.
     document = document if own is whole else None
+    own = with_dataset_paths(own)
     try:
         config = Config.model_validate(own, context=project.folder if project is not None else folder.absolute())
     except ValidationError as error:
@@ -385,6 +386,25 @@ def parse(
     config._file, config._project, config._given = file, project, frozenset(keys)
     config._read_from = (of_file, document) if document is not None else None
     return config
+
+
+def with_dataset_paths(raw: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which each source with a data set has a path. Raises ConfigError."""
+    sources, state = raw.get("sources"), raw.get("state")
+    if not isinstance(sources, list):
+        return raw
+
+    def placed(source: Any) -> Any:
+        of = source.get("dataset") if isinstance(source, dict) and not source.get("path") else None
+        if not isinstance(of, dict):
+            return source
+        parts = [str(of[key]) for key in ("path", "name", "split") if of.get(key)]
+        file = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")
+        folder = (state.get("dir") if isinstance(state, dict) else None) or default_state_dir()
+        return {**source, "path": f"{folder}/datasets/{file}.jsonl"}
+
+    made = [placed(source) for source in sources]
+    return {**raw, "sources": made} if made != sources else raw
 
 
 def _own_keys(

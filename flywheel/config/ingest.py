@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from flywheel.config.section import Section, Share, UserPath
+from flywheel.config.section import HubName, Section, Share, UserPath
 from flywheel.system.server_limits import is_loopback
 
 PORT_DIGITS = 5
@@ -52,11 +52,25 @@ class StudioSource(Section):
     models: ModelFilter = ModelFilter()
 
 
+class DatasetSettings(Section):
+    path: HubName
+    """A file (JSON, Parquet or CSV), a folder, or a name of the Hub, as `datasets.load_dataset` takes it."""
+    name: str | None = None
+    """The subset."""
+    split: str = "train"
+    """The split, perhaps with a range (`train[:100]`)."""
+
+
 class JsonlSource(Section):
     type: Literal["jsonl"]
     """`jsonl`: a task file of another program, one JSON object per line."""
     path: UserPath
-    """A file, or a directory whose `*.jsonl` files are read, except hidden ones. Lines must only be appended."""
+    """A file, or a directory whose `*.jsonl` files are read, except hidden ones. Lines must only be appended. Default
+    with a `dataset`: a file in the folder `datasets` of the state directory."""
+    dataset: DatasetSettings | None = None
+    """A data set with a task in each row, which `datasets` writes to `path` once, if there is no such file."""
+    split: Literal["train", "held-out"] | None = None
+    """The split of all its tasks. Default: conversations are split by `ingest.train_ratio`."""
     models: ModelFilter = ModelFilter()
 
 

@@ -33,6 +33,15 @@ def check_url(url: str) -> str:
     return url
 
 
+def _hub_name(name: str, info: ValidationInfo) -> str:
+    if info.context and name.startswith(("./", "../")):
+        # Not tidied: adapters record the name of the base model as it was written.
+        return str(info.context / name)
+    return str(expanded(Path(name))) if name.startswith("~") else name
+
+
+HubName = Annotated[str, AfterValidator(_hub_name)]
+"""A name of the Hub, or a path that begins with `./`, `../`, `~` or `/`."""
 WebUrl = Annotated[str, AfterValidator(check_url)]
 UserPath = Annotated[Path, AfterValidator(_user_path)]
 """A path with `~` expanded. The context of the validation is the folder that it is relative to."""

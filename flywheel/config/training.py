@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from flywheel.config.section import Section, Share, UserPath, WebUrl
+from flywheel.config.section import HubName, Section, Share, UserPath, WebUrl
 from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
 
@@ -43,13 +43,6 @@ def _target_modules(value: object) -> object:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError("it must be a list of names, one regular expression, or `all-linear`")
     return value
-
-
-def _model(name: str, info: ValidationInfo) -> str:
-    if info.context and name.startswith(("./", "../")):
-        # Not tidied: adapters record the name of the base model as it was written.
-        return str(info.context / name)
-    return str(expanded(Path(name))) if name.startswith("~") else name
 
 
 def _alias(name: str) -> str:
@@ -79,7 +72,7 @@ Quantization = Literal["4bit", "8bit"]
 
 
 class ModelSettings(Section):
-    base: Annotated[str, AfterValidator(_model)] = "Qwen/Qwen3-4B"
+    base: HubName = "Qwen/Qwen3-4B"
     """The base model: a local directory or a hub name, as for vLLM and transformers."""
     alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
     """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`. With `targets`,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import AgentProgramSettings, Config
-from flywheel.daemon.data_set import DataSet, answer_of, lines_of, trainer_python
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.round_tasks import round_task
 from flywheel.daemon.rounds.rounds import WorkerWatch
@@ -25,6 +24,7 @@ from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundSpec, RoundTask
 from flywheel.serving.adapter_files import why_unloadable
+from flywheel.sources.jsonl.data_set import DataSet, answer_of, lines_of, trainer_python
 from flywheel.sources.jsonl.record import DataRow, rows_of
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity

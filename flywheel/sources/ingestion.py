@@ -10,18 +10,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import orjson
 
-from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, OtlpSource
+from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
@@ -31,6 +32,7 @@ from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.conversations import ConversationFinder
+from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_of
@@ -413,7 +415,7 @@ class Ingestion:
                 models = self._config.models_of(source)
                 self._sources[path] = SourceIngestion(
                     self._store,
-                    JsonlConnector(path, self._jsonl_threads, models)
+                    JsonlConnector(path, self._jsonl_threads, models, _maker_of(source))
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
                         path,
@@ -424,7 +426,7 @@ class Ingestion:
                         models=models,
                         calls=self.calls,
                     ),
-                    self._config.ingest,
+                    _settings_of(source, self._config.ingest),
                     redact=self._redact,
                     agentjet_tasks=self._agentjet_tasks,
                     calls=self.calls,
@@ -549,3 +551,17 @@ class Ingestion:
         if self.calls is not None:
             await self.calls.close()
         self._jsonl_threads.shutdown()
+
+
+def _maker_of(source: JsonlSource) -> Callable[[], None] | None:
+    """What writes the file of a source with a data set."""
+    if source.dataset is None:
+        return None
+    given = source.dataset
+    return partial(write_lines, DataSet(given.path, given.name, given.split), source.path, trainer_python(None))
+
+
+def _settings_of(source: SourceSettings, settings: IngestSettings) -> IngestSettings:
+    """The settings for a source, whose tasks may all be of one split."""
+    split = source.split if isinstance(source, JsonlSource) else None
+    return settings if split is None else settings.model_copy(update={"train_ratio": float(split == "train")})

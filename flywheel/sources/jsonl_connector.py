@@ -8,17 +8,19 @@ without a task (no answer yet, for example) adds nothing to an id that has one.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 import xxhash
 from msgspec.structs import replace
 from sqlalchemy import Connection
 
+from flywheel.errors import SourceError
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
@@ -29,6 +31,8 @@ from flywheel.store import ledger
 from flywheel.store.ledger import Recorded
 
 T = TypeVar("T")
+RETRY_SECONDS: Final = 300.0
+"""Without the Hub, an attempt to read one of its data sets takes half a minute."""
 Redact = Callable[[TaskLine], TaskLine]
 
 
@@ -150,8 +154,17 @@ class JsonlConnector:
     schema = JsonlReader.schema
     due_at: float | None = None
 
-    def __init__(self, path: Path, threads: Executor, models: TrainedModels = ANY_MODEL) -> None:
+    def __init__(
+        self,
+        path: Path,
+        threads: Executor,
+        models: TrainedModels = ANY_MODEL,
+        make: Callable[[], None] | None = None,
+    ) -> None:
+        """`make` writes the file if it is missing."""
         self.path = path
+        self._make = make
+        self._not_made: tuple[SourceError, float] | None = None
         self.progress = Progress()
         self._reader = JsonlReader(path, models)
         self._threads = threads
@@ -163,6 +176,8 @@ class JsonlConnector:
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass from the cursor on. Each batch must be stored before the next one is requested."""
+        if self._make is not None and not self.path.exists():
+            await self._in_thread(partial(self._made, self._make))
         if await self._in_thread(partial(is_listed, self.path)):
             return
         self.progress = Progress()
@@ -173,6 +188,16 @@ class JsonlConnector:
         if final:
             # No further pass is expected, so the file need not stay open.
             await self.close()
+
+    def _made(self, make: Callable[[], None]) -> None:
+        """Write the file. After a failure, the next attempt is made `RETRY_SECONDS` later. Raises SourceError."""
+        if self._not_made is not None and time.monotonic() < self._not_made[1]:
+            raise self._not_made[0]
+        try:
+            make()
+        except SourceError as error:
+            self._not_made = error, time.monotonic() + RETRY_SECONDS
+            raise
 
     def forget(self) -> None:
         """The reader holds no uncommitted state."""

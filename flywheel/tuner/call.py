@@ -27,9 +27,9 @@ from flywheel.config.trinity import (
     is_trinitys,
     translated,
 )
-from flywheel.daemon.data_set import trainer_python
 from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
+from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.yaml_file import read_yaml
 from flywheel.training.program import agent_program
 from flywheel.training.program.program_child import MARK

@@ -28,7 +28,7 @@ class DatasetConfig(BaseModel):
         import itertools
         import json
 
-        from flywheel.daemon.data_set import DataSet, lines_of, trainer_python
+        from flywheel.sources.jsonl.data_set import DataSet, lines_of, trainer_python
 
         with lines_of(DataSet.of(self), trainer_python(None), f"read {self.path}") as lines:
             samples = [json.loads(line) for line in itertools.islice(lines, n)]

@@ -21,6 +21,7 @@ from flywheel.config import (
     load,
 )
 from flywheel.config.agentjet import from_agentjet
+from flywheel.config.ingest import DatasetSettings
 from flywheel.config.sage import by_name
 from flywheel.config.section import merged, put
 from flywheel.daemon.judging.judge_setup import rubric_of
@@ -138,7 +139,13 @@ def test_every_key_that_is_set_exists() -> None:
         for option in by_name(agentjet_keys.COPIED | agentjet_keys.MADE).values()
         for use in option.use.split(", ")
     }
-    made = {"sources": StudioSource(), "agent": AgentProgramSettings(command=["a"]), "reward": RewardSettings()}
+    dataset = DatasetSettings(path="d")
+    made = {
+        "sources": JsonlSource(type="jsonl", path=Path("p")),
+        "dataset": dataset,
+        "agent": AgentProgramSettings(command=["a"]),
+        "reward": RewardSettings(),
+    }
     for use in uses - {""}:
         section: Any = Config()
         for part in use.split("."):
@@ -298,19 +305,44 @@ def test_the_judge_and_the_embeddings_are_at_dashscope(tmp_path: Path) -> None:
             r"unknown key `ajet\.task_reader\.feedback_tracing\.alien_llm_modell`",
         ),
         ({"type": "tracing"}, r"`ajet\.feedback_tracing` is missing"),
+        ({"type": "huggingface_dat_repo"}, r"`ajet\.task_reader\.huggingface_dat_repo\.dataset_path` is missing"),
         ({"type": "of_mine"}, r"`ajet\.task_reader\.type` is of_mine, which Flywheel does not"),
         *(
             (
                 {"type": kind, "feedback_tracing": SECTION},
                 rf"`ajet\.task_reader\.type` is {kind}, which Flywheel does not",
             )
-            for kind in ("env_service", "huggingface_dat_repo", "data_generation")
+            for kind in ("env_service", "data_generation")
         ),
     ],
 )
 def test_a_reader_that_cannot_be_used_is_named(tmp_path: Path, reader: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read(tmp_path, {"ajet": {"model": {"path": "m"}, "task_reader": reader}})
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "file"),
+    [
+        ("openai/gsm8k", "openai/gsm8k", "openai-gsm8k"),
+        ("./data/gsm8k", "{root}/data/gsm8k", "data-gsm8k"),
+        ("/mnt/sets/gsm8k/main", "/mnt/sets/gsm8k/main", "mnt-sets-gsm8k-main"),
+    ],
+)
+def test_both_splits_of_a_data_set_are_sources(tmp_path: Path, given: str, path: str, file: str) -> None:
+    hub = {"dataset_path": given, "training_split": "train", "validation_split": "test"}
+    reader = {"type": "huggingface_dat_repo", "huggingface_dat_repo": hub}
+    raw = {"ajet": {"model": {"path": "m"}, "task_reader": reader}, "state": {"dir": str(tmp_path / "state")}}
+    config = read(tmp_path, raw)
+    found = [(each.split, each.dataset, each.path) for each in config.sources if isinstance(each, JsonlSource)]
+    assert found == [
+        (
+            side,
+            DatasetSettings(path=path.format(root=tmp_path), split=name),
+            tmp_path / "state" / "datasets" / f"{file}-{name}.jsonl",
+        )
+        for side, name in (("train", "train"), ("held-out", "test"))
+    ]
 
 
 def test_defaults_are_theirs(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from flywheel.errors import ConfigError, TrainError
-from flywheel.training.data.data_set import FILES
+from flywheel.errors import ConfigError, SourceError, TrainError
+from flywheel.sources.jsonl.data_set_process import FILES
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -82,6 +82,24 @@ def lines_of(dataset: DataSet, python: Path, attempted: str) -> Iterator[Iterabl
         yield _named(lines, dataset) if dataset.prompt_key or dataset.response_key else lines
 
 
+def write_lines(dataset: DataSet, path: Path, python: Path) -> None:
+    """Write a data set to a file of JSON lines, which appears whole. Raises SourceError."""
+    attempted = f"write the data set {dataset.path} to {path}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with lines_of(dataset, python, attempted) as lines, tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / "lines"
+            with made.open("wb") as file:
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            made.rename(path)
+    except OSError as error:
+        raise SourceError(attempted, error.strerror or str(error), "Check the folder.") from None
+    except (ConfigError, TrainError) as error:
+        raise SourceError(attempted, error.why, error.hint) from error
+
+
 def answer_of(python: Path, module: str, request: Mapping[str, Any], attempted: str) -> Any:
     """What a module of ours prints in another interpreter. Raises TrainError if that one cannot run it."""
     command = [str(python), "-P", "-m", module]
@@ -101,7 +119,7 @@ def _load(dataset: DataSet, python: Path, output: Path, attempted: str) -> None:
     local = Path(dataset.path).expanduser()
     path = str(local) if local.exists() else dataset.path
     request = {"path": path, "name": dataset.name, "split": dataset.split, "output": str(output)}
-    error = answer_of(python, "flywheel.training.data.data_set", request, attempted)["error"]
+    error = answer_of(python, "flywheel.sources.jsonl.data_set_process", request, attempted)["error"]
     if error is None:
         return
     if error["is_missing"] and not local.exists():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.daemon.data_set import DataSet, lines_of, trainer_python
 from flywheel.errors import ConfigError, TrainError
+from flywheel.sources.jsonl.data_set import DataSet, lines_of, trainer_python
 from flywheel.tuner import DatasetConfig
 
 ROWS = [{"question": f"What is {n} plus 1?", "answer": str(n + 1), "level": n} for n in range(3)]

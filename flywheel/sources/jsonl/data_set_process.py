@@ -1,7 +1,7 @@
 """Reads a data set with `datasets` and writes it as JSON lines: a process of the interpreter that has `datasets`.
 
-`python -P -m flywheel.training.data.data_set`, with JSON on standard input. It writes `{"error": …}` to standard
-output if the data set cannot be read.
+`python -P -m flywheel.sources.jsonl.data_set_process`, with JSON on standard input. It writes `{"error": …}` to
+standard output if the data set cannot be read.
 """
 
 from __future__ import annotations

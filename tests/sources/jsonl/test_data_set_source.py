@@ -1,0 +1,76 @@
+"""A data set as a source: it is written once, its tasks are all of one split, and a failure is the source's error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store.kernel.database import Store
+
+
+def config_of(folder: Path, sources: list[dict[str, Any]]) -> Config:
+    state = {"dir": str(folder / "state")}
+    raw = {"state": state, "sources": [{"type": "jsonl", **each} for each in sources]}
+    return parse(raw, "the test's", folder)
+
+
+async def ingested(config: Config) -> tuple[list[str], dict[str, str]]:
+    """The errors of the sources, and the split of each task by its question."""
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    try:
+        reports = await ingestion.run(final=True)
+    finally:
+        await ingestion.close()
+        await store.close()
+    lines = config.task_file.read_text().splitlines() if config.task_file.exists() else []
+    tasks = [json.loads(line) for line in lines]
+    return [str(each.error) for each in reports if each.error], {
+        task["main_query"]: task["metadata"]["split"] for task in tasks
+    }
+
+
+def rows(name: str, count: int) -> str:
+    return "".join(json.dumps({"question": f"{name} {n}?", "answer": f"#### {n}"}) + "\n" for n in range(count))
+
+
+@pytest.mark.training
+async def test_each_split_of_a_folder_is_on_its_side(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    for name, count in (("train", 20), ("test", 10)):
+        (folder / f"{name}.jsonl").write_text(rows(name, count))
+    sources = [
+        {"dataset": {"path": "./sums", "split": "train"}, "split": "train"},
+        {"dataset": {"path": "./sums", "split": "test"}, "split": "held-out"},
+    ]
+    config = config_of(tmp_path, sources)
+    errors, splits = await ingested(config)
+    assert not errors
+    assert {query.split()[0]: split for query, split in splits.items()} == {"train": "train", "test": "held-out"}
+    assert len(splits) == 30
+    made = sorted(path.name for path in (config.state_dir / "datasets").iterdir())
+    assert made == ["sums-test.jsonl", "sums-train.jsonl"]
+    # What was written is not written again.
+    (folder / "train.jsonl").write_text(rows("changed", 3))
+    assert (await ingested(config))[1] == splits
+
+
+async def test_lines_of_a_split_of_their_own_need_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(rows("held", 12))
+    _, splits = await ingested(config_of(tmp_path, [{"path": "held.jsonl", "split": "held-out"}]))
+    assert set(splits.values()) == {"held-out"} and len(splits) == 12
+
+
+async def test_a_data_set_that_cannot_be_read_is_the_sources_error(tmp_path: Path) -> None:
+    (tmp_path / "wrong.csv").write_bytes(b"\x00\xff")
+    config = config_of(tmp_path, [{"dataset": {"path": "./wrong.csv"}}])
+    [error], splits = await ingested(config)
+    assert f"cannot write the data set {tmp_path}/wrong.csv to {config.state_dir}/datasets/wrong.csv.jsonl" in error
+    assert not splits and list((config.state_dir / "datasets").iterdir()) == []
