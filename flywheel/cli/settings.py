@@ -32,6 +32,8 @@ SCHEMAS: Final[Mapping[str, str]] = {
 }
 """The shipped schema of each kind of file."""
 WIDE: Final = 100
+MAX_SHOWN: Final = 200
+"""Characters of a mapping that the table shows."""
 DEFAULT: Final = "default"
 _WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
 """A setting whose value is a secret: whoever knows the address can send to it."""
@@ -214,4 +216,6 @@ def _masked(value: Any) -> Any:
 def _text(value: Any) -> str:
     from json import dumps
 
-    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else dumps(value, ensure_ascii=False)
+    # A workflow gets its whole file; `--json` has it.
+    return text if not isinstance(value, Mapping) or len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"

@@ -50,10 +50,10 @@ DASHSCOPE_JUDGE: Final = {
     "backup": {"api_key_env": DASHSCOPE_KEYS[1]},
 }
 """AgentJet's judge, for a file without the address of another."""
-PATHS: Final = frozenset(
-    {"sources.path", "ingest.output", "model.base", "rollout.agent.workflow", "rollout.reward_function"}
-)
+PATHS: Final = frozenset({"sources.path", "ingest.output", "rollout.agent.workflow", "rollout.reward_function"})
 """Flywheel's keys that such a file sets to paths."""
+HUB_NAMES: Final = ("model.base", "sources.dataset.path")
+"""Keys that it sets to paths or names of the Hub."""
 _USED: Final = by_name(COPIED | MADE)
 _REFUSED: Final = by_name(REFUSED)
 _BELOW: Final = by_name(COPIED | MADE | UNUSED)
@@ -167,7 +167,8 @@ def from_agentjet(
         put(made, "filter.chain", str(file))
     if not _mapping(own.get("judge")).get("base_url"):
         made["judge"] = DASHSCOPE_JUDGE | made.get("judge", {})
-    _place_model(made)
+    if "model" in made:
+        put(made, "model.base", _placed(made["model"]["base"]))
     is_cluster = _mapping(own.get("ray")).get("address")
     names = f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size"
     fit_engines({} if is_cluster else made.setdefault("rollout", {}), names, name)
@@ -219,7 +220,8 @@ def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tu
     for place, key, value in keys_in(raw, sections):
         if key in _USED and value is not None and not _is_of_other_reader(key, kind):
             for use in _USED[key].use.split(", "):
-                yield use, place, use in PATHS and _is_relative(value)
+                is_path = use in PATHS or (use in HUB_NAMES and not _is_hub_name(value))
+                yield use, place, is_path and _is_relative(value)
 
 
 def _is_relative(value: Any) -> bool:
@@ -340,7 +342,7 @@ def _sources_of(reader: Mapping[str, Any], kind: Any, path: Any, root: str, atte
         file = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
         made = [{"type": "jsonl", "path": file}]
     elif kind == HUB:
-        place, file = f"{root}.task_reader.{HUB}.dataset_path", section.get("dataset_path")
+        place, file = f"{root}.task_reader.{HUB}.dataset_path", _placed(section.get("dataset_path"))
         names = section.get("training_split", "train"), section.get("validation_split", "validation")
         made = [
             {"type": "jsonl", "dataset": {"path": file, "split": name}, "split": split}
@@ -358,11 +360,13 @@ def _sources_of(reader: Mapping[str, Any], kind: Any, path: Any, root: str, atte
     return made
 
 
-def _place_model(made: dict[str, Any]) -> None:
-    """A name with more parts than one of the hub is a path, as in AgentJet."""
-    name = _mapping(made.get("model")).get("base")
-    if isinstance(name, str) and name.count("/") > 1 and name[0] not in "/~.":
-        put(made, "model.base", f"./{name}")
+def _placed(name: Any) -> Any:
+    """A name of the Hub or a path. One with more parts than a name of the Hub is a path, as in AgentJet."""
+    return f"./{name}" if isinstance(name, str) and not _is_hub_name(name) and name[:1] not in "/~." else name
+
+
+def _is_hub_name(name: Any) -> bool:
+    return isinstance(name, str) and name.count("/") < 2 and name[:1] not in ("/", "~", ".")
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,9 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
     assert (
         f"Relative paths start at the project root {tmp_path}, {why}." in flywheel("config", "show", "-c", file).out
     )
+    file.write_text(file.read_text().replace("./models/mine", "Qwen/Qwen3-4B"))
+    of_the_hub = flywheel("config", "show", "--json", "-c", file)
+    assert settings(of_the_hub)["model.base"] == ("Qwen/Qwen3-4B", f"{file}:2"), "no path"
 
 
 def test_a_database_of_agentjets_that_is_not_there_is_an_error(flywheel: Run, tmp_path: Path) -> None:
