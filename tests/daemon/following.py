@@ -23,7 +23,7 @@ from flywheel.config import Config, load
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.status import snapshot
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store.kernel.database import Store
+from flywheel.store.kernel.database import Store, read_once
 from tests import warm
 from tests.factories.config import write_config
 from tests.waiting import until
@@ -82,12 +82,8 @@ class Following:
 
 
 async def status(config: Config) -> dict[str, Any]:
-    """What `flywheel status --json` prints."""
-    store = await Store.view(config.state_dir)
-    try:
-        return (await store.read(snapshot, config)).as_json()
-    finally:
-        await store.close()
+    """What `flywheel status --json` prints. It reads again if the daemon has just made the state."""
+    return (await read_once(config.state_dir, lambda conn: snapshot(conn, config))).as_json()
 
 
 async def source(config: Config, path: Path) -> dict[str, Any]:
