@@ -7,16 +7,13 @@ import random
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-from agentscope.agent import Agent, InjectionConfig, ReActConfig
-from agentscope.message import UserMsg
-from agentscope.model import ChatModelBase
 from agentscope.tool import FunctionTool, Toolkit
 
 from demo.checks import Result, share
 from demo.tool_workflow import NAME, add
-from demo.two_turns import TEACHER, TwoTurns
+from demo.two_turns import TEACHER, TwoTurns, text_of
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, large_sum
 
@@ -26,8 +23,6 @@ WRONG_REPLIES: Final = 0.15
 RECORDED: Final = 48
 ASKED: Final = 160
 HELD_OUT: Final = 96
-MOST_CALLS: Final = 3
-"""Model calls of one reply."""
 
 
 class Calculator(TwoTurns):
@@ -38,20 +33,10 @@ class Calculator(TwoTurns):
         f"the judge, are scripts: {WRONG_REPLIES:.0%} of those trajectories guess or call it with a wrong number."
     )
     template = "demo-real-agent.yaml"
-    budgets: ClassVar[Mapping[str, int]] = {
-        "the model": 60,
-        "recorded replies of the large model": 10,
-        "the server starts": 40,
-        "the base model, measured": 60,
-        "turn 1: judge the recorded replies": 10,
-        "turn 1: SFT, gate and swap": 220,
-        "turn 1, measured": 60,
-        "turn 2: the deployed model answers": 40,
-        "turn 2: judge its replies": 10,
-        "turn 2: GRPO, gate and swap": 600,
-        "turn 2, measured": 60,
-    }
+    agent = NAME
+    system_prompt = SYSTEM_PROMPT
     max_tokens = 48
+    max_calls = 3
 
     def draw(self, *, development: bool) -> None:
         chosen = random.Random(self._seed)
@@ -78,10 +63,10 @@ class Calculator(TwoTurns):
         """The large model calls the tool, and then says its result in a box."""
         messages = request["messages"]
         sent = len(json.dumps(messages))
-        asked = next(_text(message) for message in messages if message["role"] == "user")
+        asked = next(text_of(message) for message in messages if message["role"] == "user")
         a, b = self._sums[asked]
         if messages[-1]["role"] == "tool":
-            return judge.completion(TEACHER, f"\\boxed{{{_text(messages[-1])}}}", sent)
+            return judge.completion(TEACHER, f"\\boxed{{{text_of(messages[-1])}}}", sent)
         chosen = random.Random(f"{self._seed} {asked}")
         if chosen.random() < WRONG_REPLIES:
             if chosen.random() < 0.5:
@@ -97,18 +82,8 @@ class Calculator(TwoTurns):
     def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return judge.complete(request)
 
-    async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
-        agent = Agent(
-            name=NAME,
-            system_prompt=SYSTEM_PROMPT,
-            model=model,
-            toolkit=Toolkit(tools=[FunctionTool(add, is_read_only=True)]),
-            middlewares=middlewares,
-            react_config=ReActConfig(max_iters=MOST_CALLS),
-            injection_config=InjectionConfig(inject_runtime_state=False),
-        )
-        reply = await agent.reply(UserMsg(name="user", content=question))
-        return (reply.get_text_content() or "").strip()
+    def toolkit(self) -> Toolkit:
+        return Toolkit(tools=[FunctionTool(add, is_read_only=True)])
 
     def check(self, answers: Sequence[str]) -> Result:
         """`right` is the share of answers with the right number in a box."""
@@ -118,8 +93,3 @@ class Calculator(TwoTurns):
         )
         right = share([(text, float(found.right and found.boxed)) for text, found in checked])
         return Result({"right": right}, len(answers))
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

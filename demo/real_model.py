@@ -23,7 +23,7 @@ from demo.two_turns import Report, SceneError, TwoTurns
 from flywheel.errors import FlywheelError
 
 SCENES: Final[dict[str, type[TwoTurns]]] = {"desk": SupportDesk, "agent": Calculator}
-TITLES: Final = {"exact": "all fields right", "fields": "fields right", "right": "right", "called": "called the tool"}
+TITLES: Final = {"exact": "all fields right", "fields": "fields right", "right": "right"}
 
 
 def main() -> int:

@@ -24,9 +24,12 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import openai
 import yaml
+from agentscope.agent import Agent, InjectionConfig, ReActConfig
 from agentscope.credential import OpenAICredential
+from agentscope.message import UserMsg
 from agentscope.middleware import TracingMiddleware
 from agentscope.model import ChatModelBase, OpenAIChatModel
+from agentscope.tool import Toolkit
 from opentelemetry.sdk.trace import TracerProvider
 
 from demo import small_model
@@ -104,8 +107,24 @@ class TwoTurns(ABC):
     """What the model learns, and what is scripted, as a sentence without its subject."""
     template: ClassVar[str]
     """The configuration in `configs/`."""
-    budgets: ClassVar[Mapping[str, int]]
+    budgets: ClassVar[Mapping[str, int]] = {
+        "the model": 60,
+        "recorded replies of the large model": 10,
+        "the server starts": 40,
+        "the base model, measured": 60,
+        "turn 1: judge the recorded replies": 10,
+        "turn 1: SFT, gate and swap": 220,
+        "turn 1, measured": 60,
+        "turn 2: the deployed model answers": 40,
+        "turn 2: judge its replies": 10,
+        "turn 2: GRPO, gate and swap": 600,
+        "turn 2, measured": 60,
+    }
+    agent: ClassVar[str]
+    system_prompt: ClassVar[str]
     max_tokens: ClassVar[int]
+    max_calls: ClassVar[int] = 1
+    """Model calls of one reply."""
     recorded: Sequence[str]
     """Questions that the large model answered."""
     asked: Sequence[str]
@@ -133,9 +152,24 @@ class TwoTurns(ABC):
     def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The judge's completion."""
 
-    @abstractmethod
+    def toolkit(self) -> Toolkit | None:
+        """The agent's tools."""
+        return None
+
     async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
         """What a new agent answers."""
+        agent = Agent(
+            name=self.agent,
+            system_prompt=self.system_prompt,
+            model=model,
+            toolkit=self.toolkit(),
+            middlewares=middlewares,
+            react_config=ReActConfig(max_iters=self.max_calls),
+            # Without the runtime reminder, which AgentScope does not trace, the traces have the exact prompts.
+            injection_config=InjectionConfig(inject_runtime_state=False),
+        )
+        reply = await agent.reply(UserMsg(name="user", content=question))
+        return (reply.get_text_content() or "").strip()
 
     @abstractmethod
     def check(self, answers: Sequence[str]) -> Result:
@@ -324,6 +358,12 @@ class TwoTurns(ABC):
             while not self._part.wait(0.2) and not self._hurry and time.monotonic() < deadline:
                 pass
         end_descendants(0.0 if self._hurry else PATIENCE_SECONDS)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message of a chat request says."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 async def _signals(config: Config, directory: Path) -> dict[str, float]:

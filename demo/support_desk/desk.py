@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import yaml
-from agentscope.agent import Agent, InjectionConfig
-from agentscope.message import UserMsg
-from agentscope.model import ChatModelBase
 
 from demo.checks import Result
 from demo.support_desk.fields import result
@@ -36,19 +33,8 @@ class SupportDesk(TwoTurns):
         "both ways."
     )
     template = "demo-real.yaml"
-    budgets: ClassVar[Mapping[str, int]] = {
-        "the model": 60,
-        "recorded replies of the large model": 10,
-        "the server starts": 40,
-        "the base model, measured": 60,
-        "turn 1: judge the recorded replies": 10,
-        "turn 1: SFT, gate and swap": 220,
-        "turn 1, measured": 60,
-        "turn 2: the deployed model answers": 40,
-        "turn 2: judge its replies": 10,
-        "turn 2: GRPO, gate and swap": 600,
-        "turn 2, measured": 60,
-    }
+    agent = AGENT
+    system_prompt = SYSTEM_PROMPT
     max_tokens = MAX_TOKENS
 
     def draw(self, *, development: bool) -> None:
@@ -64,18 +50,6 @@ class SupportDesk(TwoTurns):
 
     def judge(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return self._models.judge(request)
-
-    async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
-        agent = Agent(
-            name=AGENT,
-            system_prompt=SYSTEM_PROMPT,
-            model=model,
-            middlewares=middlewares,
-            # Without the runtime reminder, which AgentScope does not trace, the traces have the exact prompts.
-            injection_config=InjectionConfig(inject_runtime_state=False),
-        )
-        reply = await agent.reply(UserMsg(name="user", content=question))
-        return (reply.get_text_content() or "").strip()
 
     def check(self, answers: Sequence[str]) -> Result:
         return result(self._measured, answers)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from demo.support_desk.fields import FIELDS, right_fields
 from demo.support_desk.messages import LETTERS, QUEUES, Message, Ticket
-from demo.two_turns import TEACHER
+from demo.two_turns import TEACHER, text_of
 from flywheel.cli.demo.judge import completion, criteria_of, token_of
 from flywheel.judge.prompt import parse_sections
 
@@ -33,8 +33,7 @@ class Models:
 
     def teach(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The large model's completion. Raises KeyError for a message that it does not know."""
-        asked = next(message["content"] for message in reversed(request["messages"]) if message["role"] == "user")
-        text = asked if isinstance(asked, str) else "".join(part["text"] for part in asked)
+        text = next(text_of(message) for message in reversed(request["messages"]) if message["role"] == "user")
         return completion(TEACHER, self.taught(text), len(json.dumps(request["messages"])))
 
     def taught(self, question: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
 from flywheel.config.sage import ROOTS, by_name, names_in
-from flywheel.config.section import merged, put
+from flywheel.config.section import leaves, merged, put
 from flywheel.errors import ConfigError
 from flywheel.system.files import tidied
 from flywheel.system.process import gpus_of_machine
@@ -234,21 +234,13 @@ def keys_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple
     order of the tables. Each has its path in the file, its path below the root (or beside it), and its value."""
     for key, value in raw.items():
         if key not in (*sections, *MARKERS):
-            yield from ((place, place, inner) for place, inner in _leaves(value, str(key)))
+            yield from ((place, place, inner) for place, inner in leaves(value, str(key), lists=False))
     prefix, (place, _) = f"task_reader.{SECTION}", section_in(raw) or ("", None)
     order = {key: number for number, key in enumerate(_BELOW)}
-    found = dict(_leaves(_settings(raw), ""))
+    found = dict(leaves(_settings(raw), lists=False))
     for key in sorted(found, key=lambda each: order.get(each, len(order))):
         is_section = key.startswith(f"{prefix}.")
         yield place + key.removeprefix(prefix) if is_section else f"{_root(raw)}.{key}", key, found[key]
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def section_in(raw: Any) -> tuple[str, Any] | None:

@@ -376,7 +376,7 @@ def parse(
     project = project_root(whole, file) if file is not None and not MARKERS.isdisjoint(map(str, whole)) else None
     # Translated keys have other names and positions in the file.
     document = document if own is whole else None
-    own = with_dataset_paths(own)
+    own = _with_dataset_paths(own)
     try:
         config = Config.model_validate(own, context=project.folder if project is not None else folder.absolute())
     except ValidationError as error:
@@ -388,7 +388,7 @@ def parse(
     return config
 
 
-def with_dataset_paths(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_dataset_paths(raw: dict[str, Any]) -> dict[str, Any]:
     """Settings in which each source with a data set has a path. Raises ConfigError."""
     sources, state = raw.get("sources"), raw.get("state")
     if not isinstance(sources, list):

@@ -123,10 +123,11 @@ def _replaced(raw: Any, path: Sequence[str], value: Any) -> Any:
     return {**(raw or {}), first: _replaced((raw or {}).get(first), rest, value)}
 
 
-def leaves(raw: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of settings, by their dotted paths. An empty section has none."""
-    if not isinstance(raw, Mapping) and not (isinstance(raw, list) and raw):
+def leaves(raw: Any, above: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """All values of settings, by their dotted paths; without `lists`, a list is one value. An empty section has
+    none."""
+    if not isinstance(raw, Mapping) and not (lists and isinstance(raw, list) and raw):
         yield above, raw
         return
     for key, value in raw.items() if isinstance(raw, Mapping) else enumerate(raw):
-        yield from leaves(value, f"{above}.{key}" if above else str(key))
+        yield from leaves(value, f"{above}.{key}" if above else str(key), lists=lists)
