@@ -60,6 +60,11 @@ def without_secrets(value: Any, name: str = "") -> Any:
     return None if is_secret or (isinstance(value, str) and redact_secrets(value) != value) else value
 
 
+def keys_in(text: str) -> list[str]:
+    """The keys in a variable, which may hold several as `k1|k2`."""
+    return [key for part in text.split("|") if (key := part.strip())]
+
+
 def environment_without_secrets() -> dict[str, str]:
     """The environment of this process for programs that must not see any secret."""
     return {name: value for name, value in os.environ.items() if not _is_secret(name)}

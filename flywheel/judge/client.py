@@ -33,6 +33,7 @@ from flywheel.judge.chat_completions import (
 from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.judge.usage import CALL_TIMES
 from flywheel.records.trace import ChatMessage
+from flywheel.secrets import keys_in
 from flywheel.system.http_client import (
     NEVER,
     OPENAI_URL,
@@ -475,7 +476,7 @@ class JudgeEndpoint:
                 if not is_http_url(url):
                     hint = "Set {section}.base_url (or OPENAI_BASE_URL) to a URL such as http://127.0.0.1:8000/v1."
                     raise self._error(f"its endpoint {url} is no URL", hint)
-                keys = [key.strip() for key in os.environ.get(variable, "").split("|") if key.strip()]
+                keys = keys_in(os.environ.get(variable, ""))
                 if not keys and url != OPENAI_URL:
                     keys = ["none"]  # most self-hosted servers need no key; one that does will say so
                 if not keys or not all(key.isascii() and key.isprintable() for key in keys):

@@ -27,6 +27,7 @@ from flywheel.config.section import Section
 from flywheel.errors import FilterError
 from flywheel.records import similarity
 from flywheel.records.similarity import Fingerprint
+from flywheel.secrets import keys_in
 from flywheel.system.http_client import (
     NEVER,
     CallError,
@@ -147,7 +148,7 @@ class Embedder:
         self._url = endpoint_url(settings.base_url)
         variables = filter(None, (settings.api_key_env, settings.backup_api_key_env))
         keys = [settings.api_key] if settings.api_key else [os.environ.get(name, "") for name in variables]
-        self._keys = deque(key.strip() for key in "|".join(keys).split("|") if key.strip()) or deque(["none"])
+        self._keys = deque(keys_in("|".join(keys)) or ["none"])
         if not is_http_url(self._url):
             raise self._failure(
                 "its endpoint is no URL", "Set deduplication's base_url to one such as http://host/v1."
