@@ -138,6 +138,8 @@ def from_agentjet(
     if (located := section_in(raw)) is None:
         return raw
     attempted, root = f"use configuration {name}", _root(raw)
+    # A line of the log for each key: the file is enough.
+    shown = str(file or name)
     settings = _settings(raw)
     reader = _mapping(settings.get("task_reader"))
     kind = reader.get("type", TRACING)
@@ -150,11 +152,11 @@ def from_agentjet(
     made: dict[str, Any] = {}
     for place, key, value in given:
         if _is_of_other_reader(key, kind):
-            log.warning("%s: without effect: %s: `task_reader.type` is %s", name, place, kind)
+            log.warning("%s: without effect: %s: `task_reader.type` is %s", shown, place, kind)
         elif key in COPIED:
             put(made, COPIED[key].use, value)
         elif key not in _USED:
-            log.warning("%s: without effect: %s: %s", name, place, _why_unused(key))
+            log.warning("%s: without effect: %s: %s", shown, place, _why_unused(key))
     path = made.pop("sources", {}).get("path")
     made["sources"] = _sources_of(reader, kind, path, root, attempted)
     own = {key: value for key, value in raw.items() if key in sections and value is not None}
@@ -162,7 +164,7 @@ def from_agentjet(
     readable = {ROOTS[0] if key == root else key: value for key, value in raw.items() if key not in sections}
     if program := _program(settings, readable, _mapping(own.get("rollout")).get("agent"), root, attempted):
         made = merged(made, {"rollout": program})
-    _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", name)
+    _trainer_common(_mapping(settings.get("trainer_common")), made, f"{root}.trainer_common", shown)
     if file is not None and section.get("filters"):
         put(made, "filter.chain", str(file))
     if not _mapping(own.get("judge")).get("base_url"):
@@ -171,7 +173,7 @@ def from_agentjet(
         put(made, "model.base", _placed(made["model"]["base"]))
     is_cluster = _mapping(own.get("ray")).get("address")
     names = f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size"
-    fit_engines({} if is_cluster else made.setdefault("rollout", {}), names, name)
+    fit_engines({} if is_cluster else made.setdefault("rollout", {}), names, shown)
     result = merged(made, own)
     if isinstance(model := result.get("model", {}), Mapping) and not model.get("base"):
         key = f"{root}.model.path" if root else "model.base"
