@@ -88,16 +88,14 @@ class Cell:
 
 
 def cells(seeds: Sequence[int] = SEEDS) -> list[Cell]:
-    """All, each after the one that it starts from; those that say most come first."""
+    """All, each after the one that it starts from, seed by seed: one that was stopped has every kind of cell."""
     found = []
-    for replies in REPLIES:
-        for seed in seeds:
-            found += [Cell((), 0, seed), Cell(("sft",), replies, seed), Cell(("sft", "grpo"), replies, seed)]
     for seed in seeds:
-        found += [Cell(("sft", "dpo"), replies, seed) for replies in REPLIES]
-        found += [Cell(("grpo",), 0, seed), Cell(("dpo",), 0, seed)]
-    # As many judge calls as [sft, grpo] with the fewest replies has.
-    found += [Cell(("sft",), Cell(("sft", "grpo"), REPLIES[0], seed).judge_calls, seed) for seed in seeds]
+        for replies in REPLIES:
+            found += [Cell((), 0, seed), Cell(("sft",), replies, seed), Cell(("sft", "grpo"), replies, seed)]
+            found += [Cell(("sft", "dpo"), replies, seed), Cell(("grpo",), 0, seed), Cell(("dpo",), 0, seed)]
+        # As many judge calls as [sft, grpo] with the fewest replies has.
+        found.append(Cell(("sft",), Cell(("sft", "grpo"), REPLIES[0], seed).judge_calls, seed))
     return list(dict.fromkeys(found))
 
 
