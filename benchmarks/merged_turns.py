@@ -65,7 +65,6 @@ def merge_speedup(begin: Callable[[], None], quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         RoundTrainer(
             roll_out=lambda step: by_turn if step % 2 else merged,
-            sync_weights=lambda: None,
             settings=settings,
             model=model,
             args=grpo_config(settings, Path(folder), seed=1, compute_dtype=model.dtype, longest=TURNS * GENERATED),

@@ -225,6 +225,9 @@ class TrainingSettings(Section):
     micro_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
     `micro_batch_size` × `rollout.max_model_len`."""
+    save_steps: int = Field(default=10, gt=0)
+    """Number of steps after which the trainer writes a checkpoint. A round that is started again goes on from the
+    last one of two, and trains the steps behind it again from their stored rollouts, without engine and judge."""
     max_undecided_share: Share = 0.5
     """A step with a larger share of undecided rewards, or of failed runs of the user's agent, fails the round.
     Rollouts that ended because a call has no recorded result are not undecided."""

@@ -38,6 +38,7 @@ from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256
+from flywheel.training.data.round_directory import clear
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
 
@@ -299,6 +300,7 @@ class Rounds:
 
     async def _fail(self, row: Row[Any], state: RoundState, why: str) -> None:
         log.error("%s failed: %s", row.name, why)
+        await asyncio.to_thread(clear, Path(row.dir), is_over=True)
         await self._store.write(rounds.finish, row.id, state, RoundState.FAILED, why)
 
     async def _evaluate(self, row: Row[Any]) -> None:

@@ -94,11 +94,13 @@ def _share(part: int, whole: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter for the engines. Name and number always identify the same weights."""
+    """An adapter for the engines. Name and number always identify the same weights, and so does `weights`, the
+    SHA-256 of their file, in other processes as well."""
 
     name: str
     number: int
     path: str
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

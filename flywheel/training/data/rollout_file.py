@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,7 @@ import orjson
 
 from flywheel.errors import StoreError
 from flywheel.records.round import EVALUATION_FILE, ROLLOUT_INDEX_FILE, ROLLOUTS_FILE, SPEC_FILE
+from flywheel.records.verdict import Verdict
 from flywheel.system.files import append_jsonl, append_lines, json_line
 from flywheel.training.data.groups import Drop, Scale
 from flywheel.training.data.rollout import Completion, LoadedAdapter, Rollout, RolloutBatch
@@ -49,7 +50,8 @@ class IndexedRollout:
 
 @dataclass(frozen=True)
 class IndexedGroup:
-    """The rollouts of one prompt in one step, whose lines follow each other from the byte `at`."""
+    """The rollouts of one prompt in one step, whose lines follow each other from the byte `at`. With the last one
+    of a step, the step was written whole."""
 
     at: int
     step: int
@@ -57,6 +59,7 @@ class IndexedGroup:
     task_id: str
     dropped: str | None
     rollouts: tuple[IndexedRollout, ...]
+    is_last: bool = field(default=False, compare=False)
 
     @property
     def end(self) -> int:
@@ -78,7 +81,7 @@ class IndexedGroup:
         return max(self.rewards) - min(self.rewards) if self.rewards else None
 
 
-def append(directory: Path, rollouts: Sequence[Mapping[str, Any]]) -> None:
+def append(directory: Path, rollouts: Sequence[Mapping[str, Any]], *, is_complete: bool = True) -> None:
     """Append the rollouts of a step to those of a round, and to the index. Those of a group follow each other.
 
     The rollouts come first: a process that dies in between leaves an index that lacks the last step.
@@ -87,8 +90,9 @@ def append(directory: Path, rollouts: Sequence[Mapping[str, Any]]) -> None:
     at = path.stat().st_size if path.exists() else 0
     lines = [json_line(rollout) for rollout in rollouts]
     append_lines(path, lines)
-    entries = _grouped(zip(rollouts, map(len, lines), strict=True), at)
-    append_lines(directory / ROLLOUT_INDEX_FILE, [_line(group) for group in entries])
+    entries = list(_grouped(zip(rollouts, map(len, lines), strict=True), at))
+    entries[-1:] = [replace(group, is_last=is_complete) for group in entries[-1:]]
+    append_lines(directory / ROLLOUT_INDEX_FILE, [index_line(group) for group in entries])
 
 
 def groups(directory: Path) -> Iterator[IndexedGroup]:
@@ -143,7 +147,8 @@ def _indexed(path: Path, size: int) -> Iterator[IndexedGroup]:
         raise _unreadable(path, error) from error
 
 
-def _line(group: IndexedGroup) -> bytes:
+def index_line(group: IndexedGroup) -> bytes:
+    """The line of a group in the index."""
     values = [
         [each.size, each.reward, each.advantage, int(each.truncated), int(each.missed), *each.failed]
         for each in group.rollouts
@@ -193,7 +198,7 @@ class _Scans:
             last = None
             for group in _grouped(_read(path, end), end):
                 if last is not None:
-                    lines.append(_line(last))
+                    lines.append(index_line(last))
                 last = group
             self._found[key] = lines, last.at if last is not None else end
             while len(self._found) > MOST_SCANNED:
@@ -311,13 +316,15 @@ def parse_rollout(line: bytes, path: Path, place: str) -> dict[str, Any]:
     return rollout
 
 
-def append_rollouts(directory: Path, step: int, batch: RolloutBatch, scale_rewards: Scale) -> None:
-    """Append the rollouts of a step, which counts from 1."""
+def append_rollouts(
+    directory: Path, step: int, batch: RolloutBatch, scale_rewards: Scale, *, is_complete: bool = True
+) -> None:
+    """Append the rollouts of a step, which counts from 1. A further worker goes on with those of complete steps."""
     pairs, dropped = zip(batch.rollouts, batch.advantages(scale_rewards), strict=True), batch.dropped
     lines = [
         rollout_line(rollout, step, advantage, dropped.get(rollout.request.group)) for rollout, advantage in pairs
     ]
-    append(directory, lines)
+    append(directory, lines, is_complete=is_complete)
 
 
 def append_answers(directory: Path, batch: RolloutBatch, candidate: LoadedAdapter | None) -> None:
@@ -343,8 +350,16 @@ def rollout_line(rollout: Rollout, step: int, advantage: float | None, dropped: 
         "seed": rollout.request.seed,
         **_graded(rollout),
         "missed": rollout.completion.missed,
-        "advantage": _rounded(advantage),
+        "advantage": advantage,
         "dropped": dropped,
+        "turns": rollout.completion.turns,
+        "forks": rollout.completion.forks,
+        "calls": [
+            {"name": call.name, "outcome": call.outcome, "repeats_trace": call.repeats_trace}
+            for call in rollout.completion.calls
+        ],
+        "system_prompts": list(rollout.completion.system_prompts),
+        "verdict": _verdict(rollout.verdict),
         "samples": [
             _sample(sample, texts)
             for sample, texts in zip(rollout.completion.samples, rollout.completion.texts, strict=True)
@@ -374,6 +389,12 @@ def _graded(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _verdict(verdict: Verdict | None) -> dict[str, Any] | None:
+    """What a verdict has beside its criteria; null if the judge was not asked."""
+    names = ("outcome", "score", "error", "calls", "prompt_tokens", "completion_tokens")
+    return None if verdict is None else {name: getattr(verdict, name) for name in names}
+
+
 def _run(completion: Completion) -> dict[str, Any]:
     """What a run of the user's agent returned."""
     run = completion.run
@@ -389,10 +410,6 @@ def _sample(sample: Sample, texts: Sequence[str | None]) -> dict[str, Any]:
     return {
         "token_ids": list(sample.token_ids),
         "loss_mask": [int(own) for own in sample.loss_mask],
-        "logprobs": [_rounded(value) for value in sample.logprobs],
+        "logprobs": [None if value is None or not math.isfinite(value) else value for value in sample.logprobs],
         "text": list(texts),
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)

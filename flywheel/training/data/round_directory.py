@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -25,27 +28,27 @@ from flywheel.records.round import (
     RoundResult,
     RoundSpec,
 )
-from flywheel.system.files import tree_sha256, write_atomic, write_json
+from flywheel.system.files import json_line, tree_sha256, write_atomic, write_json
 from flywheel.system.yaml_file import explain
-from flywheel.training.data.round_progress import PROGRESS_FILE
-from flywheel.training.data.stages import STAGES_DIR
+from flywheel.training.data.graded_rollouts import PARTIAL_FILE
+from flywheel.training.data.round_progress import PROGRESS_FILE, read_steps
+from flywheel.training.data.stages import STAGES_DIR, TRAINED_FILE
 
 SYNC_DIR = "sync"
 """Adapters of single steps, which the engines load."""
-TRL_DIR = "trl"
-"""TRL's output directory, which stays empty."""
-SCRATCH = (SYNC_DIR, TRL_DIR, f".{ADAPTER_DIR}.new")
-"""Files that only a running worker needs."""
-PARTS = (
-    PROGRESS_FILE,
-    ROLLOUTS_FILE,
-    ROLLOUT_INDEX_FILE,
-    EVALUATION_FILE,
-    RESULT_FILE,
-    ERROR_FILE,
-    ADAPTER_DIR,
-    *SCRATCH,
-)
+CHECKPOINTS_DIR = "checkpoints"
+"""In the folder of a stage: the checkpoints of transformers' trainer."""
+IDENTITY_FILE = "identity.json"
+"""Hashes of what the round does. A worker that is started again goes on only if they are the same."""
+OF_WORKER = (EVALUATION_FILE, PROGRESS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, SYNC_DIR, f".{ADAPTER_DIR}.new")
+"""What each worker makes anew."""
+KEPT = (METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, IDENTITY_FILE)
+"""What a worker that is started again goes on with."""
+NO_CHANGE: Final[Mapping[str, frozenset[str]]] = {
+    "judge": frozenset({"budget", "prices", "max_thread", "timeout_seconds", "max_attempts"}),
+    "training": frozenset({"save_steps", "judge_wait_seconds", "max_undecided_share", "max_uses"}),
+}
+"""Settings with which a round may go on when they have changed."""
 
 
 def read_spec(directory: Path) -> RoundSpec:
@@ -82,44 +85,80 @@ def finished(directory: Path, spec: RoundSpec) -> bool:
     return result.adapter is None or tree_sha256(Path(result.adapter.path)) == result.adapter.sha256
 
 
-def start_over(directory: Path) -> None:
-    """Remove the unfinished files of an earlier worker. Of stages that have ended, adapters and metrics stay."""
-    ended = {path.parent.name.partition("-")[2] for path in (directory / STAGES_DIR).glob(f"*/{ADAPTER_DIR}")}
-    metrics = directory / METRICS_FILE
-    if metrics.exists():
-        lines = [
-            line for line in metrics.read_bytes().splitlines(keepends=True) if _measured(line).get("stage") in ended
-        ]
-        write_atomic(metrics, b"".join(lines))
-    for name in PARTS:
-        path = directory / name
+def go_on(directory: Path, spec: RoundSpec) -> str:
+    """Prepare the directory for a worker: remove what an earlier one left unfinished, and all of it if that was doing
+    something else. Returns what has changed since then; empty if the worker goes on, or is the first."""
+    identity, path = identity_of(spec), directory / IDENTITY_FILE
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+    is_same = found == identity and not spec.debug
+    _remove(directory, OF_WORKER if is_same else (*OF_WORKER, *KEPT))
+    if (directory / METRICS_FILE).exists():
+        # Phases are those of the worker that runs.
+        write_atomic(directory / METRICS_FILE, b"".join(map(json_line, read_steps(directory))))
+    for folder in (directory / STAGES_DIR).glob("*"):
+        if not (folder / TRAINED_FILE).exists():
+            _remove(folder, (ADAPTER_DIR,))
+    write_json(path, identity)
+    return "" if spec.debug else ", ".join(name for name in identity if found and found.get(name) != identity[name])
+
+
+def identity_of(spec: RoundSpec) -> dict[str, str]:
+    """Hashes of the parts of a round that its rollouts and its weights depend on."""
+    named = ("model", "training", "rollout", "judge", "gate", "serving")
+    settings = {
+        section: {
+            name: value for name, value in spec.settings[section].items() if name not in NO_CHANGE.get(section, ())
+        }
+        for section in named
+        if section in spec.settings
+    }
+    made = spec.model_dump(mode="json")
+    parts = {
+        "base model": [spec.base_model, spec.seed],
+        "parent": [made["parent"], made["frozen"]],
+        "tasks": [made[name] for name in ("train", "held_out", "left_out", "shared", "shared_gate")],
+        "rubric": spec.rubric,
+        "settings": settings,
+    }
+    return {name: sha256(json_line(part)).hexdigest() for name, part in parts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint of transformers' trainer, after so many updates."""
+
+    path: Path
+    updates: int
+
+
+def last_checkpoint(folder: Path) -> Checkpoint | None:
+    """The last one of a stage that was written whole."""
+    found = []
+    for path in (folder / CHECKPOINTS_DIR).glob("checkpoint-*"):
+        # It is written last.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found.append(Checkpoint(path, int(json.loads((path / "trainer_state.json").read_bytes())["global_step"])))
+    return max(found, key=lambda each: each.updates, default=None)
+
+
+def clear(directory: Path, *, is_over: bool) -> None:
+    """Remove files that only a running worker needs: two step adapters matter on a full disk. Once the round is over,
+    also what a further worker would go on with."""
+    _remove(directory, (SYNC_DIR, f".{ADAPTER_DIR}.new"))
+    if is_over:
+        _remove(directory, (PARTIAL_FILE, IDENTITY_FILE))
+        for folder in (directory / STAGES_DIR).glob("*"):
+            _remove(folder, (CHECKPOINTS_DIR,))
+
+
+def _remove(directory: Path, names: Iterable[str]) -> None:
+    for path in (directory / name for name in names):
         if path.is_dir():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def steps_of_stage(directory: Path, stage: str) -> int:
-    """How many steps a stage that has ended took."""
-    with contextlib.suppress(FileNotFoundError):
-        lines = map(_measured, (directory / METRICS_FILE).read_bytes().splitlines())
-        return sum(line.get("event") == "step" and line.get("stage") == stage for line in lines)
-    return 0
-
-
-def _measured(line: bytes) -> dict[str, Any]:
-    """A line of the metrics; empty if it was not written whole."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def clear(directory: Path) -> None:
-    """Remove files that only a running worker needs: two step adapters matter on a full disk."""
-    for name in SCRATCH:
-        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def write_error(directory: Path, error: FlywheelError) -> None:

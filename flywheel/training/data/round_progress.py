@@ -6,6 +6,7 @@ The worker writes them; the daemon, commands and pages read them.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -228,19 +229,39 @@ class Metrics:
     def __init__(self, directory: Path, tensorboard: Path | None = None) -> None:
         """`tensorboard` is a directory for the numbers of steps as event files."""
         self.path = directory / METRICS_FILE
+        self._known = {(line.get("stage"), line["step"]) for line in read_steps(directory)}
         self._events = TensorBoardEvents(tensorboard) if tensorboard is not None else None
 
     def phase(self, phase: Phase, **figures: Any) -> None:
         self._append({"event": "phase", "phase": phase, **figures})
 
     def step(self, step: int, steps: int, figures: dict[str, Any]) -> None:
-        """`step` counts from 1."""
+        """`step` counts from 1. One of an earlier worker keeps its line: only that knows how long rollouts took."""
+        if (figures.get("stage"), step) in self._known:
+            return
         self._append({"event": "step", "step": step, "steps": steps, **figures})
         if self._events is not None:
             self._events.step(step, figures)
 
     def _append(self, line: dict[str, Any]) -> None:
         append_jsonl(self.path, [{**_finite(line), "at": datetime.now(UTC).isoformat()}])
+
+
+def read_steps(directory: Path) -> list[dict[str, Any]]:
+    """The lines of steps in the metrics file of a round, without those that were not written whole."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = map(_measured, (directory / METRICS_FILE).read_bytes().splitlines())
+        return [line for line in lines if line.get("event") == "step" and isinstance(line.get("step"), int)]
+    return []
+
+
+def _measured(line: bytes) -> dict[str, Any]:
+    """A line of the metrics; empty if it was not written whole."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _finite(value: Any) -> Any:

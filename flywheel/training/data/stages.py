@@ -14,10 +14,13 @@ from flywheel.records.round import ADAPTER_DIR, AdapterRef, RoundTask
 from flywheel.system.files import tree_sha256
 
 STAGES_DIR: Final = "stages"
+TRAINED_FILE: Final = "trained.json"
+"""In the folder of a stage that has ended: what it and those before it ended with."""
 
 
 def stage_adapter(directory: Path, number: int, stage: Stage) -> Path:
-    """The folder of a stage's adapter, which appears when the stage has ended. `number` counts from 1."""
+    """The folder of a stage's adapter, beside which `TRAINED_FILE` appears when the stage has ended. `number` counts
+    from 1."""
     return directory / STAGES_DIR / f"{number}-{stage}" / ADAPTER_DIR
 
 

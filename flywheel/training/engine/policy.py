@@ -6,6 +6,7 @@ An adapter directory appears atomically and is never written again. Nothing here
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.system.files import sync_directory
+from flywheel.training.data.rollout import LoadedAdapter
 
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
 """Instruction sets that multiply bfloat16 faster than float32."""
@@ -192,6 +194,12 @@ def save_adapter(model: Any, directory: Path) -> None:
         (beside / "README.md").unlink(missing_ok=True)
 
     _appear(directory, write)
+
+
+def loaded_adapter(name: str, number: int, path: Path) -> LoadedAdapter:
+    """An adapter's directory as engines load it."""
+    with (path / "adapter_model.safetensors").open("rb") as file:
+        return LoadedAdapter(name, number, str(path), hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def copy_adapter(source: Path, directory: Path) -> None:

@@ -22,6 +22,7 @@ from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.signals import POLL_SECONDS, check_stopped
+from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
 from flywheel.training.data.round_progress import Meter
 
@@ -38,7 +39,14 @@ class Collector:
     """A context manager: its threads end with it."""
 
     @classmethod
-    def of(cls, settings: Config, engines: Sequence[Any], grade: Grade, meter: Meter | None = None) -> Self:
+    def of(
+        cls,
+        settings: Config,
+        engines: Sequence[Any],
+        grade: Grade,
+        meter: Meter | None = None,
+        store: GradedRollouts | None = None,
+    ) -> Self:
         """A collector by the settings of a round."""
         reward = settings.rollout.weights
         return cls(
@@ -48,6 +56,7 @@ class Collector:
             timeout_seconds=_batch_seconds(settings),
             meter=meter,
             weights=RewardWeights(reward.rubric, reward.workflow),
+            store=store,
         )
 
     def __init__(
@@ -59,15 +68,27 @@ class Collector:
         timeout_seconds: float,
         meter: Meter | None = None,
         weights: RewardWeights | None = None,
+        store: GradedRollouts | None = None,
     ) -> None:
         """`meter` counts the completed rollouts. `weights` are for those of the user's agent, which are not graded if
-        the rubric has none."""
+        the rubric has none. `store` gets each rollout, and may have some already."""
         self._engines = engines
         self._grade = grade
         self._meter = meter
         self._weights = weights or RewardWeights()
+        self._store = store
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(max_thread, thread_name_prefix="grade")
+
+    @property
+    def weights(self) -> RewardWeights:
+        """Those of the rewards of rollouts of the user's agent."""
+        return self._weights
+
+    def clear(self) -> None:
+        """Forget the rollouts of the step, which are stored elsewhere."""
+        if self._store is not None:
+            self._store.clear()
 
     def __enter__(self) -> Collector:
         return self
@@ -81,9 +102,11 @@ class Collector:
         started = time.monotonic()
         if self._meter is not None:
             self._meter.begin(len(requests))
-        completions: list[Completion] = [Completion(error="not generated")] * len(requests)
-        grades: dict[int, Future[Verdict]] = {}
-        engines = _Dispatch(self._engines, requests)
+        rollouts = [self._find(request) for request in requests]
+        if known := sum(found is not None for found in rollouts):
+            log.info("%d of %d rollouts were graded by an earlier worker", known, len(requests))
+        grades: dict[int, Future[Rollout]] = {}
+        engines = _Dispatch(self._engines, requests, [place for place, found in enumerate(rollouts) if found is None])
         while engines.submit():
             check_stopped()
             late = time.monotonic() > started + self._timeout
@@ -92,41 +115,59 @@ class Collector:
             ready, _ = ray.wait(running, num_returns=len(running) if late else 1, timeout=0 if late else POLL_SECONDS)
             for reference in ready:
                 place = engines.ended(reference)
-                completion = completions[place] = _fetch(reference)
+                completion, request = _fetch(reference), requests[place]
                 if self._meter is not None:
                     self._meter.completed(len(completion.token_ids))
-                if not completion.error and self._is_graded(requests[place]):
-                    work = exchange(requests[place].prompt, completion)
-                    grades[place] = self._threads.submit(self._verdict, work)
+                if not completion.error and self._is_graded(request):
+                    grades[place] = self._threads.submit(self._graded, request, completion)
+                else:
+                    rollouts[place] = self._kept(Rollout(request, completion, None, self._weights))
             if late:
-                self._give_up(engines, completions)
+                self._give_up(engines, requests, rollouts)
                 break
         generated = time.monotonic()
         if self._meter is not None:
             self._meter.generated()
-        waiting: set[Future[Verdict]] = set(grades.values())
+        waiting: set[Future[Rollout]] = set(grades.values())
         while waiting:
             check_stopped()
             done, waiting = futures.wait(waiting, timeout=POLL_SECONDS, return_when=futures.FIRST_EXCEPTION)
             for future in done:
                 future.result()
-        verdicts = {place: future.result() for place, future in grades.items()}
+        for place, future in grades.items():
+            rollouts[place] = future.result()
         graded = time.monotonic()
-        rollouts = tuple(
-            Rollout(request, completions[place], verdicts.get(place), self._weights)
-            for place, request in enumerate(requests)
-        )
-        return RolloutBatch(rollouts, {"generate": generated - started, "grade": graded - generated})
+        made = tuple(rollout for rollout in rollouts if rollout is not None)
+        return RolloutBatch(made, {"generate": generated - started, "grade": graded - generated})
+
+    def _find(self, request: RolloutRequest) -> Rollout | None:
+        """The rollout of an earlier worker of the round."""
+        found = self._store.find(request, self._weights) if self._store is not None else None
+        if found is not None and self._meter is not None:
+            self._meter.completed(0)
+        return found
+
+    def _kept(self, rollout: Rollout) -> Rollout:
+        if self._store is not None:
+            self._store.add(rollout)
+        return rollout
 
     def _is_graded(self, request: RolloutRequest) -> bool:
         return self._weights.rubric > 0 or request.prompt.task.agent != "program"
 
-    def _give_up(self, engines: _Dispatch, completions: list[Completion]) -> None:
+    def _give_up(
+        self, engines: _Dispatch, requests: Sequence[RolloutRequest], rollouts: list[Rollout | None]
+    ) -> None:
         places = engines.cancel()
         for place in places:
-            completions[place] = Completion(error=f"no completion within {self._timeout:g} s")
+            error = f"no completion within {self._timeout:g} s"
+            rollouts[place] = Rollout(requests[place], Completion(error=error), None, self._weights)
         if places:
             log.warning("%d rollouts had no completion within %g s", len(places), self._timeout)
+
+    def _graded(self, request: RolloutRequest, completion: Completion) -> Rollout:
+        verdict = self._verdict(exchange(request.prompt, completion))
+        return self._kept(Rollout(request, completion, verdict, self._weights))
 
     def _verdict(self, work: Exchange) -> Verdict:
         try:
@@ -144,9 +185,10 @@ class _Dispatch:
     """Gives each request to the engine with the fewest open rollouts. A group, whose prompt an engine computes once,
     stays on one engine while that has no more than its share of the rollouts to do."""
 
-    def __init__(self, engines: Sequence[Any], requests: Sequence[RolloutRequest]) -> None:
+    def __init__(self, engines: Sequence[Any], requests: Sequence[RolloutRequest], places: Sequence[int]) -> None:
+        """`places` are those of the requests that engines have to do."""
         self._engines, self._requests = engines, requests
-        self._waiting = deque(range(len(requests)))
+        self._waiting = deque(places)
         self._open = [0] * len(engines)
         self._most = MAX_OPEN if len(engines) > 1 else len(requests)
         self._of_group: dict[int, int] = {}

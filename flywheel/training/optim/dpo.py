@@ -21,7 +21,7 @@ from flywheel.config import Config
 from flywheel.config.training import DpoSettings
 from flywheel.training.data.samples import Pair, micro_batches
 from flywheel.training.engine.policy import adapter_dtype_kept
-from flywheel.training.optim.grpo import shared_arguments
+from flywheel.training.optim.grpo import AdapterCheckpoints, shared_arguments
 
 PairBatch = dict[str, torch.Tensor]
 """`input_ids`, `attention_mask` and `completion_mask`, each (2B, T): B chosen replies, then their rejected ones."""
@@ -29,7 +29,7 @@ MEANS: Final = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rew
 """TRL's figures of a micro-batch that are means over its pairs."""
 
 
-class PairTrainer(DPOTrainer):  # type: ignore[misc]
+class PairTrainer(AdapterCheckpoints, DPOTrainer):  # type: ignore[misc]
     """DPOTrainer that trains on `pairs_of(step)`; `step` counts from 0."""
 
     def __init__(self, *, pairs_of: Callable[[int], Sequence[Pair]], settings: Config, **arguments: Any) -> None:

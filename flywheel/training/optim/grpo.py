@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -50,8 +50,21 @@ NOTHING: Final = TrainingRow(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0
 """A row without weight, for a process that has fewer of them than another."""
 
 
-class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
-    """GRPOTrainer that trains on the rows of `roll_out(step)` after `sync_weights()`; `step` counts from 0.
+class AdapterCheckpoints(Trainer):  # type: ignore[misc]
+    """A trainer whose checkpoints have the trained adapter alone."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        # PEFT would write the reference policy of TRL beside it, in a folder. Transformers then reads only folders,
+        # and would go on from the first weights with the optimizer of the last.
+        policy = self.accelerator.unwrap_model(self.model)
+        policy.save_pretrained(output_dir or self.args.output_dir, selected_adapters=["default"])
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """TRL's, with each checkpoint, would be an empty template."""
+
+
+class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer that trains on the rows of `roll_out(step)`; `step` counts from 0.
 
     Each process of a distributed run has rows of its own. Rows of one rollout must be in one process.
     """
@@ -60,11 +73,10 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         self,
         *,
         roll_out: Callable[[int], Sequence[TrainingRow]],
-        sync_weights: Callable[[], None],
         settings: Config,
         **arguments: Any,
     ) -> None:
-        self._roll_out, self._sync_weights = roll_out, sync_weights
+        self._roll_out = roll_out
         self._training = settings.training
         self._micro_batch_tokens = (
             settings.training.micro_batch_tokens
@@ -80,7 +92,6 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         """The micro-batches of this step; those of the same step again for its further updates."""
         step = self.state.global_step // self.num_iterations
         if step != self._collected:
-            self._sync_weights()
             self._micro_batches = self._tensors(self._roll_out(step))
             self._collected = step
         return self._micro_batches
@@ -254,12 +265,14 @@ def grpo_config(
     """TRL's arguments from our settings; `longest` is the maximum length of a completion in tokens. In half precision
     `compute_dtype` is that of autocast; a float32 model with float32 stays exact."""
     training, rollout = settings.training, settings.rollout
+    updates = training.updates_per_batch
+    shared = shared_arguments(settings, directory, seed=seed, compute_dtype=compute_dtype)
     return GRPOConfig(
-        **shared_arguments(settings, directory, seed=seed, compute_dtype=compute_dtype),
-        max_steps=training.steps * training.updates_per_batch,
-        num_iterations=training.updates_per_batch,
+        **(shared | {"save_steps": training.save_steps * updates}),
+        max_steps=training.steps * updates,
+        num_iterations=updates,
         # Below 1 it is a share of all updates.
-        warmup_steps=training.warmup_steps * (training.updates_per_batch if training.warmup_steps >= 1 else 1),
+        warmup_steps=training.warmup_steps * (updates if training.warmup_steps >= 1 else 1),
         # An item of TRL's dataset is a whole step, which `RoundTrainer` divides itself. TRL wants two of each item.
         per_device_train_batch_size=2,
         num_generations=2,
@@ -293,7 +306,9 @@ def shared_arguments(settings: Config, directory: Path, *, seed: int, compute_dt
         "dataloader_pin_memory": gpu,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
-        "save_strategy": "no",
+        "save_strategy": "steps",
+        "save_steps": training.save_steps,
+        "save_total_limit": 2,
         "report_to": "none",
         "disable_tqdm": True,
     }

@@ -16,10 +16,10 @@ from flywheel.config.training import Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.system.terminal import quantity
+from flywheel.training.data.graded_rollouts import StoredSteps, restored_batch
 from flywheel.training.data.groups import Reserve, growing_misses
 from flywheel.training.data.prompts import Prompt, schedule, seed_of
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, RolloutRequest, add_usage
-from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.optim.collector import Collector
 
@@ -141,13 +141,12 @@ def roll_out(
     """The rollouts of the first `steps` of `training.steps`, between which nothing is trained. Rollouts, metrics and
     progress are written as those of steps behind `before`; `figures` are in each line of the metrics."""
     training = settings.training
-    round_steps = RoundSteps(spec, settings, prompts, collector)
+    round_steps = RoundSteps(spec, settings, prompts, collector, StoredSteps(directory, before))
     metrics = Metrics(directory)
     meter.enter("training", round_steps.asked * training.group_size, steps=before + steps)
     for step in range(steps):
         batch = round_steps.collect(step, adapter)
         number, summary = before + step + 1, batch.summary()
-        append_rollouts(directory, number, batch, training.scale_rewards)
         meter.stepped(number, summary["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
         of_step = {"temperature": settings.rollout.temperature, "seconds": batch.seconds, **figures}
         metrics.step(number, before + steps, {**summary, **of_step})
@@ -177,8 +176,17 @@ def _summary(batches: Sequence[RolloutBatch]) -> str:
 class RoundSteps:
     """Collects the rollouts of each step. Its prompts depend on the seed and on which groups were dropped."""
 
-    def __init__(self, spec: RoundSpec, settings: Config, prompts: Sequence[Prompt], collector: Collector) -> None:
+    def __init__(
+        self,
+        spec: RoundSpec,
+        settings: Config,
+        prompts: Sequence[Prompt],
+        collector: Collector,
+        stored: StoredSteps | None = None,
+    ) -> None:
+        """Steps that are `stored` are read, and others are stored there when they are complete."""
         self._spec, self._settings, self._prompts, self._collector = spec, settings, prompts, collector
+        self._stored = stored
         training = settings.training
         self.asked = settings.rollout.prompts_asked(training.prompts_per_step)
         """Number of prompts that are planned for a step."""
@@ -191,6 +199,29 @@ class RoundSteps:
         Groups that are dropped for their misses are replaced by prompts of the reserve, unless enough others are
         left. Replacements are not replaced again. Raises TrainError and the judge's errors.
         """
+        batch = self._collected(step, adapter)
+        if self._stored is not None and step not in self._stored:
+            is_usable = self._is_usable(batch)
+            self._stored.append(step, batch, self._settings.training.scale_rewards, is_usable=is_usable)
+            if is_usable:
+                self._collector.clear()
+        return batch
+
+    def _is_usable(self, batch: RolloutBatch) -> bool:
+        """Whether a further worker may go on with it. A step that fails for its undecided rewards is judged again."""
+        limit = self._settings.training.max_undecided_share
+        try:
+            batch.refuse_failed(limit)
+            batch.refuse_undecided(limit)
+        except TrainError:
+            return False
+        return bool(batch.rewards) or not batch.undecided
+
+    def is_stored(self, step: int) -> bool:
+        """Whether an earlier worker has collected the step."""
+        return self._stored is not None and step in self._stored
+
+    def _collected(self, step: int, adapter: LoadedAdapter | None) -> RolloutBatch:
         planned, most = self._plan[step], self._settings.training.prompts_per_step
         batch = replace(self._collect(planned, step, 0, adapter), most_groups=most)
         missing = [planned[group] for group, why in batch.dropped.items() if why == "misses"]
@@ -222,7 +253,10 @@ class RoundSteps:
 
     def _collect(self, indices: Sequence[int], step: int, first: int, adapter: LoadedAdapter | None) -> RolloutBatch:
         prompts = [self._prompts[index] for index in indices]
-        return self._collector.collect(step_requests(prompts, step, self._spec, self._settings, adapter, first=first))
+        requests = step_requests(prompts, step, self._spec, self._settings, adapter, first=first)
+        if self._stored is not None and step in self._stored:
+            return restored_batch(self._stored.lines(step), requests, self._collector.weights)
+        return self._collector.collect(requests)
 
 
 def step_requests(

@@ -1,12 +1,14 @@
 """The trainer: a Ray actor that trains the adapter of a round, stage by stage.
 
 Each step of GRPO syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
-step and writes one metrics line. SFT and DPO need no engine. The trainer starts no engine and knows no judge; a
-factory for the grading function is passed in.
+step and writes one metrics line. A stage that an earlier worker has begun goes on from its last checkpoint; the
+complete steps behind it are trained again from their stored rollouts. SFT and DPO need no engine. The trainer starts
+no engine and knows no judge; a factory for the grading function is passed in.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -21,13 +23,13 @@ import ray
 from flywheel.config import Config
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.system.process import keep_freed_memory
+from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
 from flywheel.training.data.prompts import Prompt
-from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage
-from flywheel.training.data.rollout_file import append_rollouts
-from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
+from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
+from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, last_checkpoint
 from flywheel.training.data.round_progress import UPDATE_FIGURES, Meter, Metrics
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
-from flywheel.training.engine.policy import load_policy, save_adapter, trainer_dtypes
+from flywheel.training.engine.policy import load_policy, loaded_adapter, save_adapter, trainer_dtypes
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
@@ -39,6 +41,8 @@ from flywheel.training.optim.round_steps import (
     refuse_wide_gap,
     refuse_without_spread,
 )
+
+log = logging.getLogger("flywheel.training.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +115,30 @@ class Trainer(RoundActor):
         `make_grade` gets a callback for pauses. `gate_rollouts` is the number of rollouts of the following
         comparison, for the estimate of the remaining time. Earlier stages took so many steps `before`.
         """
-        training = self._settings.training
+        settings, updates = self._settings, self._settings.training.updates_per_batch
+        training = settings.training
         meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
-        asked = self._settings.rollout.prompts_asked(training.prompts_per_step)
-        meter.enter("training", asked * training.group_size)
         longest = max(prompt.max_tokens for prompt in prompts)
-        with Collector.of(self._settings, engines, make_grade(meter.pause), meter) as collector:
-            run = TrainingRun(self._spec, self._settings, self._directory, prompts, engines, collector, meter, before)
-            refusal = self._optimize(
-                self._settings, run.roll_out, run.report, longest, sync=lambda: run.sync(self._model)
-            )
+        store, refusal = GradedRollouts(self._directory), ""
+        with Collector.of(settings, engines, make_grade(meter.pause), meter, store) as collector:
+            sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id)
+            run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
+            trainer = self._trainer(settings, run.roll_out, run.report, longest, adapter)
+            checkpoint = last_checkpoint(adapter.parent)
+            try:
+                run.recall(0 if checkpoint is None else checkpoint.updates // updates)
+                trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+            except RoundRefusedError as reason:
+                refusal = str(reason)
         if not refusal:
             save_adapter(self._model, adapter)
-        run.clean_up()
+        sync.clean_up()
         return Trained(
             run.steps_done,
             run.reward_first,
             run.reward_last,
             refusal,
-            run.steps_done,
+            run.steps_collected,
             run.usage,
             run.system_prompts,
             frozenset(run.with_gradient),
@@ -143,9 +152,10 @@ class Trainer(RoundActor):
         settings = stage_settings(self._settings, "sft", len(replies))
         run = Epochs("sft", settings, self._directory, replies, self._spec.seed, before)
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
-        trainer = self._trainer(settings, lambda step: rows_of(run.items(step)), run.report, longest)
+        trainer = self._trainer(settings, lambda step: rows_of(run.items(step)), run.report, longest, adapter)
         run.measure = lambda: trainer.mean_nll(rows_of(held_out))
-        trainer.train()
+        checkpoint = last_checkpoint(adapter.parent)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
         save_adapter(self._model, adapter)
         return Trained(
             settings.training.steps, None, None, with_gradient=frozenset(reply.task_id for reply in replies)
@@ -159,26 +169,18 @@ class Trainer(RoundActor):
 
         settings = stage_settings(self._settings, "dpo", len(pairs))
         run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
-        directory, seed = self._directory / TRL_DIR, self._spec.seed
+        folder, seed, checkpoint = adapter.parent / CHECKPOINTS_DIR, self._spec.seed, last_checkpoint(adapter.parent)
         PairTrainer(
             pairs_of=run.items,
             settings=settings,
             model=self._model,
-            args=dpo_config(settings, directory, seed=seed, compute_dtype=self._dtype()),
+            args=dpo_config(settings, folder, seed=seed, compute_dtype=self._dtype()),
             train_dataset=step_dataset(settings.training.steps),
             processing_class=self._tokenizer(),
             callbacks=[StepLog(run.report)],
-        ).train()
+        ).train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
         save_adapter(self._model, adapter)
         return Trained(settings.training.steps, None, None, with_gradient=frozenset(pair.task_id for pair in pairs))
-
-    def _optimize(self, *arguments: Any, **options: Any) -> str:
-        """Train. Returns why the stage was refused; empty if it was not."""
-        try:
-            self._trainer(*arguments, **options).train()
-        except RoundRefusedError as reason:
-            return str(reason)
-        return ""
 
     def _trainer(
         self,
@@ -186,17 +188,16 @@ class Trainer(RoundActor):
         rows: Callable[[int], Sequence[TrainingRow]],
         report: Callable[[int, Mapping[str, float]], None],
         longest: int,
-        sync: Callable[[], None] = lambda: None,
+        adapter: Path,
     ) -> Any:
         from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
 
-        directory, seed = self._directory / TRL_DIR, self._spec.seed
+        folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
         return RoundTrainer(
             roll_out=rows,
-            sync_weights=sync,
             settings=settings,
             model=self._model,
-            args=grpo_config(settings, directory, seed=seed, compute_dtype=self._dtype(), longest=longest),
+            args=grpo_config(settings, folder, seed=seed, compute_dtype=self._dtype(), longest=longest),
             train_dataset=step_dataset(settings.training.steps),
             processing_class=self._tokenizer(),
             callbacks=[StepLog(report)],
@@ -214,6 +215,38 @@ class Trainer(RoundActor):
         return AutoTokenizer.from_pretrained(self._spec.base_model)
 
 
+class AdapterSync:
+    """Loads the weights of each step into the engines."""
+
+    def __init__(self, model: Any, engines: Sequence[Any], directory: Path, round_id: str) -> None:
+        self._model, self._engines, self._round_id = model, engines, round_id
+        self._folder = directory / SYNC_DIR
+        self._now: LoadedAdapter | None = None
+
+    def load(self) -> LoadedAdapter:
+        """Load the current weights into the engines under a new name and number."""
+        old = self._now
+        number = 1 if old is None else old.number + 1
+        path = self._folder / f"step-{number}"
+        path.parent.mkdir(exist_ok=True)
+        save_adapter(self._model, path)
+        new = loaded_adapter(f"{self._round_id}-step-{number}", number, path)
+        ray.get([engine.load.remote(new) for engine in self._engines])
+        self._now = new
+        if old is not None:
+            # A step waits for all its rollouts, so the old adapter is no longer used. Its files may be deleted only
+            # after the engines have unloaded it: an engine whose adapter files are missing dies.
+            ray.get([engine.unload.remote(old) for engine in self._engines])
+            shutil.rmtree(old.path)
+        return new
+
+    def clean_up(self) -> None:
+        """Remove step adapters, the last one after all engines have unloaded it."""
+        if self._now is not None:
+            ray.get([engine.unload.remote(self._now) for engine in self._engines])
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 class TrainingRun:
     """The steps of one round, as TRL calls for them."""
 
@@ -223,24 +256,23 @@ class TrainingRun:
         settings: Config,
         directory: Path,
         prompts: Sequence[Prompt],
-        engines: Sequence[Any],
+        load: Callable[[], LoadedAdapter | None],
         collector: Collector,
         meter: Meter,
         before: int = 0,
     ) -> None:
-        """Earlier stages took so many steps `before`, from which the numbers of these go on."""
-        self._spec, self._settings, self._directory, self._before = spec, settings, directory, before
-        self._engines, self._meter = engines, meter
+        """`load` loads the current weights into the engines. Earlier stages took so many steps `before`, from which
+        the numbers of these go on."""
+        self._settings, self._before, self._name = settings, before, spec.round_id
+        self._load, self._meter = load, meter
         self._metrics = Metrics(directory, settings.tracking.events)
-        self.adapter: LoadedAdapter | None = None
-        """The adapter that the engines have of the current step."""
         self._sync_seconds = 0.0
         self._batch = RolloutBatch(())
         self._first: list[RolloutBatch] = []
         self._miss_shares: list[list[float]] = []
         self._miss_shares_of_calling: list[list[float]] = []
         self._step_started = time.monotonic()
-        self.steps_done = 0
+        self.steps_done = self.steps_collected = 0
         self.reward_first: float | None = None
         self.reward_last: float | None = None
         self.usage: dict[str, int] = {}
@@ -249,33 +281,33 @@ class TrainingRun:
         """Ids of the tasks that were trained on so far."""
         self._gap: float | None = None
         """The `logprob_gap` of the first step that was trained on."""
-        self._steps = RoundSteps(spec, settings, prompts, collector)
+        self._steps = RoundSteps(spec, settings, prompts, collector, StoredSteps(directory, before))
 
-    def sync(self, model: Any) -> None:
-        """Load the current weights into the engines under a new name and number."""
-        started = time.monotonic()
-        old = self.adapter
-        number = 1 if old is None else old.number + 1
-        path = self._directory / SYNC_DIR / f"step-{number}"
-        path.parent.mkdir(exist_ok=True)
-        save_adapter(model, path)
-        new = LoadedAdapter(f"{self._spec.round_id}-step-{number}", number, str(path))
-        ray.get([engine.load.remote(new) for engine in self._engines])
-        self.adapter = new
-        if old is not None:
-            # A step waits for all its rollouts, so the old adapter is no longer used. Its files may be deleted only
-            # after the engines have unloaded it: an engine whose adapter files are missing dies.
-            ray.get([engine.unload.remote(old) for engine in self._engines])
-            shutil.rmtree(old.path)
-        self._sync_seconds = time.monotonic() - started
+    def recall(self, steps: int) -> None:
+        """Read the rollouts of steps that an earlier worker has taken and that its checkpoint contains. Raises
+        TrainError."""
+        for step in range(steps):
+            self.roll_out(step)
+            self._count(step + 1)
+        if steps:
+            log.info("%s goes on from its checkpoint after step %d", self._name, self._before + steps)
+            # It was within its limit when these steps were taken.
+            self._gap = 0.0
+        known = {"step": self._before + steps, "reward_first": self.reward_first, "reward": self.reward_last}
+        self._meter.enter("training", self._steps.asked * self._settings.training.group_size, **known)
+        self._step_started = time.monotonic()
 
     def roll_out(self, step: int) -> list[TrainingRow]:
-        """What to train on of one step's rollouts, counted from 0. Raises RoundRefusedError and TrainError."""
-        batch = self._batch = self._steps.collect(step, self.adapter)
+        """What to train on of one step's rollouts, counted from 0: those of the current weights, or those that an
+        earlier worker has stored. Raises RoundRefusedError and TrainError."""
+        started = time.monotonic()
+        adapter = None if self._steps.is_stored(step) else self._load()
+        self._sync_seconds = time.monotonic() - started
+        batch = self._batch = self._steps.collect(step, adapter)
+        self.steps_collected = step + 1
         self.usage = add_usage(self.usage, batch.usage())
         self.system_prompts += batch.system_prompts
         training = self._settings.training
-        append_rollouts(self._directory, self._before + step + 1, batch, training.scale_rewards)
         batch.refuse_failed(training.max_undecided_share)
         batch.refuse_undecided(training.max_undecided_share)
         try:
@@ -300,17 +332,22 @@ class TrainingRun:
 
     def report(self, step: int, logs: Mapping[str, float]) -> None:
         """Write the metrics line of a completed step, which counts from 1. Raises TrainError."""
-        reward = self._write_metrics(step, logs)
-        self._meter.stepped(self._before + step, reward, collecting_seconds=sum(self._batch.seconds.values()))
-        self.steps_done = step
-        self.reward_last = reward
-        self.reward_first = reward if step == 1 else self.reward_first
+        self._write_metrics(step, logs)
+        self._count(step)
+        seconds = sum(self._batch.seconds.values())
+        self._meter.stepped(self._before + step, self.reward_last, collecting_seconds=seconds)
         if self._gap is None:
             self._gap = logs.get("rows/logprob_gap")
             refuse_wide_gap(self._gap, self._settings.model.trainer_quantization)
 
-    def _write_metrics(self, step: int, logs: Mapping[str, float]) -> float | None:
-        """Write the metrics line of a step and return its mean reward. Without `logs`, it was not trained on."""
+    def _count(self, step: int) -> None:
+        """Count a completed step with the rewards of its rollouts."""
+        self.steps_done = step
+        self.reward_last = mean(self._batch.rewards)
+        self.reward_first = self.reward_last if step == 1 else self.reward_first
+
+    def _write_metrics(self, step: int, logs: Mapping[str, float]) -> None:
+        """Write the metrics line of a step. Without `logs`, it was not trained on."""
         batch = self._batch
         now = time.monotonic()
         whole = now - self._step_started
@@ -333,16 +370,7 @@ class TrainingRun:
                 "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
                 "trained_tokens": int(trained),
                 "temperature": self._settings.rollout.temperature,
-                "tokens_per_second": usage["rollout_tokens"] / max(batch.seconds["generate"], 1e-9),
+                "tokens_per_second": usage["rollout_tokens"] / max(batch.seconds.get("generate", 0.0), 1e-9),
                 "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
             },
         )
-        reward: float | None = summary["reward_mean"]
-        return reward
-
-    def clean_up(self) -> None:
-        """Remove step adapters, the last one after all engines have unloaded it."""
-        if self.adapter is not None:
-            ray.get([engine.unload.remote(self.adapter) for engine in self._engines])
-        shutil.rmtree(self._directory / SYNC_DIR, ignore_errors=True)
-        shutil.rmtree(self._directory / TRL_DIR, ignore_errors=True)

@@ -3,8 +3,10 @@
 Reads `spec.json`, runs one round with engines, trainer, judge and comparison, writes `metrics.jsonl` meanwhile and
 `result.json` last. After a failure, `error.json` has the error, the remedy and whether a retry can help.
 
-A worker that is started again on the same directory removes unfinished files and goes on with the first stage that
-has not ended; within a stage there are no checkpoints. A directory with a complete result is left unchanged.
+A worker that is started again on the same directory goes on where the earlier one died: with the last checkpoint of
+the first stage that has not ended, with the stored rollouts of the steps behind it, and with the graded rollouts of
+the unfinished step. It starts over only if the round's tasks, parent, rubric or settings have changed. A directory
+with a complete result is left unchanged.
 
 Exit codes: 0 done (also if the round was refused), 1 failed, 75 another worker holds the directory, 143 and 130
 stopped.
@@ -29,7 +31,7 @@ from flywheel.system.files import write_atomic
 from flywheel.system.lock import alone_in
 from flywheel.system.log import output_to
 from flywheel.system.signals import Stopped, catch_signals
-from flywheel.training.data.round_directory import clear, finished, read_spec, settings_of, start_over, write_error
+from flywheel.training.data.round_directory import clear, finished, go_on, read_spec, settings_of, write_error
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.policy import check_base, check_frozen, check_parent, check_quantization, other_form
 from flywheel.training.worker.rollout_grading import build_grade
@@ -98,10 +100,12 @@ def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
     with alone_in(directory):
         if finished(directory, spec):
             return
-        start_over(directory)
+        changed = go_on(directory, spec)
         UsageFile(directory).mend()
         with output_to(directory / LOG_FILE):
             logs.setup()
+            if changed:
+                log.warning("%s starts over: since its last attempt, these have changed: %s", spec.round_id, changed)
             try:
                 result = run_round(spec, directory, make_grade)
             except FlywheelError as error:
@@ -111,8 +115,9 @@ def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
                 log.exception("%s failed", spec.round_id)
                 raise as_flywheel_error(error, spec) from error
             finally:
-                clear(directory)
+                clear(directory, is_over=False)
         write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode())
+        clear(directory, is_over=True)
 
 
 def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade) -> int:

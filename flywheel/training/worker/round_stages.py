@@ -1,7 +1,7 @@
 """The stages of a round, one after the other: what each starts from, the tasks that it trains on, and its end.
 
-A stage has ended when its adapter is in its folder. A worker that is started again goes on with the first stage
-without one.
+A stage has ended when `trained.json` is in its folder. A worker that is started again goes on with the first stage
+without it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from flywheel.config import Config
 from flywheel.config.training import Stage
 from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, StageResult
+from flywheel.system.files import tree_sha256, write_atomic
+from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
-from flywheel.training.data.round_directory import steps_of_stage
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import RecordedReply
-from flywheel.training.data.stages import adapter_of, stage_adapter, tasks_by_stage
+from flywheel.training.data.stages import TRAINED_FILE, adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
@@ -34,8 +37,8 @@ log = logging.getLogger("flywheel.training.worker")
 
 @dataclass(slots=True)
 class Training:
-    """What the stages of a round ended with. `adapter` is that of the last one that trained; with `refusal` none
-    has."""
+    """What the stages of a round ended with so far. `adapter` is that of the last one that trained; with `refusal`
+    none has."""
 
     adapter: AdapterRef | None
     refusal: str = ""
@@ -53,7 +56,8 @@ class Training:
         self.stages.append(
             StageResult(stage=stage, outcome=outcome, reason=trained.refusal, steps=trained.steps, tasks=tasks)
         )
-        self.steps += trained.steps
+        # Rollouts of the step that ended a stage are stored with its number, too.
+        self.steps += max(trained.steps, trained.rollout_steps)
         self.usage = add_usage(self.usage, trained.usage)
         self.system_prompts.update(trained.system_prompts)
         self.with_gradient |= trained.with_gradient
@@ -63,14 +67,21 @@ class Training:
         self.adapter = adapter or self.adapter
 
 
-def ended_stages(spec: RoundSpec, settings: Config, directory: Path) -> list[AdapterRef]:
-    """The adapters of the first stages, as far as they have ended before."""
-    ended: list[AdapterRef] = []
+_TRAINING: Final = TypeAdapter(Training)
+
+
+def ended_stages(spec: RoundSpec, settings: Config, directory: Path) -> Training:
+    """What the first stages ended with, as far as they have ended before."""
+    ended = Training(spec.parent)
     for number, stage in enumerate(settings.training.stages, 1):
-        path = stage_adapter(directory, number, stage)
-        if not path.is_dir():
+        path = stage_adapter(directory, number, stage).parent / TRAINED_FILE
+        try:
+            found = _TRAINING.validate_json(path.read_bytes())
+        except (OSError, ValidationError):
             break
-        ended.append(adapter_of(f"{spec.round_id}-{stage}", path))
+        if found.adapter is not None and tree_sha256(Path(found.adapter.path)) != found.adapter.sha256:
+            break
+        ended = found
     return ended
 
 
@@ -93,21 +104,16 @@ class Stages:
         self._engines, self._trainer, self._make_grade, self._load = engines, trainer, make_grade, load
         self._gate_rollouts = gate_rollouts
 
-    def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], ended: Sequence[AdapterRef]) -> Training:
-        """Run the stages behind those that have `ended` before. One without a signal is skipped if another one has
-        trained; the round is refused if none has."""
+    def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], training: Training) -> Training:
+        """Run the stages behind those that have ended before with `training`. One without a signal is skipped if
+        another one has trained; the round is refused if none has."""
         stages = self._settings.training.stages
         by_stage = tasks_by_stage([prompt.task for prompt in prompts], stages, self._spec.seed)
         prompt_of = {prompt.task.task_id: prompt for prompt in prompts}
-        training = Training(ended[-1] if ended else self._spec.parent)
-        for stage in stages[: len(ended)]:
-            steps = steps_of_stage(self._directory, stage)
-            training.steps += steps
-            reason = "it ended before the worker was started again"
-            training.stages.append(StageResult(stage=stage, outcome="trained", reason=reason, steps=steps))
-        for number, stage in list(enumerate(stages, 1))[len(ended) :]:
+        ended = len(training.stages)
+        for number, stage in list(enumerate(stages, 1))[ended:]:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
-            if number > len(ended) + 1:
+            if number > ended + 1:
                 ray_cluster.wait([self._trainer.load.remote(training.adapter)])
             log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
             path = stage_adapter(self._directory, number, stage)
@@ -124,6 +130,7 @@ class Stages:
                 log.warning("stage %s is skipped: %s", stage, trained.refusal)
             adapter = None if trained.refusal else adapter_of(f"{self._spec.round_id}-{stage}", path)
             training.add(stage, trained, len(own), adapter)
+            write_atomic(path.parent / TRAINED_FILE, _TRAINING.dump_json(training))
         if not any(each.outcome == "trained" for each in training.stages):
             training.refusal = training.stages[-1].reason
         return training
@@ -155,7 +162,7 @@ class Stages:
         if not prompts:
             return ""
         meter = Meter(self._directory, steps=1)
-        with Collector.of(self._settings, self._engines, self._make_grade(meter.pause), meter) as collector:
+        with self._collector(self._settings, meter) as collector:
             steps = RoundSteps(self._spec, self._settings, prompts, collector)
             batch = steps.collect(0, self._load(training.adapter))
         training.usage = add_usage(training.usage, batch.usage())
@@ -201,12 +208,16 @@ class Stages:
         settings = self._settings.model_copy(update={"training": planned})
         meter = Meter(directory, steps=training.steps + steps)
         adapter = self._load(training.adapter)
-        with Collector.of(settings, self._engines, self._make_grade(meter.pause), meter) as collector:
+        with self._collector(settings, meter) as collector:
             about: Any = {"steps": steps, "before": training.steps, "stage": "dpo"}
             for batch in roll_out(spec, settings, directory, prompts, collector, adapter, meter, **about):
                 training.usage = add_usage(training.usage, batch.usage())
                 training.system_prompts.update(batch.system_prompts)
                 yield batch
+
+    def _collector(self, settings: Config, meter: Meter) -> Collector:
+        store = GradedRollouts(self._directory)
+        return Collector.of(settings, self._engines, self._make_grade(meter.pause), meter, store)
 
     def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
         """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""

@@ -32,6 +32,7 @@ from flywheel.records.round import (
 )
 from flywheel.serving.server.vllm_command import chat_arguments
 from flywheel.system.terminal import quantity
+from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
 from flywheel.training.data.round_progress import Meter, Metrics
@@ -40,7 +41,7 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.engine.policy import copy_adapter, rank
+from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough
@@ -102,7 +103,7 @@ class Round:
         placement = place_on_gpus(
             rollout.engines,
             ray_cluster.gpus(),
-            with_trainer=not self.spec.debug,
+            with_trainer=not self.spec.debug and len(self.ended.stages) < len(training.stages),
             tensor_parallel=rollout.tensor_parallel,
         )
         places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
@@ -137,7 +138,7 @@ class Round:
         ray_cluster.wait([engine.check_memory.remote() for engine in self.engines])
         starting = [engine.start.remote() for engine in self.engines]
         if self.trainer is not None:
-            starting.append(self.trainer.start.remote(self.ended[-1] if self.ended else self.spec.parent))
+            starting.append(self.trainer.start.remote(self.ended.adapter))
         started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
 
@@ -261,7 +262,8 @@ class Round:
             gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out) if is_compared else 0
             running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
             trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
-            ray.kill(self.trainer)
+            if self.trainer is not None:
+                ray.kill(self.trainer)
         self.usage = trained.usage
         asked = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
         without_gradient = [*asked, *self.spec.left_out]
@@ -308,7 +310,7 @@ class Round:
         if adapter is None:
             return None
         number = next(self._numbers)
-        loaded = LoadedAdapter(f"{adapter.name}-{number}", number, adapter.path)
+        loaded = loaded_adapter(f"{adapter.name}-{number}", number, Path(adapter.path))
         ray_cluster.wait([engine.load.remote(loaded) for engine in self.engines])
         return loaded
 
@@ -424,7 +426,7 @@ class Round:
         )
 
     def _collector(self) -> Collector:
-        return Collector.of(self.settings, self.engines, self.grade, self.meter)
+        return Collector.of(self.settings, self.engines, self.grade, self.meter, GradedRollouts(self.directory))
 
     def _sampling(self, steps: int, system_prompts: Mapping[str, int]) -> Sampling:
         rollout, training = self.settings.rollout, self.settings.training

@@ -33,7 +33,7 @@ def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
         {
             "token_ids": [5, 6, 8, 9, 2],
             "loss_mask": [0, 0, 1, 1, 1],
-            "logprobs": [None, None, -0.25, None, -1.234568],
+            "logprobs": [None, None, -0.25, None, -1.23456789],
             "text": ["What", "?", "se", "ven", "<end>"],
         }
     ]

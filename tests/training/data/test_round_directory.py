@@ -16,7 +16,7 @@ from flywheel.errors import LockedError, TrainError
 from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import alone_in
-from flywheel.training.data.round_directory import PARTS, finished, read_spec, settings_of, start_over
+from flywheel.training.data.round_directory import clear, finished, go_on, last_checkpoint, read_spec, settings_of
 from tests.factories.task import round_task
 
 POLICY = Path(__file__).parents[3] / "demo" / "policy"
@@ -126,7 +126,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
     from flywheel.training import worker
 
     def fill(_: RoundSpec, directory: Path, *__: Any) -> RoundResult:
-        for name in ("sync/step-1", "trl", ".adapter.new"):
+        for name in ("sync/step-1", ".adapter.new"):
             (directory / name).mkdir(parents=True)
         (directory / "rollouts.jsonl").write_text("{}\n")
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
     with pytest.raises(TrainError, match=r"cannot run r0001: RuntimeError: .*\(os error 28\)\. Free space\."):
         worker.work(tmp_path, worker.build_grade)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"spec.json", "rollouts.jsonl", "worker.log", "worker.lock"}
+    assert left == {"spec.json", "identity.json", "rollouts.jsonl", "worker.log", "worker.lock"}
 
 
 @pytest.mark.training
@@ -184,18 +184,114 @@ def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
     assert not finished(tmp_path, spec())
 
 
-def test_starting_over_removes_what_a_worker_left_and_nothing_else(tmp_path: Path) -> None:
-    for name in PARTS:
-        path = tmp_path / name
-        if path.suffix:
-            path.write_text("partial")
+MADE_ANEW = ["evaluation.jsonl", "progress.json", "result.json", "error.json", "adapter", "sync", ".adapter.new"]
+GONE_ON_WITH = ["rollouts.jsonl", "rollouts.index.jsonl", "partial.jsonl", "stages"]
+OTHERS = ["spec.json", "worker.log", "worker.lock", "usage.jsonl", "notes.txt"]
+
+
+def left_by_a_worker(directory: Path) -> None:
+    for name in (*MADE_ANEW, *GONE_ON_WITH, *OTHERS):
+        path = directory / name
+        if path.suffix and path.suffix != ".new":
+            path.write_text("left")
         else:
-            (path / "step-1").mkdir(parents=True)
-    kept = ["spec.json", "worker.log", "worker.lock", "notes.txt"]
-    for name in kept:
-        (tmp_path / name).write_text("kept")
-    start_over(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+            (path / "1-grpo").mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"event": "phase"}\n{"event": "step", "step": 1}\n{"event": "st')
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_further_attempt_goes_on_with_the_same_round(tmp_path: Path) -> None:
+    assert go_on(tmp_path, spec(attempt=1)) == ""
+    left_by_a_worker(tmp_path)
+    assert go_on(tmp_path, spec(attempt=2)) == ""
+    assert names(tmp_path) == {*GONE_ON_WITH, *OTHERS, "metrics.jsonl", "identity.json"}
+    # Phases are those of the worker that runs; half a line is none.
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"event": "step", "step": 1}
+    ]
+
+
+def changed(section: str, **values: Any) -> dict[str, Any]:
+    settings = Config().model_dump(mode="json")
+    settings[section] |= values
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"parent": AdapterRef(name="r0001", path="/r0001", sha256="a")}, "parent"),
+        ({"rubric": {"id": "other"}}, "rubric"),
+        ({"settings": changed("training", learning_rate=1.0)}, "settings"),
+        ({"settings": changed("rollout", temperature=0.5)}, "settings"),
+        ({"settings": changed("judge", model="another")}, "settings"),
+        ({"left_out": {"t-1": "it is held"}}, "tasks"),
+        ({"base_model": "other", "rubric": {"id": "other"}}, "base model, rubric"),
+    ],
+)
+def test_another_round_in_the_same_place_starts_over_and_says_what_changed(
+    tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    go_on(tmp_path, spec())
+    left_by_a_worker(tmp_path)
+    assert go_on(tmp_path, spec(attempt=2, **change)) == what
+    assert names(tmp_path) == {*OTHERS, "identity.json"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        changed("judge", max_thread=3, budget={"tokens_per_day": 5, "tokens_per_run": None}),
+        changed("training", save_steps=1, judge_wait_seconds=1.0),
+        changed("daemon", round_attempts=9),
+    ],
+)
+def test_settings_that_change_no_rollout_and_no_weight_start_nothing_over(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    go_on(tmp_path, spec())
+    left_by_a_worker(tmp_path)
+    assert go_on(tmp_path, spec(attempt=2, settings=settings)) == ""
+    assert (tmp_path / "rollouts.jsonl").exists()
+
+
+def test_a_debug_round_and_files_without_an_identity_start_over(tmp_path: Path) -> None:
+    left_by_a_worker(tmp_path)
+    assert go_on(tmp_path, spec(debug=True)) == ""
+    assert names(tmp_path) == {*OTHERS, "identity.json"}
+    left_by_a_worker(tmp_path)
+    assert go_on(tmp_path, spec(debug=True)) == ""
+    assert not (tmp_path / "rollouts.jsonl").exists()
+
+
+def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for updates, state in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global'), (14, None)):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{updates}"
+        folder.mkdir(parents=True)
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    found = last_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.path.name, found.updates) == ("checkpoint-10", 10)
+
+
+def test_a_round_that_is_over_keeps_no_checkpoints(tmp_path: Path) -> None:
+    go_on(tmp_path, spec())
+    checkpoints, adapter = tmp_path / "stages" / "1-grpo" / "checkpoints", tmp_path / "stages" / "1-grpo" / "adapter"
+    for folder in (checkpoints / "checkpoint-1", adapter, tmp_path / "sync" / "step-1"):
+        folder.mkdir(parents=True)
+    (tmp_path / "partial.jsonl").write_text("")
+    clear(tmp_path, is_over=False)
+    assert checkpoints.is_dir()
+    assert not (tmp_path / "sync").exists()
+    clear(tmp_path, is_over=True)
+    assert names(tmp_path) == {"stages"}
+    assert adapter.is_dir()
+    assert not checkpoints.exists()
 
 
 def test_specification_and_settings_come_back(tmp_path: Path) -> None:

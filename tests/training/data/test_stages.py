@@ -12,8 +12,7 @@ from flywheel.config import Config, parse
 from flywheel.config.training import Stage
 from flywheel.errors import ConfigError
 from flywheel.records.round import RoundTask
-from flywheel.training.data.round_directory import start_over
-from flywheel.training.data.stages import stage_adapter, tasks_by_stage
+from flywheel.training.data.stages import tasks_by_stage
 from tests.factories.task import round_task
 
 REPLY = ({"role": "assistant", "content": "3"},)
@@ -68,20 +67,6 @@ def test_where_all_replies_are_of_one_kind_each_stage_has_an_equal_part(is_of_te
     tasks = [task(number, number, has_reply=True, is_of_teacher=is_of_teacher) for number in range(9)]
     parts = tasks_by_stage(tasks, ["sft", "grpo"], 1)
     assert sorted(map(len, parts.values())) == [4, 5]
-
-
-def test_of_an_earlier_attempt_the_stages_that_ended_stay_with_their_metrics(tmp_path: Path) -> None:
-    ended = stage_adapter(tmp_path, 1, "sft")
-    ended.mkdir(parents=True)
-    half = stage_adapter(tmp_path, 2, "grpo").with_name(".adapter.new")
-    half.mkdir(parents=True)
-    kept = '{"event": "step", "stage": "sft", "step": 1}\n'
-    (tmp_path / "metrics.jsonl").write_text(kept + '{"event": "step", "stage": "grpo", "step": 1}\n{"event": "st')
-    (tmp_path / "rollouts.jsonl").write_text("{}\n")
-    start_over(tmp_path)
-    assert ended.is_dir()
-    assert (tmp_path / "metrics.jsonl").read_text() == kept
-    assert not (tmp_path / "rollouts.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_adapter_on_a_quantised_base_stays_float32(tmp_path: Path, stage: st
     }
     if stage == "grpo":
         args = grpo_config(settings, tmp_path, seed=1, compute_dtype=torch.bfloat16, longest=16)
-        RoundTrainer(roll_out=lambda step: (), sync_weights=lambda: None, args=args, **common)
+        RoundTrainer(roll_out=lambda step: (), args=args, **common)
     else:
         args = dpo_config(settings, tmp_path, seed=1, compute_dtype=torch.bfloat16)
         PairTrainer(pairs_of=lambda step: (), args=args, **common)

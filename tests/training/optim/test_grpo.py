@@ -127,7 +127,7 @@ class Trained:
         from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
 
         self.settings = made_settings(**training)
-        self.synced = self.passes = 0
+        self.passes = 0
         self.steps: list[int] = []
         self.logs: list[tuple[int, dict[str, Any]]] = []
         self.gradients: list[dict[str, Any]] = []
@@ -136,9 +136,6 @@ class Trained:
         class Gradients(TrainerCallback):  # type: ignore[misc]
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
                 observed.gradients.append(gradients(observed.model))
-
-        def sync() -> None:
-            self.synced += 1
 
         def roll_out(step: int) -> Sequence[TrainingRow]:
             self.steps.append(step)
@@ -152,7 +149,6 @@ class Trained:
         self.model.base_model.model.model.register_forward_pre_hook(count)
         self.trainer = RoundTrainer(
             roll_out=roll_out,
-            sync_weights=sync,
             settings=self.settings,
             model=self.model,
             args=grpo_config(self.settings, directory, seed=1, compute_dtype=self.model.dtype, longest=LONGEST),
@@ -401,9 +397,8 @@ def test_trl_has_what_the_trainer_overrides() -> None:
     assert all(source.index(name) > passed for name in ('inputs["advantages"]', 'inputs.get("old_per_token_logps")'))
 
 
-def test_weights_are_synced_before_rollouts_and_only_the_adapter_is_trained(tmp_path: Path) -> None:
+def test_only_the_adapter_is_trained(tmp_path: Path) -> None:
     done = Trained(tmp_path, rows())
-    assert done.synced == 1
     after = done.weights()
     assert all("lora_" in name for name in after)
     assert any((done.before[name] != after[name]).any() for name in after)
@@ -452,7 +447,6 @@ def test_a_setting_of_the_training_section_changes_what_is_trained(
 def test_updates_on_a_batch_are_one_step_and_need_one_pass_each(tmp_path: Path) -> None:
     done = Trained(tmp_path, rows(), steps=2, **TWICE)
     assert done.steps == [0, 1]
-    assert done.synced == 2
     assert [step for step, _ in done.logs] == [1, 2]
     assert done.trainer.state.global_step == 4
     assert done.passes == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.groups import WINDOW, growing_misses
-from flywheel.training.data.rollout import AnsweredCall, CallOutcome, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.rollout import (
+    AnsweredCall,
+    CallOutcome,
+    RewardWeights,
+    Rollout,
+    RolloutBatch,
+    RolloutRequest,
+)
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.optim import trainer
@@ -40,6 +48,11 @@ class Scripted:
     def __init__(self, act: Act, silent: Callable[[RolloutRequest, int], bool] = lambda *_: False) -> None:
         self.act, self.silent = act, silent
         self.asked: list[list[str]] = []
+
+    weights = RewardWeights()
+
+    def clear(self) -> None:
+        """Nothing of a step is kept."""
 
     def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
         self.asked.append([request.prompt.task.task_id for request in requests[::GROUP]])
@@ -165,11 +178,14 @@ def test_the_share_among_rollouts_that_called_leaves_out_the_others() -> None:
     assert silent.miss_shares(silent.collect(0, None), of_calling=True) == []
 
 
-def run_of(directory: Path, act: Act, *, steps: int, prompts: int = 48, **silent: Any) -> trainer.TrainingRun:
-    collector: Any = Scripted(act, **silent)
+def run_of(
+    directory: Path, act: Act, *, steps: int, prompts: int = 48, collector: Any = None, **silent: Any
+) -> trainer.TrainingRun:
+    collector = collector or Scripted(act, **silent)
+    directory.mkdir(exist_ok=True)
     meter = Meter(directory, steps=steps)
     some = [recorded(f"t-{n}") for n in range(prompts)]
-    return trainer.TrainingRun(spec(), settings(steps=steps), directory, some, [], collector, meter)
+    return trainer.TrainingRun(spec(), settings(steps=steps), directory, some, lambda: None, collector, meter)
 
 
 def train(run: trainer.TrainingRun, steps: int) -> None:
@@ -180,7 +196,6 @@ def train(run: trainer.TrainingRun, steps: int) -> None:
 
 def test_the_gap_of_a_quantised_trainer_is_looked_at_in_the_first_step_that_trains(tmp_path: Path) -> None:
     def quantised(directory: Path) -> trainer.TrainingRun:
-        directory.mkdir()
         run = run_of(directory, differing, steps=3)
         model = run._settings.model.model_copy(update={"trainer_quantization": "8bit"})
         run._settings = run._settings.model_copy(update={"model": model})
@@ -197,6 +212,51 @@ def test_the_gap_of_a_quantised_trainer_is_looked_at_in_the_first_step_that_trai
         later.roll_out(step)
         later.report(step + 1, {**LOGS, "rows/logprob_gap": gap})
     assert later.steps_done == 2, "what training changes is no fault of the quantisation"
+
+
+@pytest.mark.parametrize("done", range(1, 6))
+def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> None:
+    """Groups are dropped for misses and replaced: the prompts of later steps depend on all earlier rollouts."""
+    act = missing("t-0", "t-3", "t-5")
+    whole, first = (run_of(tmp_path / name, act, steps=6, prompts=9) for name in ("whole", "again"))
+    rows = []
+    for step in range(6):
+        rows.append(whole.roll_out(step))
+        whole.report(step + 1, LOGS)
+    train(first, done)
+    # The checkpoint is one step older than the rollouts.
+    collector = Scripted(act)
+    again = run_of(tmp_path / "again", act, steps=6, prompts=9, collector=collector)
+    again.recall(done - 1)
+    assert again.roll_out(done - 1) == rows[done - 1]
+    assert collector.asked == []
+    again.report(done, LOGS)
+    for step in range(done, 6):
+        assert again.roll_out(step) == rows[step]
+        again.report(step + 1, LOGS)
+    for name in ("usage", "system_prompts", "with_gradient", "reward_first", "reward_last", "steps_done"):
+        assert getattr(again, name) == getattr(whole, name)
+    of_time = ("at", "seconds", "tokens_per_second")
+    lines = [metrics_of(tmp_path / name) for name in ("whole", "again")]
+    kept = [[{name: line[name] for name in line if name not in of_time} for line in each] for each in lines]
+    assert kept[0] == kept[1]
+
+
+def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) -> None:
+    """The rollouts are kept for people, but a further worker must not find the same lack of verdicts again."""
+
+    class Away(Scripted):
+        def _rollout(self, request: RolloutRequest, number: int) -> Rollout:
+            return replace(rollout(0, None), request=request)
+
+    run = run_of(tmp_path, differing, steps=2, collector=Away(differing))
+    with pytest.raises(TrainError, match="16 of 16 are undecided"):
+        run.roll_out(0)
+    assert len(list(read_rollouts(tmp_path / "rollouts.jsonl"))) == 16
+    again = run_of(tmp_path, differing, steps=2)
+    train(again, 2)
+    assert again.reward_last == 0.5
+    assert [each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")] == [1] * 16 + [2] * 16
 
 
 def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_step(tmp_path: Path) -> None:
@@ -259,8 +319,9 @@ def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: P
     def debug(act: Act) -> tuple[DebugRun, Scripted]:
         collector: Any = Scripted(act)
         some = [recorded(f"t-{n}") for n in range(12)]
-        meter = Meter(tmp_path, steps=3)
-        return roll_out_only(spec(), settings(), tmp_path, some, collector, None, meter), collector
+        directory = Path(mkdtemp(dir=tmp_path))
+        meter = Meter(directory, steps=3)
+        return roll_out_only(spec(), settings(), directory, some, collector, None, meter), collector
 
     calm, planned = debug(differing)
     assert calm.summary == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"

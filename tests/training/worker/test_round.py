@@ -240,7 +240,7 @@ def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 @pytest.fixture(scope="module")
 def continued(trained: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A second round on the first one's adapter, in a directory where a worker died before. Its judge is away for a
+    """A second round on the first one's adapter, in a directory with files of something else. Its judge is away for a
     while when the first step is done."""
     directory = tmp_path_factory.mktemp("second") / "r0002"
     (directory / "sync" / "step-1").mkdir(parents=True)
@@ -554,7 +554,9 @@ print(json.dumps([measure(load(base)), *made]))
     return found
 
 
-def test_a_round_starts_over_where_a_worker_died_and_goes_on_from_the_parent(trained: Done, continued: Done) -> None:
+def test_a_round_starts_over_among_files_of_something_else_and_goes_on_from_the_parent(
+    trained: Done, continued: Done
+) -> None:
     assert continued.code == 0, (continued.directory / "worker.log").read_text()[-3000:]
     assert continued.left_running == []
     assert [line["step"] for line in continued.steps] == [1, 2, 3]

@@ -12,7 +12,7 @@ from flywheel.cli.demo import judge
 from flywheel.config import Config
 from flywheel.config.training import Stage
 from flywheel.records.round import RoundSpec, RoundTask
-from flywheel.training.data.stages import stage_adapter, tasks_by_stage
+from flywheel.training.data.stages import TRAINED_FILE, stage_adapter, tasks_by_stage
 from tests.training.worker.test_round import Done, family, run, spec, start
 from tests.waiting import wait_for
 
@@ -49,7 +49,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         made = staged(url)
         first = start(directory, made)
         try:
-            wait_for(lambda: stage_adapter(directory, 1, "sft").is_dir(), "the end of SFT", seconds=400)
+            ended = stage_adapter(directory, 1, "sft").with_name(TRAINED_FILE)
+            wait_for(ended.is_file, "the end of SFT", seconds=400)
         finally:
             for member in family(directory):
                 member.kill()
@@ -61,7 +62,6 @@ def test_a_worker_that_is_started_again_goes_on_with_the_second_stage(done: Done
     log = (done.directory / "worker.log").read_text()
     assert done.code == 0, log[-3000:]
     assert [(stage.stage, stage.outcome) for stage in done.result.stages] == [(each, "trained") for each in STAGES]
-    assert done.result.stages[0].reason == "it ended before the worker was started again"
     steps = [stage.steps for stage in done.result.stages]
     assert steps[2] == 1
     assert [line["step"] for line in done.steps] == list(range(1, sum(steps) + 1))

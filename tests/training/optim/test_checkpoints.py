@@ -1,0 +1,104 @@
+"""Checkpoints: training that goes on from one ends with exactly the weights of undisturbed training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.records.round import AdapterRef
+from flywheel.training.data.round_directory import last_checkpoint
+from flywheel.training.data.samples import TrainingRow
+from tests.training.data.test_round_directory import POLICY
+from tests.training.optim.test_grpo import LONGEST, made_settings, policy, rows
+
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+STEPS = 5
+
+
+class KilledError(Exception):
+    pass
+
+
+def trained(
+    folder: Path, parent: Path, *, dies_at: int | None = None, **training: Any
+) -> tuple[dict[str, Any], list[int]]:
+    """The weights, and the steps that were asked for their rows, of which each has others."""
+    from transformers import AutoTokenizer
+
+    from flywheel.config import LoraSettings
+    from flywheel.training.engine.policy import load_policy
+    from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
+
+    settings = made_settings(**{"steps": STEPS, "save_steps": 2, "learning_rate": 1e-3, **training})
+    asked = []
+
+    def roll_out(step: int) -> list[TrainingRow]:
+        if step == dies_at:
+            raise KilledError
+        asked.append(step)
+        return [TrainingRow(row.rollout, row.sample, row.advantage * (1 + step / 7)) for row in rows()]
+
+    ref = AdapterRef(name="r0001", path=str(parent), sha256="")
+    model = load_policy(str(POLICY), ref, LoraSettings(), seed=1, dtype="float32")
+    checkpoint = last_checkpoint(folder)
+    trainer = RoundTrainer(
+        roll_out=roll_out,
+        settings=settings,
+        model=model,
+        args=grpo_config(settings, folder / "checkpoints", seed=1, compute_dtype=model.dtype, longest=LONGEST),
+        train_dataset=step_dataset(STEPS),
+        processing_class=AutoTokenizer.from_pretrained(POLICY),
+        callbacks=[StepLog(lambda *_: None)],
+    )
+    with contextlib.suppress(KilledError):
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+    kept = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    return kept, asked
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from flywheel.training.engine.policy import save_adapter
+
+    directory = tmp_path_factory.mktemp("parent") / "adapter"
+    save_adapter(policy(), directory)
+    return directory
+
+
+def furthest(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    return max(float((some[name] - others[name]).abs().max()) for name in some)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [{}, {"updates_per_batch": 2, "save_steps": 1}, {"beta": 0.5}, {"warmup_steps": 3, "scheduler": "cosine"}],
+    ids=["plain", "two updates", "with a reference", "schedule"],
+)
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(
+    tmp_path: Path, parent: Path, training: dict[str, Any]
+) -> None:
+    whole, _ = trained(tmp_path / "whole", parent, **training)
+    at_death, _ = trained(tmp_path / "again", parent, dies_at=3, **training)
+    every = training.get("save_steps", 2)
+    updates = training.get("updates_per_batch", 1)
+    checkpoint = last_checkpoint(tmp_path / "again")
+    assert checkpoint is not None
+    assert checkpoint.updates == 3 // every * every * updates
+    resumed, asked = trained(tmp_path / "again", parent, **training)
+    assert asked == list(range(checkpoint.updates // updates, STEPS))
+    assert furthest(resumed, whole) == 0
+    assert furthest(at_death, whole) > 0
+
+
+def test_checkpoints_have_the_trained_adapter_alone_and_the_last_two_stay(tmp_path: Path, parent: Path) -> None:
+    trained(tmp_path, parent, beta=0.5, save_steps=1)
+    kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["checkpoint-4", "checkpoint-5"]
+    for path in kept:
+        assert [each.name for each in path.iterdir() if each.is_dir()] == []
+        assert (path / "adapter_model.safetensors").is_file()
