@@ -70,7 +70,8 @@ def test_the_objects_of_agentscopes_tuner(caplog: pytest.LogCaptureFixture) -> N
     assert (found.serving.tool_call_parser, found.serving.reasoning_parser) == (None, None)
     assert isinstance(found.rollout.agent, AgentProgramSettings)
     assert found.rollout.agent.workflow == f"{Path(__file__)}:run"
-    assert "save_interval_steps: without effect: a round writes its adapter" in caplog.text
+    assert found.training.save_steps == 100
+    assert "eval_interval_steps: without effect: a round writes its adapter" in caplog.text
 
 
 def test_a_file_of_trinity(tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_a_file_of_trinity(tmp_path: Path) -> None:
     assert (found.training.group_size, found.training.prompts_per_step, found.training.steps) == (4, 16, 12)
     assert (found.rollout.engines, found.rollout.temperature, found.rollout.agent_timeout_seconds) == (3, 0.9, 300)
     assert (found.rollout.max_model_len, found.rollout.max_completion_tokens) == (2048, 512)
+    assert found.training.save_steps == 50
 
 
 def test_the_data_sets_of_a_trinity_file_and_its_epochs(tmp_path: Path) -> None:

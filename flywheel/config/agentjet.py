@@ -310,7 +310,9 @@ def _program(
 
 
 def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, name: str) -> None:
-    """The KL term, and where numbers of steps are sent."""
+    """The KL term, checkpoints, and where numbers of steps are sent."""
+    if isinstance(every := given.get("save_freq"), int) and every > 0:
+        put(made, "training.save_steps", every)
     if {"use_kl_loss", "kl_loss_coef"} & {key for key, value in given.items() if value is not None}:
         is_used, coefficient = _USED["trainer_common.kl_loss_coef"].default
         is_used = given.get("use_kl_loss", is_used)

@@ -56,6 +56,7 @@ MADE: Final[dict[str, Option]] = {
     "trainer_common.use_kl_loss, .kl_loss_coef":
         Option((True, 0.002), "training.beta",
                "the coefficient with `use_kl_loss`, 0 without; of a file with neither, 0"),
+    "trainer_common.save_freq": Option(20, "training.save_steps", "above 0"),
     "trainer_common.logger":
         Option("swanlab", "tracking.report_to",
                "`tensorboard`; `metrics.jsonl` of each round has the numbers in any case"),
@@ -125,7 +126,7 @@ UNUSED: Final[dict[str, Option]] = {
     "debug.debug_max_parallel": Option(4, why="`rollout.workers` has the number of processes that run workflows"),
     "debug.debug_vllm_port, .debug_vllm_seed, .debug_tensor_parallel_size":
         Option((18000, 12345, 4), why="a debug round starts its engines as other rounds do; see `training.seed`"),
-    "trainer_common.val_before_train, .val_pass_n, .save_freq, .test_freq": Option((False, 4, 20, 20), why=ENDS),
+    "trainer_common.val_before_train, .val_pass_n, .test_freq": Option((False, 4, 20), why=ENDS),
     "trainer_common.total_epochs, .total_training_steps":
         Option((50, None), why="`training.steps` is the length of a round, and rounds follow as long as tasks come"),
     "trainer_common.nnodes, .n_gpus_per_node":

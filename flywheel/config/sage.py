@@ -140,8 +140,10 @@ SFT: Final[Mapping[str, Option]] = {
     "lr_scheduler": Option("cosine", "training.sft.scheduler", "as for GRPO; `configs/production.yaml` has SAGE's"),
     "output_dir": Option("~/.sage/agent_training", "state.dir", "it is Flywheel's state directory"),
     "logging_steps": Option(10, why="`metrics.jsonl` has each step"),
-    "save_steps, save_total_limit, eval_steps, eval_strategy, load_best_model, metric_for_best_model,"
-    " greater_is_better": Option("500, 3, 200, steps, true, eval_loss, false", why=ENDS),
+    "save_steps": Option(500, "training.save_steps", "a round has few steps"),
+    "save_total_limit, eval_steps, eval_strategy, load_best_model, metric_for_best_model, greater_is_better": Option(
+        "3, 200, steps, true, eval_loss, false", why=ENDS
+    ),
     "report_to": Option("none", "tracking.report_to", "it is a list"),
     "seed": Option(42, "training.seed"),
 }

@@ -49,7 +49,7 @@ ALGORITHM: Final[Mapping[str, Option]] = {
     "learning_rate": Option(1e-6, "training.learning_rate"),
     "group_size": Option(8, "training.group_size"),
     "batch_size": Option(32, "training.prompts_per_step", "at most the number of tasks"),
-    "save_interval_steps": Option(100, why=ENDS),
+    "save_interval_steps": Option(100, "training.save_steps"),
     "eval_interval_steps": Option(100, why=ENDS),
 }
 """The fields of `AlgorithmConfig`."""
@@ -86,6 +86,7 @@ USED: Final[Mapping[str, Option]] = {
     "mode": Option("both", why="a round samples rollouts and trains on them", only=("both", "colocate", None)),
     "algorithm.algorithm_type": GRPO,
     "algorithm.repeat_times": Option(1, "training.group_size"),
+    "trainer.save_interval": Option(500, "training.save_steps"),
     "algorithm.optimizer.lr": Option(1e-6, "training.learning_rate"),
     "algorithm.optimizer.warmup_style": Option(None, "training.scheduler"),
     "algorithm.optimizer.lr_scheduler_type": Option("constant", "training.scheduler"),
@@ -199,7 +200,7 @@ UNUSED: Final[Mapping[str, str]] = {
     "a workflow always gets an OpenAI endpoint": "explorer.rollout_model.enable_openai_api",
     "it is always on": "explorer.rollout_model.enable_auto_tool_choice",
     ENDS:
-        "explorer.eval_interval trainer.save_interval trainer.save_strategy trainer.save_hf_checkpoint "
+        "explorer.eval_interval trainer.save_strategy trainer.save_hf_checkpoint "
         "trainer.max_checkpoints_to_keep",
     "the base model is always evaluated, too": "explorer.eval_on_startup",
     "engines get the weights after each step":

@@ -327,18 +327,15 @@ def append_rollouts(
     append(directory, lines, is_complete=is_complete)
 
 
-def append_answers(directory: Path, batch: RolloutBatch, candidate: LoadedAdapter | None) -> None:
-    """Append the gate's answers of a batch, which are the candidate's or else those of the deployed adapter."""
-    lines = [
-        {
-            "task_id": rollout.request.prompt.task.task_id,
-            "side": "candidate" if rollout.request.adapter == candidate else "deployed",
-            "seed": rollout.request.seed,
-            **_graded(rollout),
-        }
-        for rollout in batch.rollouts
-    ]
-    append_jsonl(directory / EVALUATION_FILE, lines)
+def append_answer(directory: Path, rollout: Rollout, candidate: LoadedAdapter | None) -> None:
+    """Append an answer of the gate, which is the candidate's or else that of the deployed adapter."""
+    line = {
+        "task_id": rollout.request.prompt.task.task_id,
+        "side": "candidate" if rollout.request.adapter == candidate else "deployed",
+        "seed": rollout.request.seed,
+        **_graded(rollout),
+    }
+    append_jsonl(directory / EVALUATION_FILE, [line])
 
 
 def rollout_line(rollout: Rollout, step: int, advantage: float | None, dropped: Drop | None = None) -> dict[str, Any]:

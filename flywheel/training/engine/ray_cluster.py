@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
+from flywheel.system import log as logs
 from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
 
@@ -57,11 +58,12 @@ class RoundActor:
     """Base class of actors. Call `join` first."""
 
     def join(self, environment: Mapping[str, str], paths: Sequence[str]) -> tuple[str, list[str]]:
-        """Set these variables. Returns the name of the node and the missing paths.
+        """Set these variables, and log as the worker does. Returns the name of the node and the missing paths.
 
         Secrets are passed here and not in the actor's runtime environment, which a cluster's dashboard shows.
         """
         os.environ.update(environment)
+        logs.setup()
         return socket.gethostname(), [path for path in paths if not Path(path).exists()]
 
 

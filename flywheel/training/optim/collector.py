@@ -96,34 +96,50 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
-        """One rollout per request, in the same order. Raises TrainError when an engine dies, and the judge's own
-        error when it can never answer (a wrong key, for example)."""
+    def collect(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        most_open: int | None = None,
+        on_rollout: Callable[[Rollout], None] = lambda _: None,
+    ) -> RolloutBatch:
+        """One rollout per request, in the same order. At most `most_open` requests are with engines at a time;
+        `on_rollout` gets each rollout when it is graded, in threads of the collector, too.
+
+        Raises TrainError when an engine dies, and the judge's own error when it can never answer (a wrong key, for
+        example)."""
         started = time.monotonic()
+        timeout = self._timeout * math.ceil(len(requests) / (most_open or max(1, len(requests))))
         if self._meter is not None:
             self._meter.begin(len(requests))
-        rollouts = [self._find(request) for request in requests]
+        rollouts = [self._find(request, on_rollout) for request in requests]
         if known := sum(found is not None for found in rollouts):
             log.info("%d of %d rollouts were graded by an earlier worker", known, len(requests))
         grades: dict[int, Future[Rollout]] = {}
-        engines = _Dispatch(self._engines, requests, [place for place, found in enumerate(rollouts) if found is None])
+        places = [place for place, found in enumerate(rollouts) if found is None]
+        engines = _Dispatch(self._engines, requests, places, most_open)
+
+        def graded(place: int, completion: Completion) -> None:
+            grades[place] = self._threads.submit(self._graded, requests[place], completion, on_rollout)
+
         while engines.submit():
             check_stopped()
-            late = time.monotonic() > started + self._timeout
+            late = time.monotonic() > started + timeout
             # After the timeout, take all completed rollouts without waiting.
             running = list(engines.running)
             ready, _ = ray.wait(running, num_returns=len(running) if late else 1, timeout=0 if late else POLL_SECONDS)
             for reference in ready:
                 place = engines.ended(reference)
-                completion, request = _fetch(reference), requests[place]
-                if self._meter is not None:
-                    self._meter.completed(len(completion.token_ids))
-                if not completion.error and self._is_graded(request):
-                    grades[place] = self._threads.submit(self._graded, request, completion)
-                else:
-                    rollouts[place] = self._kept(Rollout(request, completion, None, self._weights))
+                completion = _fetch(reference)
+                self._completed(len(completion.token_ids))
+                graded(place, completion)
             if late:
-                self._give_up(engines, requests, rollouts)
+                cut = engines.cancel()
+                missing = Completion(error=f"no completion within {timeout:g} s")
+                for place in cut:
+                    graded(place, missing)
+                if cut:
+                    log.warning("%d rollouts had no completion within %g s", len(cut), timeout)
                 break
         generated = time.monotonic()
         if self._meter is not None:
@@ -136,38 +152,35 @@ class Collector:
                 future.result()
         for place, future in grades.items():
             rollouts[place] = future.result()
-        graded = time.monotonic()
         made = tuple(rollout for rollout in rollouts if rollout is not None)
-        return RolloutBatch(made, {"generate": generated - started, "grade": graded - generated})
+        return RolloutBatch(made, {"generate": generated - started, "grade": time.monotonic() - generated})
 
-    def _find(self, request: RolloutRequest) -> Rollout | None:
+    def _find(self, request: RolloutRequest, on_rollout: Callable[[Rollout], None]) -> Rollout | None:
         """The rollout of an earlier worker of the round."""
         found = self._store.find(request, self._weights) if self._store is not None else None
-        if found is not None and self._meter is not None:
-            self._meter.completed(0)
+        if found is not None:
+            self._completed(0)
+            on_rollout(found)
         return found
 
-    def _kept(self, rollout: Rollout) -> Rollout:
+    def _completed(self, tokens: int) -> None:
+        if self._meter is not None:
+            self._meter.completed(tokens)
+
+    def _graded(
+        self, request: RolloutRequest, completion: Completion, on_rollout: Callable[[Rollout], None]
+    ) -> Rollout:
+        verdict = None
+        if not completion.error and self._is_graded(request):
+            verdict = self._verdict(exchange(request.prompt, completion))
+        rollout = Rollout(request, completion, verdict, self._weights)
         if self._store is not None:
             self._store.add(rollout)
+        on_rollout(rollout)
         return rollout
 
     def _is_graded(self, request: RolloutRequest) -> bool:
         return self._weights.rubric > 0 or request.prompt.task.agent != "program"
-
-    def _give_up(
-        self, engines: _Dispatch, requests: Sequence[RolloutRequest], rollouts: list[Rollout | None]
-    ) -> None:
-        places = engines.cancel()
-        for place in places:
-            error = f"no completion within {self._timeout:g} s"
-            rollouts[place] = Rollout(requests[place], Completion(error=error), None, self._weights)
-        if places:
-            log.warning("%d rollouts had no completion within %g s", len(places), self._timeout)
-
-    def _graded(self, request: RolloutRequest, completion: Completion) -> Rollout:
-        verdict = self._verdict(exchange(request.prompt, completion))
-        return self._kept(Rollout(request, completion, verdict, self._weights))
 
     def _verdict(self, work: Exchange) -> Verdict:
         try:
@@ -185,12 +198,20 @@ class _Dispatch:
     """Gives each request to the engine with the fewest open rollouts. A group, whose prompt an engine computes once,
     stays on one engine while that has no more than its share of the rollouts to do."""
 
-    def __init__(self, engines: Sequence[Any], requests: Sequence[RolloutRequest], places: Sequence[int]) -> None:
-        """`places` are those of the requests that engines have to do."""
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        requests: Sequence[RolloutRequest],
+        places: Sequence[int],
+        most_open: int | None = None,
+    ) -> None:
+        """`places` are those of the requests that engines have to do, at most `most_open` at a time."""
         self._engines, self._requests = engines, requests
         self._waiting = deque(places)
         self._open = [0] * len(engines)
         self._most = MAX_OPEN if len(engines) > 1 else len(requests)
+        if most_open is not None:
+            self._most = min(self._most, math.ceil(most_open / len(engines)))
         self._of_group: dict[int, int] = {}
         self.running: dict[Any, tuple[int, int]] = {}
         """The place of each request that an engine has, and the engine's number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from flywheel.records.round import RoundSpec
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
-from flywheel.training.data.rollout_file import append_answers
+from flywheel.training.data.rollout_file import append_answer
 from flywheel.training.optim.collector import Collector
 
 CUT_AFTER = 0.9
@@ -64,21 +65,26 @@ def answer(
     collector: Collector,
     directory: Path,
 ) -> HeldOutAnswers:
-    """Let both adapters answer, in batches about as large as a training step. None is the base model. The answers are
-    written to the round's directory.
+    """Let both adapters answer, with about as many open requests as a training step has. None is the base model. The
+    answers are written to the round's directory as they are graded.
 
     Raises TrainError when more answers are undecided than a training step may have, when the user's agent fails as
     often with the deployed adapter, or when too few tasks are left for the gate: an unreachable judge or an agent
     that fails anyway must not cause a rejection.
     """
     gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
-    per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * samples))
-    rollouts: list[Rollout] = []
-    for start in range(0, len(prompts), per_batch):
-        batch = collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings, samples))
-        append_answers(directory, batch, candidate=sides[0])
-        rollouts += batch.rollouts
-    whole = RolloutBatch(tuple(rollouts))
+    writing = threading.Lock()
+
+    def write(rollout: Rollout) -> None:
+        with writing:
+            append_answer(directory, rollout, candidate=sides[0])
+
+    whole = collector.collect(
+        requests(prompts, sides, spec, settings, samples),
+        most_open=settings.training.prompts_per_step * settings.training.group_size,
+        on_rollout=write,
+    )
+    rollouts = whole.rollouts
     whole.refuse_undecided(settings.training.max_undecided_share)
     of_sides = [RolloutBatch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
     of_sides[1].refuse_failed(settings.training.max_undecided_share)

@@ -11,7 +11,7 @@ from typing import Any
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, reply
-from flywheel.training.data.rollout_file import append_answers, append_rollouts, rollout_line
+from flywheel.training.data.rollout_file import append_answer, append_rollouts, rollout_line
 from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
 from tests.factories.task import round_task
 from tests.training.data.rollouts import batch, failed, missed, prompt, request, rollout, verdict
@@ -85,7 +85,8 @@ def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
             Rollout(request(0, 7, of=prompt("t-1"), adapter=side), done.completion, done.verdict)
             for side in (candidate, other)
         ]
-        append_answers(tmp_path, RolloutBatch(tuple(sides)), candidate)
+        for side in sides:
+            append_answer(tmp_path, side, candidate)
     written = lines(tmp_path / "evaluation.jsonl")
     assert [line["side"] for line in written] == ["candidate", "deployed"] * 2
     assert written[0] == {
@@ -119,7 +120,7 @@ def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path
         assert sample["text"][-len(turn.texts) :] == list(turn.texts)
     assert [step["role"] for step in line["steps"]] == ["assistant", "tool"]
     assert line["steps"][1] == {"role": "tool", "tool_call_id": "r-1", "name": "add", "content": "1"}
-    append_answers(tmp_path, RolloutBatch((made,)), None)
+    append_answer(tmp_path, made, None)
     [answer] = lines(tmp_path / "evaluation.jsonl")
     assert (answer["steps"], answer["answer"]) == (line["steps"], "It is 1.")
 

@@ -32,7 +32,7 @@ class Missing:
     def __init__(self, undecided: bool = False) -> None:
         self.other = None if undecided else 1.0
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
+    def collect(self, requests: Sequence[RolloutRequest], **_: Any) -> RolloutBatch:
         return RolloutBatch(tuple(map(self._answer, requests)))
 
     def _answer(self, request: RolloutRequest) -> Rollout:
@@ -51,7 +51,7 @@ class Noted:
     def __init__(self) -> None:
         self.requests: list[RolloutRequest] = []
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
+    def collect(self, requests: Sequence[RolloutRequest], **_: Any) -> RolloutBatch:
         self.requests += requests
         done = rollout(0, 1.0)
         return RolloutBatch(tuple(Rollout(request, done.completion, done.verdict) for request in requests))

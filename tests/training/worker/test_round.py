@@ -554,7 +554,7 @@ print(json.dumps([measure(load(base)), *made]))
     return found
 
 
-def test_a_round_starts_over_among_files_of_something_else_and_goes_on_from_the_parent(
+def test_a_round_starts_over_among_files_of_another_and_goes_on_from_the_parent(
     trained: Done, continued: Done
 ) -> None:
     assert continued.code == 0, (continued.directory / "worker.log").read_text()[-3000:]

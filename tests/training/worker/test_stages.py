@@ -102,7 +102,7 @@ def test_sft_lowers_the_loss_on_replies_that_it_did_not_see(done: Done) -> None:
 def test_grpo_asks_prompts_that_sft_was_not_taught(done: Done) -> None:
     asked_for = [task for task in done.spec.train if task.task_id not in done.result.left_out]
     parts = tasks_by_stage(asked_for, STAGES, done.spec.seed)
-    taught = {task.task_id for stage in ("sft", "dpo") for task in parts[stage]}  # type: ignore[index]
+    taught = {task.task_id for stage in ("sft", "dpo") for task in parts[stage]}
     asked = {line["task_id"] for line in done.rollouts if line["step"] == done.steps[-1]["step"]}
     assert asked
     assert not asked & taught

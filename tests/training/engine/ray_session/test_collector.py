@@ -19,8 +19,9 @@ import ray
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, JudgeError, TrainError
 from flywheel.records.verdict import CriterionResult, Exchange, Verdict
+from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import seed_of
-from flywheel.training.data.rollout import Completion, RolloutBatch, RolloutRequest, reply
+from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch, RolloutRequest, reply
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
@@ -102,6 +103,49 @@ def test_rollouts_that_drip_are_given_up_like_those_that_hang(engine: Any) -> No
     assert batch.rollouts[-1].failure == "no completion within 3 s"
 
 
+def test_the_gates_answers_are_written_as_they_are_graded_and_few_requests_are_open(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One submission: the next request goes out when any one has ended, and no answer waits for a whole batch."""
+    most, seen, lock = 0, [], threading.Lock()
+    submit = collector_module._Dispatch.submit
+
+    def watched(self: Any) -> bool:
+        nonlocal most
+        going_on = submit(self)
+        most = max(most, len(self.running))
+        return going_on
+
+    def note(rollout: Rollout) -> None:
+        with lock:
+            seen.append(rollout.request.seed)
+
+    monkeypatch.setattr(collector_module._Dispatch, "submit", watched)
+    seeds = [2005, *range(1, 9)]
+    with Collector([engine], lambda _: verdict(1.0), max_thread=4, timeout_seconds=60) as collector:
+        asked = [request(place, seed) for place, seed in enumerate(seeds)]
+        batch = collector.collect(asked, most_open=2, on_rollout=note)
+    assert [rollout.request.seed for rollout in batch.rollouts] == seeds
+    assert most == 2
+    assert seen[-1] == 2005, "the slow one holds nobody up"
+    assert sorted(seen) == sorted(seeds)
+
+
+def test_rollouts_of_an_earlier_worker_are_neither_generated_nor_graded_again(engine: Any, tmp_path: Path) -> None:
+    seeds = [3, 1, 4]
+    asked = [request(place, seed) for place, seed in enumerate(seeds)]
+
+    def run(grade: Grade, engines: list[Any]) -> RolloutBatch:
+        store = GradedRollouts(tmp_path)
+        with Collector(engines, grade, max_thread=4, timeout_seconds=60, store=store) as collector:
+            return collector.collect(asked)
+
+    first = run(by_answer, [engine])
+    again = run(lambda _: pytest.fail("it was graded"), [])
+    assert again.rewards == first.rewards == [0.3, 0.1, 0.4]
+    assert again.rows() == first.rows()
+
+
 def test_the_engine_with_the_fewest_open_rollouts_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """No Ray: engines write down what they are given, and each reference is the number of a call."""
     monkeypatch.setattr(collector_module, "MAX_OPEN", 8)
@@ -116,7 +160,7 @@ def test_the_engine_with_the_fewest_open_rollouts_is_next(monkeypatch: pytest.Mo
         return SimpleNamespace(generate=SimpleNamespace(remote=generate))
 
     requests = [request(group, seed) for group in range(6) for seed in range(4)]
-    engines = collector_module._Dispatch([engine_named("a"), engine_named("b")], requests)
+    engines = collector_module._Dispatch([engine_named("a"), engine_named("b")], requests, range(len(requests)))
     assert engines.submit()
     # Groups stay together where each engine then has no more than its share.
     assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4}
