@@ -225,6 +225,10 @@ class TrainingSettings(Section):
     micro_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
     `micro_batch_size` × `rollout.max_model_len`."""
+    overlap: Literal[0, 1] = 0
+    """`1`: the rollouts of the next step are generated and judged while those of a step are judged and trained on.
+    They are then one update old, which `importance` corrects. The page of a round says how much time it would have
+    saved."""
     save_steps: int = Field(default=10, gt=0)
     """Number of steps after which the trainer writes a checkpoint. A round that is started again goes on from the
     last one of two, and trains the steps behind it again from their stored rollouts, without engine and judge."""

@@ -17,7 +17,7 @@ from flywheel.errors import StoreError, TrainError
 from flywheel.records.program_run import RunResult
 from flywheel.records.round import ROLLOUT_INDEX_FILE, ROLLOUTS_FILE
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
-from flywheel.system.files import cut_torn_line, json_line
+from flywheel.system.files import PRIVATE, cut_torn_line, json_line, write_atomic
 from flywheel.training.data.groups import Scale
 from flywheel.training.data.rollout import (
     AnsweredCall,
@@ -52,10 +52,7 @@ class GradedRollouts:
         self._path = directory / PARTIAL_FILE
         self._lock = threading.Lock()
         cut_torn_line(self._path)
-        self._known: dict[Key, dict[str, Any]] = {}
-        if self._path.exists():
-            for line in read_rollouts(self._path):
-                self._known[line["weights"], line["task_id"], line["seed"]] = line
+        self._known = self._read()
 
     def find(self, request: RolloutRequest, weights: RewardWeights) -> Rollout | None:
         """The rollout of such a request, if an earlier worker has graded it."""
@@ -68,14 +65,23 @@ class GradedRollouts:
             return
         line = json_line({"weights": _key(rollout.request)[0], **rollout_line(rollout, 0, None)})
         # Without fsync: what a power failure takes costs a call of the judge, and the disk must not slow rollouts.
-        with self._lock, open(self._path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        with self._lock, open(self._path, "ab", opener=lambda path, flags: os.open(path, flags, PRIVATE)) as file:
             file.write(line)
 
-    def clear(self) -> None:
-        """Remove all, once what they belong to is stored elsewhere."""
+    def remove(self, batch: RolloutBatch) -> None:
+        """Remove those of a step, once it is stored elsewhere."""
+        stored = {_key(rollout.request) for rollout in batch.rollouts}
         with self._lock:
-            self._known.clear()
-            self._path.unlink(missing_ok=True)
+            kept = {key: line for key, line in self._read().items() if key not in stored}
+            self._known = {key: line for key, line in self._known.items() if key not in stored}
+            if kept:
+                write_atomic(self._path, b"".join(map(json_line, kept.values())), mode=PRIVATE)
+            else:
+                self._path.unlink(missing_ok=True)
+
+    def _read(self) -> dict[Key, dict[str, Any]]:
+        lines = read_rollouts(self._path) if self._path.exists() else ()
+        return {(line["weights"], line["task_id"], line["seed"]): line for line in lines}
 
 
 def _key(request: RolloutRequest) -> Key:
@@ -103,6 +109,9 @@ class StoredSteps:
             self._groups.setdefault(group.step - before - 1, []).append(group)
         _shorten(directory / ROLLOUTS_FILE, complete[-1].end if complete else 0)
         _shorten(directory / ROLLOUT_INDEX_FILE, sum(len(index_line(group)) for group in complete))
+
+    def __len__(self) -> int:
+        return sum(step >= 0 for step in self._groups)
 
     def __contains__(self, step: int) -> bool:
         return step in self._groups

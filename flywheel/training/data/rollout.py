@@ -304,12 +304,14 @@ class RolloutBatch:
         seconds: The duration of each part.
         most_groups: How many groups are trained on at most; None for all that have a signal.
         replaced: Number of groups that replace others, which were dropped for their misses. They are the last.
+        generated_at: When (`time.monotonic`) the engines were done with them; None for stored ones.
     """
 
     rollouts: tuple[Rollout, ...]
     seconds: dict[str, float] = field(default_factory=dict)
     most_groups: int | None = None
     replaced: int = 0
+    generated_at: float | None = None
 
     @property
     def rewards(self) -> list[float]:

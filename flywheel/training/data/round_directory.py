@@ -133,14 +133,15 @@ class Checkpoint:
     updates: int
 
 
-def last_checkpoint(folder: Path) -> Checkpoint | None:
-    """The last one of a stage that was written whole."""
+def last_checkpoint(folder: Path, most_updates: int | None = None) -> Checkpoint | None:
+    """The last one of a stage that was written whole, or of those with at most so many updates."""
     found = []
     for path in (folder / CHECKPOINTS_DIR).glob("checkpoint-*"):
         # It is written last.
         with contextlib.suppress(OSError, ValueError, KeyError):
             found.append(Checkpoint(path, int(json.loads((path / "trainer_state.json").read_bytes())["global_step"])))
-    return max(found, key=lambda each: each.updates, default=None)
+    early = [each for each in found if most_updates is None or each.updates <= most_updates]
+    return max(early, key=lambda each: each.updates, default=None)
 
 
 def clear(directory: Path, *, is_over: bool) -> None:

@@ -6,13 +6,17 @@ Generation and judging overlap. A failed rollout has no reward; a dead engine, o
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, Self
 
 import ray
@@ -78,33 +82,37 @@ class Collector:
         self._weights = weights or RewardWeights()
         self._store = store
         self._timeout = timeout_seconds
-        self._threads = ThreadPoolExecutor(max_thread, thread_name_prefix="grade")
+        self._threads = _GradingThreads(max_thread)
+        self._is_closed = False
 
     @property
     def weights(self) -> RewardWeights:
         """Those of the rewards of rollouts of the user's agent."""
         return self._weights
 
-    def clear(self) -> None:
-        """Forget the rollouts of the step, which are stored elsewhere."""
+    def forget(self, batch: RolloutBatch) -> None:
+        """Forget the rollouts of a step, which are stored elsewhere."""
         if self._store is not None:
-            self._store.clear()
+            self._store.remove(batch)
 
     def __enter__(self) -> Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def collect(
         self,
         requests: Sequence[RolloutRequest],
         *,
         most_open: int | None = None,
+        order: int = 0,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
+        on_generated: Callable[[], None] = lambda: None,
     ) -> RolloutBatch:
         """One rollout per request, in the same order. At most `most_open` requests are with engines at a time;
-        `on_rollout` gets each rollout when it is graded, in threads of the collector, too.
+        `on_rollout` gets each rollout when it is graded, in threads of the collector, too. Of calls that run at the
+        same time in several threads, that with the smallest `order` is graded first.
 
         Raises TrainError when an engine dies, and the judge's own error when it can never answer (a wrong key, for
         example)."""
@@ -120,10 +128,11 @@ class Collector:
         engines = _Dispatch(self._engines, requests, places, most_open)
 
         def graded(place: int, completion: Completion) -> None:
-            grades[place] = self._threads.submit(self._graded, requests[place], completion, on_rollout)
+            work = partial(self._graded, requests[place], completion, on_rollout)
+            grades[place] = self._threads.submit(order, work)
 
         while engines.submit():
-            check_stopped()
+            self._check(engines)
             late = time.monotonic() > started + timeout
             # After the timeout, take all completed rollouts without waiting.
             running = list(engines.running)
@@ -142,18 +151,30 @@ class Collector:
                     log.warning("%d rollouts had no completion within %g s", len(cut), timeout)
                 break
         generated = time.monotonic()
+        on_generated()
         if self._meter is not None:
             self._meter.generated()
         waiting: set[Future[Rollout]] = set(grades.values())
         while waiting:
-            check_stopped()
+            self._check(engines)
             done, waiting = futures.wait(waiting, timeout=POLL_SECONDS, return_when=futures.FIRST_EXCEPTION)
             for future in done:
                 future.result()
         for place, future in grades.items():
             rollouts[place] = future.result()
         made = tuple(rollout for rollout in rollouts if rollout is not None)
-        return RolloutBatch(made, {"generate": generated - started, "grade": time.monotonic() - generated})
+        seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
+        return RolloutBatch(made, seconds, generated_at=generated)
+
+    def close(self) -> None:
+        """Let calls of `collect` in other threads end with an error."""
+        self._is_closed = True
+
+    def _check(self, engines: _Dispatch) -> None:
+        check_stopped()
+        if self._is_closed:
+            engines.cancel()
+            raise futures.CancelledError
 
     def _find(self, request: RolloutRequest, on_rollout: Callable[[Rollout], None]) -> Rollout | None:
         """The rollout of an earlier worker of the round."""
@@ -192,6 +213,34 @@ class Collector:
         except Exception as error:
             log.exception("the grader failed on one rollout")
             return _undecided(f"the grader failed: {type(error).__name__}: {error}")
+
+
+class _GradingThreads:
+    """Threads that take the work of the smallest order first, and of one order in the order of its arrival."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="grade")
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, int, Callable[[], Rollout], Future[Rollout]]] = []
+
+    def submit(self, order: int, work: Callable[[], Rollout]) -> Future[Rollout]:
+        found: Future[Rollout] = Future()
+        with self._lock:
+            heapq.heappush(self._waiting, (order, next(self._numbers), work, found))
+        self._pool.submit(self._next)
+        return found
+
+    def _next(self) -> None:
+        with self._lock:
+            _, _, work, found = heapq.heappop(self._waiting)
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Dispatch:

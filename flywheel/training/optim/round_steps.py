@@ -5,6 +5,7 @@ A round whose tasks give nothing to learn is refused. A debug round has the same
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,43 +188,49 @@ class RoundSteps:
         """Steps that are `stored` are read, and others are stored there when they are complete."""
         self._spec, self._settings, self._prompts, self._collector = spec, settings, prompts, collector
         self._stored = stored
+        self._changed = threading.Condition()
+        self._next, self._has_failed = 0, False
         training = settings.training
         self.asked = settings.rollout.prompts_asked(training.prompts_per_step)
         """Number of prompts that are planned for a step."""
         self._plan = schedule(len(prompts), per_step=self.asked, steps=training.steps, seed=spec.seed)
         self._reserve = Reserve(self._plan, len(prompts), spec.seed)
 
-    def collect(self, step: int, adapter: LoadedAdapter | None) -> RolloutBatch:
-        """The rollouts of a step, counted from 0.
-
-        Groups that are dropped for their misses are replaced by prompts of the reserve, unless enough others are
-        left. Replacements are not replaced again. Raises TrainError and the judge's errors.
-        """
-        batch = self._collected(step, adapter)
-        if self._stored is not None and step not in self._stored:
-            is_usable = self._is_usable(batch)
-            self._stored.append(step, batch, self._settings.training.scale_rewards, is_usable=is_usable)
-            if is_usable:
-                self._collector.clear()
-        return batch
-
-    def _is_usable(self, batch: RolloutBatch) -> bool:
-        """Whether a further worker may go on with it. A step that fails for its undecided rewards is judged again."""
-        limit = self._settings.training.max_undecided_share
-        try:
-            batch.refuse_failed(limit)
-            batch.refuse_undecided(limit)
-        except TrainError:
-            return False
-        return bool(batch.rewards) or not batch.undecided
-
     def is_stored(self, step: int) -> bool:
         """Whether an earlier worker has collected the step."""
         return self._stored is not None and step in self._stored
 
-    def _collected(self, step: int, adapter: LoadedAdapter | None) -> RolloutBatch:
+    def collect(
+        self, step: int, adapter: LoadedAdapter | None, *, on_generated: Callable[[], None] = lambda: None
+    ) -> RolloutBatch:
+        """The rollouts of a step, counted from 0. `on_generated` is called when engines have generated those of the
+        planned prompts. A step may be collected in another thread while the one before is not complete.
+
+        Groups that are dropped for their misses are replaced by prompts of the reserve, unless enough others are
+        left. Replacements are not replaced again. Raises TrainError and the judge's errors.
+        """
+        try:
+            planned = self._collect(self._plan[step], step, 0, adapter, on_generated)
+            with self._changed:
+                # Which prompts replace others depends on all steps before.
+                self._changed.wait_for(lambda: self._next >= step or self._has_failed)
+                if self._has_failed:
+                    raise RuntimeError(f"a step before step {step + 1} failed")
+            batch = self._with_replacements(step, planned, adapter)
+            self._store(step, batch)
+        except BaseException:
+            with self._changed:
+                self._has_failed = True
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._next = step + 1
+            self._changed.notify_all()
+        return batch
+
+    def _with_replacements(self, step: int, batch: RolloutBatch, adapter: LoadedAdapter | None) -> RolloutBatch:
         planned, most = self._plan[step], self._settings.training.prompts_per_step
-        batch = replace(self._collect(planned, step, 0, adapter), most_groups=most)
+        batch = replace(batch, most_groups=most)
         missing = [planned[group] for group, why in batch.dropped.items() if why == "misses"]
         taken = list(planned)
         for index in missing:
@@ -239,7 +246,26 @@ class RoundSteps:
             if why == "misses":
                 self._reserve.drop(taken[group])
         seconds = {part: batch.seconds.get(part, 0.0) + further for part, further in more.seconds.items()}
-        return RolloutBatch((*batch.rollouts, *more.rollouts), seconds, most, replaced=len(replacements))
+        rollouts = (*batch.rollouts, *more.rollouts)
+        return RolloutBatch(rollouts, seconds, most, len(replacements), more.generated_at)
+
+    def _store(self, step: int, batch: RolloutBatch) -> None:
+        if self._stored is None or step in self._stored:
+            return
+        is_usable = self._is_usable(batch)
+        self._stored.append(step, batch, self._settings.training.scale_rewards, is_usable=is_usable)
+        if is_usable:
+            self._collector.forget(batch)
+
+    def _is_usable(self, batch: RolloutBatch) -> bool:
+        """Whether a further worker may go on with it. A step that fails for its undecided rewards is judged again."""
+        limit = self._settings.training.max_undecided_share
+        try:
+            batch.refuse_failed(limit)
+            batch.refuse_undecided(limit)
+        except TrainError:
+            return False
+        return bool(batch.rewards) or not batch.undecided
 
     def miss_shares(self, batch: RolloutBatch, *, of_calling: bool = False) -> list[float]:
         """The share of rollouts, or of those that called a tool, that ended by a miss, in each planned group that has
@@ -251,12 +277,19 @@ class RoundSteps:
                 of_group.setdefault(rollout.request.group, []).append(rollout.missed)
         return [sum(missed) / len(missed) for missed in of_group.values()]
 
-    def _collect(self, indices: Sequence[int], step: int, first: int, adapter: LoadedAdapter | None) -> RolloutBatch:
+    def _collect(
+        self,
+        indices: Sequence[int],
+        step: int,
+        first: int,
+        adapter: LoadedAdapter | None,
+        on_generated: Callable[[], None] = lambda: None,
+    ) -> RolloutBatch:
         prompts = [self._prompts[index] for index in indices]
         requests = step_requests(prompts, step, self._spec, self._settings, adapter, first=first)
         if self._stored is not None and step in self._stored:
             return restored_batch(self._stored.lines(step), requests, self._collector.weights)
-        return self._collector.collect(requests)
+        return self._collector.collect(requests, order=step, on_generated=on_generated)
 
 
 def step_requests(

@@ -8,6 +8,7 @@ no engine and knows no judge; a factory for the grading function is passed in.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -33,6 +34,7 @@ from flywheel.training.engine.policy import load_policy, loaded_adapter, save_ad
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
+from flywheel.training.optim.prefetch import Prefetch
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
     RoundRefusedError,
@@ -121,13 +123,14 @@ class Trainer(RoundActor):
         longest = max(prompt.max_tokens for prompt in prompts)
         store, refusal = GradedRollouts(self._directory), ""
         with Collector.of(settings, engines, make_grade(meter.pause), meter, store) as collector:
-            sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id)
+            sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id, training.overlap)
             run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
             trainer = self._trainer(settings, run.roll_out, run.report, longest, adapter)
-            checkpoint = last_checkpoint(adapter.parent)
+            checkpoint = last_checkpoint(adapter.parent, run.most_updates)
             try:
-                run.recall(0 if checkpoint is None else checkpoint.updates // updates)
-                trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+                with run:
+                    run.recall(0 if checkpoint is None else checkpoint.updates // updates)
+                    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
             except RoundRefusedError as reason:
                 refusal = str(reason)
         if not refusal:
@@ -218,32 +221,37 @@ class Trainer(RoundActor):
 class AdapterSync:
     """Loads the weights of each step into the engines."""
 
-    def __init__(self, model: Any, engines: Sequence[Any], directory: Path, round_id: str) -> None:
-        self._model, self._engines, self._round_id = model, engines, round_id
+    def __init__(self, model: Any, engines: Sequence[Any], directory: Path, round_id: str, overlap: int) -> None:
+        """With `overlap`, rollouts of so many earlier adapters may be running while a new one is loaded."""
+        self._model, self._engines, self._round_id, self._in_use = model, engines, round_id, overlap
         self._folder = directory / SYNC_DIR
-        self._now: LoadedAdapter | None = None
+        self._numbers = itertools.count(1)
+        self._loaded: list[LoadedAdapter] = []
 
     def load(self) -> LoadedAdapter:
         """Load the current weights into the engines under a new name and number."""
-        old = self._now
-        number = 1 if old is None else old.number + 1
+        number = next(self._numbers)
         path = self._folder / f"step-{number}"
         path.parent.mkdir(exist_ok=True)
         save_adapter(self._model, path)
         new = loaded_adapter(f"{self._round_id}-step-{number}", number, path)
+        while len(self._loaded) > self._in_use:
+            self._unload()
         ray.get([engine.load.remote(new) for engine in self._engines])
-        self._now = new
-        if old is not None:
-            # A step waits for all its rollouts, so the old adapter is no longer used. Its files may be deleted only
-            # after the engines have unloaded it: an engine whose adapter files are missing dies.
-            ray.get([engine.unload.remote(old) for engine in self._engines])
-            shutil.rmtree(old.path)
+        self._loaded.append(new)
         return new
 
+    def _unload(self) -> None:
+        # Its files may be deleted only after the engines have unloaded it: an engine whose adapter files are missing
+        # dies.
+        old = self._loaded.pop(0)
+        ray.get([engine.unload.remote(old) for engine in self._engines])
+        shutil.rmtree(old.path)
+
     def clean_up(self) -> None:
-        """Remove step adapters, the last one after all engines have unloaded it."""
-        if self._now is not None:
-            ray.get([engine.unload.remote(self._now) for engine in self._engines])
+        """Unload and remove all."""
+        while self._loaded:
+            self._unload()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -266,7 +274,7 @@ class TrainingRun:
         self._settings, self._before, self._name = settings, before, spec.round_id
         self._load, self._meter = load, meter
         self._metrics = Metrics(directory, settings.tracking.events)
-        self._sync_seconds = 0.0
+        self._seconds: dict[str, float] = {}
         self._batch = RolloutBatch(())
         self._first: list[RolloutBatch] = []
         self._miss_shares: list[list[float]] = []
@@ -281,7 +289,27 @@ class TrainingRun:
         """Ids of the tasks that were trained on so far."""
         self._gap: float | None = None
         """The `logprob_gap` of the first step that was trained on."""
-        self._steps = RoundSteps(spec, settings, prompts, collector, StoredSteps(directory, before))
+        self._stored = StoredSteps(directory, before)
+        self._steps = RoundSteps(spec, settings, prompts, collector, self._stored)
+        self._prefetch = Prefetch(self._steps.collect, collector.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._prefetch.close()
+
+    @property
+    def most_updates(self) -> int | None:
+        """The last checkpoint that the run can go on from, in updates; None if any.
+
+        With overlap, the rollouts of the first step that is not stored are by the weights before the last stored one,
+        some of them perhaps graded.
+        """
+        training, stored = self._settings.training, len(self._stored)
+        if not training.overlap or stored == training.steps:
+            return None
+        return training.updates_per_batch * max(0, stored - 1)
 
     def recall(self, steps: int) -> None:
         """Read the rollouts of steps that an earlier worker has taken and that its checkpoint contains. Raises
@@ -300,10 +328,7 @@ class TrainingRun:
     def roll_out(self, step: int) -> list[TrainingRow]:
         """What to train on of one step's rollouts, counted from 0: those of the current weights, or those that an
         earlier worker has stored. Raises RoundRefusedError and TrainError."""
-        started = time.monotonic()
-        adapter = None if self._steps.is_stored(step) else self._load()
-        self._sync_seconds = time.monotonic() - started
-        batch = self._batch = self._steps.collect(step, adapter)
+        batch = self._batch = self._collected(step)
         self.steps_collected = step + 1
         self.usage = add_usage(self.usage, batch.usage())
         self.system_prompts += batch.system_prompts
@@ -318,6 +343,23 @@ class TrainingRun:
         rows = batch.rows(training.scale_rewards, mask_truncated=training.mask_truncated)
         self.with_gradient |= {batch.rollouts[row.rollout].request.prompt.task.task_id for row in rows}
         return rows
+
+    def _collected(self, step: int) -> RolloutBatch:
+        """The rollouts of a step. With overlap, those of the next one are begun."""
+        training = self._settings.training
+        wanted = range(step, min(step + training.overlap, training.steps - 1) + 1)
+        missing = [each for each in wanted if not self._steps.is_stored(each)]
+        begun = time.monotonic()
+        if begin := [each for each in missing if not self._prefetch.has(each)]:
+            adapter = self._load()
+            for each in begin:
+                self._prefetch.begin(each, adapter)
+        asked = time.monotonic()
+        batch = self._prefetch.take(step) if step in missing else self._steps.collect(step, None)
+        taken = time.monotonic()
+        generated = min(max(asked, batch.generated_at or asked), taken)
+        self._seconds = {"sync": asked - begun, "generate": generated - asked, "grade": taken - generated}
+        return batch
 
     def _refuse(self, step: int, batch: RolloutBatch) -> None:
         """Raise RoundRefusedError when the round must end after these rollouts."""
@@ -352,7 +394,7 @@ class TrainingRun:
         now = time.monotonic()
         whole = now - self._step_started
         self._step_started = now
-        parts = {**batch.seconds, "sync": self._sync_seconds}
+        parts = self._seconds
         summary, usage = batch.summary(), batch.usage()
         trained = logs.get("rows/trained_tokens", 0.0)
         self._metrics.step(

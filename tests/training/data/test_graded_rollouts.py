@@ -165,9 +165,14 @@ def test_graded_rollouts_are_found_by_weights_task_and_seed(tmp_path: Path) -> N
     assert (found.reward, found.completion) == (0.75, done.completion)
     for other in (request(0, 6, adapter=adapter("a")), request(0, 5, adapter=adapter("b")), request(0, 5)):
         assert again.find(other, RewardWeights()) is None
-    again.clear()
-    assert again.find(asked, RewardWeights()) is None
-    assert GradedRollouts(tmp_path).find(asked, RewardWeights()) is None
+    later = request(0, 7, adapter=adapter("a"))
+    again.add(replace(done, request=later))
+    again.remove(RolloutBatch((done,)))
+    for store in (again, GradedRollouts(tmp_path)):
+        assert store.find(asked, RewardWeights()) is None
+    assert GradedRollouts(tmp_path).find(later, RewardWeights()) is not None, "that of the next step stays"
+    again.remove(RolloutBatch((replace(done, request=later),)))
+    assert not (tmp_path / "partial.jsonl").exists()
 
 
 def test_what_failed_is_tried_again_and_what_missed_is_not(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,13 @@ CANDIDATE = LoadedAdapter("r0001", 1, "/r0001")
 SEEDS = [seed_of(7, "held-out", "t-1", sample) for sample in range(2)]
 
 
+def written(rollouts: Iterable[Rollout], on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
+    made = tuple(rollouts)
+    for each in made:
+        on_rollout(each)
+    return RolloutBatch(made)
+
+
 class Missing:
     """Takes the place of engines and judge. The candidate's first answer of t-1 ends by a miss, and so does the
     deployed adapter's second one; the other answers score 1 and 0.5."""
@@ -32,8 +39,10 @@ class Missing:
     def __init__(self, undecided: bool = False) -> None:
         self.other = None if undecided else 1.0
 
-    def collect(self, requests: Sequence[RolloutRequest], **_: Any) -> RolloutBatch:
-        return RolloutBatch(tuple(map(self._answer, requests)))
+    def collect(
+        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
+    ) -> RolloutBatch:
+        return written(map(self._answer, requests), on_rollout)
 
     def _answer(self, request: RolloutRequest) -> Rollout:
         of_candidate = request.adapter == CANDIDATE
@@ -51,10 +60,12 @@ class Noted:
     def __init__(self) -> None:
         self.requests: list[RolloutRequest] = []
 
-    def collect(self, requests: Sequence[RolloutRequest], **_: Any) -> RolloutBatch:
+    def collect(
+        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
+    ) -> RolloutBatch:
         self.requests += requests
         done = rollout(0, 1.0)
-        return RolloutBatch(tuple(Rollout(request, done.completion, done.verdict) for request in requests))
+        return written((Rollout(request, done.completion, done.verdict) for request in requests), on_rollout)
 
 
 def spec_of(settings: Config) -> RoundSpec:

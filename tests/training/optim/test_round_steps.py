@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +22,7 @@ from flywheel.training.data.groups import WINDOW, growing_misses
 from flywheel.training.data.rollout import (
     AnsweredCall,
     CallOutcome,
+    LoadedAdapter,
     RewardWeights,
     Rollout,
     RolloutBatch,
@@ -51,10 +56,16 @@ class Scripted:
 
     weights = RewardWeights()
 
-    def clear(self) -> None:
+    def forget(self, batch: RolloutBatch) -> None:
         """Nothing of a step is kept."""
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> RolloutBatch:
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+    def collect(
+        self, requests: Sequence[RolloutRequest], *, order: int = 0, on_generated: Callable[[], None] = lambda: None
+    ) -> RolloutBatch:
+        on_generated()
         self.asked.append([request.prompt.task.task_id for request in requests[::GROUP]])
         return RolloutBatch(
             tuple(self._rollout(request, place % GROUP) for place, request in enumerate(requests)),
@@ -179,13 +190,28 @@ def test_the_share_among_rollouts_that_called_leaves_out_the_others() -> None:
 
 
 def run_of(
-    directory: Path, act: Act, *, steps: int, prompts: int = 48, collector: Any = None, **silent: Any
+    directory: Path,
+    act: Act,
+    *,
+    steps: int,
+    prompts: int = 48,
+    collector: Any = None,
+    overlap: int = 0,
+    **silent: Any,
 ) -> trainer.TrainingRun:
     collector = collector or Scripted(act, **silent)
     directory.mkdir(exist_ok=True)
     meter = Meter(directory, steps=steps)
     some = [recorded(f"t-{n}") for n in range(prompts)]
-    return trainer.TrainingRun(spec(), settings(steps=steps), directory, some, lambda: None, collector, meter)
+    made = settings(steps=steps)
+    made = made.model_copy(update={"training": made.training.model_copy(update={"overlap": overlap})})
+    numbers = itertools.count()
+
+    def load() -> LoadedAdapter:
+        number = next(numbers)
+        return LoadedAdapter(f"step-{number}", number, "/step")
+
+    return trainer.TrainingRun(spec(), made, directory, some, load, collector, meter)
 
 
 def train(run: trainer.TrainingRun, steps: int) -> None:
@@ -240,6 +266,76 @@ def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> 
     lines = [metrics_of(tmp_path / name) for name in ("whole", "again")]
     kept = [[{name: line[name] for name in line if name not in of_time} for line in each] for each in lines]
     assert kept[0] == kept[1]
+
+
+class Delayed(Scripted):
+    """Engines and judge that are sometimes slow, the judge of one step so that the next one overtakes it."""
+
+    def __init__(self, act: Act, seed: int) -> None:
+        super().__init__(act)
+        self.random = random.Random(seed)
+        self.lock = threading.Lock()
+        self.of_step: dict[int, list[list[str]]] = {}
+        self.adapters: dict[int, set[str]] = {}
+
+    def collect(
+        self, requests: Sequence[RolloutRequest], *, order: int = 0, on_generated: Callable[[], None] = lambda: None
+    ) -> RolloutBatch:
+        with self.lock:
+            self.of_step.setdefault(order, []).append([each.prompt.task.task_id for each in requests[::GROUP]])
+            adapters = {each.adapter.name for each in requests if each.adapter is not None}
+            self.adapters.setdefault(order, set()).update(adapters)
+            generating, judging = self.random.random() / 50, self.random.random() / 20
+        time.sleep(generating)
+        on_generated()
+        time.sleep(judging)
+        return RolloutBatch(tuple(self._rollout(request, place % GROUP) for place, request in enumerate(requests)))
+
+
+def overlapped(directory: Path, overlap: int, seed: int) -> tuple[trainer.TrainingRun, Delayed, list[Any]]:
+    collector = Delayed(missing("t-0", "t-3", "t-5"), seed)
+    run = run_of(directory, collector.act, steps=6, prompts=9, collector=collector, overlap=overlap)
+    rows = []
+    with run:
+        for step in range(6):
+            rows.append(run.roll_out(step))
+            run.report(step + 1, LOGS)
+    return run, collector, rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_with_overlap_ask_the_same_prompts_whatever_is_slow(tmp_path: Path, seed: int) -> None:
+    run, collector, rows = overlapped(tmp_path / "overlap", 1, seed)
+    plain, expected, same = overlapped(tmp_path / "plain", 0, seed + 100)
+    assert collector.of_step == expected.of_step
+    assert rows == same
+    assert (run.usage, run.with_gradient) == (plain.usage, plain.with_gradient)
+    stored = [each["step"] for each in read_rollouts(tmp_path / "overlap" / "rollouts.jsonl")]
+    assert stored == sorted(stored)
+    # The first two steps are by the first weights, and each other one by weights that are one update old.
+    assert collector.adapters == {step: {f"step-{max(0, step - 1)}"} for step in range(6)}
+    assert expected.adapters == {step: {f"step-{step}"} for step in range(6)}
+
+
+def test_a_step_that_fails_ends_the_one_that_is_prefetched(tmp_path: Path) -> None:
+    run = run_of(tmp_path, lambda *_: 1.0, steps=6, overlap=1)
+    with pytest.raises(RoundRefusedError, match="0 of 8 groups"), run:
+        train(run, 6)
+    assert {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")} <= {1, 2, 3}
+
+
+def test_the_weights_of_the_prefetched_step_are_reached_again(tmp_path: Path) -> None:
+    """Of the first step that is not stored, some rollouts may be graded: they are by the weights before the last
+    stored step, so a checkpoint behind that is too late."""
+    first = run_of(tmp_path, differing, steps=6, overlap=1)
+    assert first.most_updates == 0
+    with first:
+        train(first, 3)
+    stored = run_of(tmp_path, differing, steps=6, overlap=1)
+    done = {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")}
+    assert stored.most_updates == max(done) - 1
+    assert run_of(tmp_path, differing, steps=max(done), overlap=1).most_updates is None
+    assert run_of(tmp_path, differing, steps=6).most_updates is None
 
 
 def test_a_step_that_the_judge_left_undecided_is_judged_again(tmp_path: Path) -> None:

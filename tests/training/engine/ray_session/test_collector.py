@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import answer
-from tests.training.data.rollouts import prompt, request, verdict
+from tests.training.data.rollouts import prompt, request, rollout, verdict
 from tests.training.data.test_round_directory import spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -129,6 +130,27 @@ def test_the_gates_answers_are_written_as_they_are_graded_and_few_requests_are_o
     assert most == 2
     assert seen[-1] == 2005, "the slow one holds nobody up"
     assert sorted(seen) == sorted(seeds)
+
+
+def test_of_two_steps_the_older_one_is_graded_first() -> None:
+    """One thread: what waits is taken by step, however late it came."""
+    threads, gate, order = collector_module._GradingThreads(1), threading.Event(), []
+
+    def work(name: str) -> Rollout:
+        order.append(name)
+        return rollout(0, 1.0)
+
+    def first() -> Rollout:
+        gate.wait(60)
+        return rollout(0, 1.0)
+
+    waiting = [threads.submit(0, first)]
+    waiting += [threads.submit(step, partial(work, name)) for step, name in ((2, "c"), (1, "a"), (2, "d"), (1, "b"))]
+    gate.set()
+    for each in waiting:
+        each.result(60)
+    assert order == ["a", "b", "c", "d"]
+    threads.close()
 
 
 def test_rollouts_of_an_earlier_worker_are_neither_generated_nor_graded_again(engine: Any, tmp_path: Path) -> None:
