@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -90,12 +91,11 @@ def test_every_step_is_taken_once(resumed: Resumed) -> None:
 
 def test_the_worker_goes_on_from_the_checkpoint_with_equal_weights(resumed: Resumed) -> None:
     log = (resumed.done.directory / "worker.log").read_text()
-    assert len(resumed.partial) == 1
     assert resumed.partial <= resumed.synced
     assert "r0001 goes on from its checkpoint after step 2" in log
-    # They are found by the hash of the weights, which are the same after two steps from the checkpoint and others from
-    # stored rollouts.
-    assert f"{resumed.judged} of 32 rollouts were graded by an earlier worker" in log
+    # They are found by the hash of the weights, which are the same after two steps from the checkpoint and others
+    # from stored rollouts.
+    assert sum(map(int, re.findall(r"(\d+) of 32 rollouts were graded by an earlier worker", log))) == resumed.judged
     assert log.count("stage 1 of 1, grpo") == 2, "the third worker finds the stage at its end"
 
 
