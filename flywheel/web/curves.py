@@ -20,6 +20,7 @@ import orjson
 
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.round_progress import Phase as RoundPhase
+from flywheel.training.data.step_times import PARTS, WORKERS
 
 KEPT_ROUNDS: Final = 24
 HEAD_BYTES: Final = 256
@@ -28,11 +29,10 @@ CHUNK_BYTES: Final = 1 << 20
 FIGURES: Final = (
     "reward_mean", "reward_std", "loss", "grad_norm", "entropy", "kl", "logprob_gap", "completion_tokens_mean",
     "truncated_share", "rollouts", "groups", "groups_with_spread", "groups_replaced", "missed", "undecided",
-    "trained_tokens", "tokens_per_second", "learning_rate", "turns_mean",
+    "trained_tokens", "tokens_per_second", "learning_rate", "turns_mean", "overlap",
 )  # fmt: skip
-"""Numbers of a step that are kept as they are; `seconds` and `tools` are added by part."""
+"""Numbers of a step that are kept as they are; `seconds`, `busy` and `tools` are added by part."""
 PHASES: Final = get_args(RoundPhase)
-PARTS: Final = ("generate", "grade", "sync", "train")
 TOOL_FIGURES: Final = ("hit_rate", "call_share", "miss_share")
 SPARKLINE_WIDTH: Final = 300
 SPARKLINE_HEIGHT: Final = 100
@@ -108,10 +108,11 @@ class Curves:
 
 def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a step by name; those that are no number are left out."""
-    seconds, tools = (_mapping(event.get(name)) for name in ("seconds", "tools"))
+    seconds, busy, tools = (_mapping(event.get(name)) for name in ("seconds", "busy", "tools"))
     values = {
         **{name: event.get(name) for name in FIGURES},
         **{f"seconds.{name}": seconds.get(name) for name in PARTS},
+        **{f"busy.{name}": busy.get(name) for name in WORKERS},
         **{f"tools.{name}": tools.get(name) for name in TOOL_FIGURES},
     }
     numbers = {

@@ -30,6 +30,7 @@ from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import duration
 from flywheel.training.data.round_progress import RoundProgress, progress_of
+from flywheel.training.data.step_times import times_of
 from flywheel.web.curves import Curves, MetricsTails, charts_of, figures_by_step, sparkline
 from flywheel.web.gate_sentence import later, sentence
 from flywheel.web.site import site_of
@@ -147,6 +148,7 @@ async def show(request: Request) -> Response:
         columns=columns(own.curves),
         places=range(end - 1, first - 1, -1),
         timeline=history,
+        times=times_of(own.curves.figures),
         phases=phases(found["history"], own),
         split=split,
         held_out=Split.HELD_OUT,

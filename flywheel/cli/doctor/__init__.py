@@ -115,6 +115,7 @@ async def _checks(path: Path | None, ask_judge: bool) -> AsyncIterator[Finding]:
     for finding in (*data.check_state(config), *data.check_sources(config)):
         yield finding
     yield await data.check_recordings(config)
+    yield data.check_rounds(config)
     for finding in judge.check_judge(config, ask=ask_judge):
         yield finding
     base = serving.base_of(config.model.base)

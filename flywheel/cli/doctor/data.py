@@ -19,6 +19,7 @@ from flywheel.config.ingest import host_and_port
 from flywheel.errors import FlywheelError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
+from flywheel.records.round import METRICS_FILE
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.serving.server.model_parsers import TOOLS_REMEDY, writes_tools
 from flywheel.serving.server.vllm_command import chat_arguments
@@ -29,14 +30,22 @@ from flywheel.sources.studio.schema import schema_of
 from flywheel.store.kernel.database import found_version, read_once
 from flywheel.store.samples import count_with_tools, recorded_lines
 from flywheel.system.lock import holder
-from flywheel.system.terminal import byte_size, quantity
+from flywheel.system.terminal import byte_size, duration, quantity
 from flywheel.training.data.groups import MIN_COMPLETE_SHARE
+from flywheel.training.data.round_progress import read_steps
+from flywheel.training.data.step_times import figures_of, times_of
 from flywheel.training.recorded.expected_hits import ExpectedHits, HitRate, expected_hits
 from flywheel.training.recorded.recordings import TraceRecording, recording_of, results_of
 
 if TYPE_CHECKING:
     from flywheel.training.engine.chat_rendering import ChatFormat
 
+_WAITS: Final = {
+    "generate": "generation",
+    "grade": "waiting for the judge",
+    "sync": "loading weights",
+    "train": "updates",
+}
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
 LOW_FREE: Final = 5 << 30
@@ -200,6 +209,21 @@ async def check_recordings(config: Config) -> Finding:
         return await read_once(config.state_dir, _recordings, config)
     except FlywheelError as error:
         return Finding.from_error("recordings", error)
+
+
+def check_rounds(config: Config) -> Finding:
+    """Where the time of the newest round went."""
+    files = list((config.state_dir / "rounds").glob(f"r*/{METRICS_FILE}"))
+    newest = max(files, key=lambda path: path.parent.name, default=None)
+    times = None if newest is None else times_of(figures_of(read_steps(newest.parent)))
+    if newest is None or times is None:
+        return Finding("rounds", Result.SKIPPED, "there was no round with rollouts yet")
+    shares = ", ".join(f"{times.share(times.parts[part]):.0%} {name}" for part, name in _WAITS.items())
+    text = f"{quantity(times.steps, 'step')} of {newest.parent.name} took {duration(times.whole)}: {shares}"
+    if times.overlap_saves is not None:
+        text += f"; training.overlap would have saved about {duration(times.overlap_saves)}"
+    figures = {f"{part}_seconds": round(seconds) for part, seconds in times.parts.items()}
+    return Finding("rounds", Result.OK, text, figures=figures)
 
 
 def _recordings(conn: Connection, config: Config) -> Finding:

@@ -166,6 +166,11 @@ class Collector:
         seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
         return RolloutBatch(made, seconds, generated_at=generated)
 
+    @property
+    def judge_seconds(self) -> float:
+        """How long the judge has worked so far on at least one rollout."""
+        return self._threads.busy_seconds
+
     def close(self) -> None:
         """Let calls of `collect` in other threads end with an error."""
         self._is_closed = True
@@ -223,6 +228,19 @@ class _GradingThreads:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, int, Callable[[], Rollout], Future[Rollout]]] = []
+        self._working, self._since, self._seconds = 0, 0.0, 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long at least one thread has worked so far."""
+        with self._lock:
+            return self._seconds + (time.monotonic() - self._since if self._working else 0.0)
+
+    def _count(self, more: int) -> None:
+        now = time.monotonic()
+        if self._working:
+            self._seconds += now - self._since
+        self._since, self._working = now, self._working + more
 
     def submit(self, order: int, work: Callable[[], Rollout]) -> Future[Rollout]:
         found: Future[Rollout] = Future()
@@ -234,10 +252,17 @@ class _GradingThreads:
     def _next(self) -> None:
         with self._lock:
             _, _, work, found = heapq.heappop(self._waiting)
+            self._count(+1)
         try:
-            found.set_result(work())
-        except BaseException as error:
+            result, error = work(), None
+        except BaseException as raised:
+            result, error = None, raised
+        with self._lock:
+            self._count(-1)
+        if error is not None or result is None:
             found.set_exception(error)
+        else:
+            found.set_result(result)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -275,6 +275,7 @@ class TrainingRun:
         self._load, self._meter = load, meter
         self._metrics = Metrics(directory, settings.tracking.events)
         self._seconds: dict[str, float] = {}
+        self._collector, self._judged = collector, 0.0
         self._batch = RolloutBatch(())
         self._first: list[RolloutBatch] = []
         self._miss_shares: list[list[float]] = []
@@ -395,6 +396,8 @@ class TrainingRun:
         whole = now - self._step_started
         self._step_started = now
         parts = self._seconds
+        train = max(0.0, whole - sum(parts.values()))
+        judged, self._judged = self._judged, self._collector.judge_seconds
         summary, usage = batch.summary(), batch.usage()
         trained = logs.get("rows/trained_tokens", 0.0)
         self._metrics.step(
@@ -413,6 +416,12 @@ class TrainingRun:
                 "trained_tokens": int(trained),
                 "temperature": self._settings.rollout.temperature,
                 "tokens_per_second": usage["rollout_tokens"] / max(batch.seconds.get("generate", 0.0), 1e-9),
-                "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
+                "overlap": self._settings.training.overlap,
+                "seconds": {**parts, "train": train},
+                "busy": {
+                    "engines": batch.seconds.get("generate", 0.0),
+                    "judge": self._judged - judged,
+                    "trainer": train,
+                },
             },
         )

@@ -1,0 +1,81 @@
+"""Where the time of a round went, and what overlap would have saved of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.cli.doctor import Result
+from flywheel.cli.doctor.data import check_rounds
+from flywheel.config import Config
+from flywheel.training.data.step_times import figures_of, times_of
+
+STEPS: list[dict[str, Any]] = [
+    {
+        "event": "step",
+        "step": place + 1,
+        "overlap": 0,
+        "seconds": {"generate": 10.0, "grade": grade, "sync": 1.0, "train": 5.0},
+        "busy": {"engines": 10.0, "judge": 12.0, "trainer": 5.0},
+    }
+    for place, grade in enumerate((4.0, 30.0, 4.0))
+]
+SFT = {"event": "step", "step": 4, "stage": "sft", "seconds": {"train": 100.0}}
+
+
+def test_parts_and_busy_time_are_summed_over_steps_with_rollouts() -> None:
+    times = times_of(figures_of([*STEPS, SFT]))
+    assert times is not None
+    assert times.steps == 3
+    assert times.parts == {"generate": 30.0, "grade": 38.0, "sync": 3.0, "train": 15.0}
+    assert times.busy == {"engines": 30.0, "judge": 36.0, "trainer": 15.0}
+    assert times.whole == 86.0
+    assert times.share(43.0) == 0.5
+
+
+def test_overlap_saves_what_generation_fits_into_the_wait_for_the_judge() -> None:
+    """The rollouts of steps 2 and 3, of 10 s each, would be generated in the waits of steps 1 and 2."""
+    times = times_of(figures_of(STEPS))
+    assert times is not None
+    assert times.overlap_saves == 4.0 + 10.0
+    overlapped = times_of(figures_of([{**line, "overlap": 1} for line in STEPS]))
+    assert overlapped is not None
+    assert overlapped.overlap_saves is None
+
+
+def test_without_rollouts_there_is_nothing_to_say() -> None:
+    assert times_of(figures_of([SFT])) is None
+    assert times_of({}) is None
+
+
+def test_lines_of_an_older_version_have_no_busy_time() -> None:
+    times = times_of(figures_of([{"seconds": line["seconds"]} for line in STEPS]))
+    assert times is not None
+    assert set(times.busy.values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "result", "text"),
+    [
+        ([], Result.SKIPPED, "there was no round with rollouts yet"),
+        (
+            STEPS,
+            Result.OK,
+            "3 steps of r0002 took 1 min 26 s: 35% generation, 44% waiting for the judge, 3% loading weights, 17%"
+            " updates; training.overlap would have saved about 14 s",
+        ),
+    ],
+)
+def test_doctor_says_where_the_time_of_the_newest_round_went(
+    tmp_path: Path, lines: list[dict[str, Any]], result: Result, text: str
+) -> None:
+    for name in ("r0001", "r0002", "debug"):
+        folder = tmp_path / "rounds" / name
+        folder.mkdir(parents=True)
+        written = lines if name == "r0002" else []
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    found = check_rounds(Config.model_validate({"state": {"dir": str(tmp_path)}}))
+    assert (found.result, found.text) == (result, text)
