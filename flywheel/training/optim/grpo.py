@@ -44,6 +44,9 @@ MicroBatch = dict[str, torch.Tensor]
 """The inputs of TRL's loss by name."""
 PREFIX: Final = "rows/"
 """Prefix of the figures of an update that `RoundTrainer` adds to TRL's."""
+MEANS: Final = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "nll", "clipped_share", "kl")
+"""Those that are means over the trained tokens of the step. TRL averages over micro-batches of different sizes. The
+last one is there only with `training.beta`."""
 NO_ENGINE: Final = math.inf
 """Stands for the log-probability of a recorded token, which no engine generated."""
 NOTHING: Final = TrainingRow(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
@@ -194,17 +197,28 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
                 # The loss is linear in the advantage, whose sign this keeps.
                 batch["advantages"] = batch["advantages"][:, None] * torch.where(trained, weights, 1.0)  # (B, T)
         ratio, gap = (logps - engine)[trained].exp(), (batch["first_logps"] - engine)[trained].abs()
-        capped = ratio > self._training.importance_cap
-        sums = trained.sum(), entropies[trained].sum(), ratio.sum(), capped.sum(), gap.sum(), -logps[trained].sum()
-        batch["stats"] = torch.stack(sums)
+        of_update = (logps - batch["old_per_token_logps"]).exp()  # (B, T)
+        capped, clipped = ratio > self._training.importance_cap, self._clipped(batch["advantages"], of_update)
+        figures = [entropies[trained], ratio, capped, gap, -logps[trained], clipped[trained]]
+        if self.beta:
+            # The estimator and its importance weight are those of the loss.
+            of_reference = batch["ref_per_token_logps"] - logps
+            figures.append((of_update * (of_reference.exp() - of_reference - 1))[trained])
+        batch["stats"] = torch.stack([trained.sum(), *(figure.sum() for figure in figures)])
+
+    def _clipped(self, advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+        """Which tokens the clip range leaves without a gradient, (B, T), by their ratio to the old policy, (B, T).
+        Advantages are (B,) or (B, T)."""
+        advantages = advantages.reshape(len(advantages), -1)
+        low, high = ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high
+        return (low & (advantages < 0)) | (high & (advantages > 0))
 
     def _report(self, stats: list[torch.Tensor]) -> None:
         """Hand the means over the step's trained tokens to TRL's log."""
         if not stats:
             return
         tokens, *sums = self.accelerator.reduce(torch.stack(stats).sum(0), reduction="sum").tolist()
-        names = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "nll")
-        figures = {name: value / tokens for name, value in zip(names, sums, strict=True)}
+        figures = {name: value / tokens for name, value in zip(MEANS, sums, strict=False)}
         for name, value in {**figures, "trained_tokens": tokens, "micro_batches": float(len(stats))}.items():
             self._metrics["train"][PREFIX + name].append(value)
 

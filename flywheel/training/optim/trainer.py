@@ -25,7 +25,7 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage
 from flywheel.training.data.rollout_file import append_rollouts
 from flywheel.training.data.round_directory import SYNC_DIR, TRL_DIR
-from flywheel.training.data.round_progress import UPDATE_FIGURES, Meter, Metrics
+from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import load_policy, save_adapter, trainer_dtypes
 from flywheel.training.engine.ray_cluster import RoundActor
@@ -324,12 +324,8 @@ class TrainingRun:
             {
                 **summary,
                 **{name: logs.get(name) for name in UPDATE_FIGURES},
-                **{
-                    name: logs.get(f"rows/{name}")
-                    for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")
-                },
+                **{name: logs.get(f"rows/{name}") for name in TOKEN_MEANS},
                 "stage": "grpo",
-                "clipped_share": logs.get("clip_ratio/region_mean"),
                 "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
                 "trained_tokens": int(trained),
                 "temperature": self._settings.rollout.temperature,

@@ -296,6 +296,55 @@ def test_the_metrics_are_means_over_the_steps_trained_tokens(tmp_path: Path) -> 
         assert logs["grad_norm"] > 0
 
 
+def trained_logps(model: Any) -> list[float]:
+    """Log-probabilities of the trained tokens of all rows by a model, in their order."""
+    import torch
+
+    with torch.no_grad():
+        each = [(row.sample, logps_of(model, row.sample).tolist()) for row in rows()]
+    return [logps[at - 1] for sample, logps in each for at in sample.trained]
+
+
+def test_the_clipped_share_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
+    engine = [row.sample.logprobs[at] for row in rows() for at in row.sample.trained]
+    advantages = [row.advantage for row in rows() for _ in row.sample.trained]
+    ratios = [math.exp(own - given) for own, given in zip(trained_logps(policy()), engine, strict=True)]
+    clipped = [
+        ratio < 0.8 if advantage < 0 else ratio > 1.28 and advantage > 0
+        for ratio, advantage in zip(ratios, advantages, strict=True)
+    ]
+    assert 0 < sum(clipped) < len(clipped)
+    for budget in (10_000, 30, 1):
+        [(_, logs)] = Trained(tmp_path, rows(), importance="engine", micro_batch_tokens=budget).logs
+        assert logs["rows/clipped_share"] == pytest.approx(sum(clipped) / len(clipped), rel=1e-5)
+        assert "rows/kl" not in logs
+
+
+def test_the_kl_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
+    """That of a second update: before the first one, the policy is the reference."""
+    training = {"beta": 0.1, "learning_rate": 1e-3, "clip_epsilon": 0.01, "clip_epsilon_high": 0.01}
+    once = Trained(tmp_path, rows(), **training)
+    pairs = list(zip(trained_logps(once.model), trained_logps(policy()), strict=True))
+    # The reference is also the old policy, by which the loss weights its KL term.
+    terms = [math.exp(own - first) * (math.exp(first - own) - (first - own) - 1) for own, first in pairs]
+    kl = sum(terms) / len(terms)
+    assert kl > 1e-3
+    advantages = [row.advantage for row in rows() for _ in row.sample.trained]
+    clipped = [
+        (own - first > math.log(1.01)) if advantage > 0 else (own - first < math.log(0.99)) and advantage < 0
+        for (own, first), advantage in zip(pairs, advantages, strict=True)
+    ]
+    assert 0 < sum(clipped) < len(clipped)
+    found = [
+        Trained(tmp_path, rows(), **training, **TWICE, micro_batch_tokens=budget).logs[0][1]
+        for budget in (10_000, 30, 1)
+    ]
+    for logs in found:
+        assert logs["rows/kl"] == pytest.approx(found[0]["rows/kl"], rel=1e-5)
+        assert logs["rows/kl"] == pytest.approx(kl, rel=1e-4)
+        assert logs["rows/clipped_share"] == pytest.approx(sum(clipped) / len(clipped), rel=1e-5)
+
+
 def trl_alone(directory: Path, given: Sequence[TrainingRow], group: int, **arguments: Any) -> dict[str, Any]:
     """The gradient of TRL's own GRPOTrainer on one sample per rollout, with its own forward pass for its correction
     and its own padding, advantages and normaliser."""
@@ -497,12 +546,13 @@ def test_a_loss_that_is_not_a_number_ends_the_round(tmp_path: Path) -> None:
 
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
-    from flywheel.training.data.round_progress import UPDATE_FIGURES
+    from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES
     from flywheel.training.engine.policy import save_adapter
 
     done = Trained(tmp_path / "trl", rows(), beta=0.1, micro_batch_tokens=30)
-    assert done.logs[0][1]["kl"] == pytest.approx(0, abs=1e-5)
-    assert set(UPDATE_FIGURES) <= set(done.logs[0][1]), "they are in metrics.jsonl"
+    assert done.logs[0][1]["rows/kl"] == pytest.approx(0, abs=1e-5)
+    figures = {*UPDATE_FIGURES, *(f"rows/{name}" for name in TOKEN_MEANS)}
+    assert figures <= set(done.logs[0][1]), "they are in metrics.jsonl"
     save_adapter(done.model, tmp_path / "adapter")
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
