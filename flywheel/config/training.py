@@ -45,6 +45,35 @@ def _target_modules(value: object) -> object:
     return value
 
 
+UNTRAINABLE: Final = {
+    "lm_head": "log-probabilities are computed from the output layer's own weights, which would leave it untrained",
+    "embed_tokens": "vLLM takes such adapters for some models only, and each step would write the whole layer",
+}
+"""Layers that cannot have an adapter.
+
+vLLM 0.32 takes adapters of all linear layers, and of those that the model's class names (`embedding_modules`): of
+`lm_head` and `embed_tokens` for Qwen and Llama, of neither for Mistral. But TRL refuses one on `lm_head`. PEFT writes
+the base layer's weights beside an adapter on `embed_tokens`, and on a CPU vLLM adds it to requests for the base model
+of the same batch.
+"""
+
+
+def _are_trainable(value: str | list[str]) -> str | list[str]:
+    """PEFT's rule: a string is a regular expression of whole names, names of a list are the ends of whole names."""
+    if isinstance(value, list):
+        named = [name for name in UNTRAINABLE if any(name == each.rpartition(".")[2] for each in value)]
+    else:
+        try:
+            expression = re.compile(value)
+        except re.error as error:
+            raise ValueError(f"it is not a regular expression: {error}") from None
+        whole = {name: (name, f"model.{name}", f"model.language_model.{name}") for name in UNTRAINABLE}
+        named = [name for name in UNTRAINABLE if any(map(expression.fullmatch, whole[name]))]
+    if named:
+        raise ValueError(f"{named[0]} cannot have an adapter: {UNTRAINABLE[named[0]]}; leave it out")
+    return value
+
+
 def _alias(name: str) -> str:
     if not name.strip() or name != name.strip() or not name.isprintable():
         raise ValueError("it must be a name: not empty, in one line, without spaces around it")
@@ -109,8 +138,11 @@ class LoraSettings(Section):
     """Scale: the adapter's output is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input. Above 0, the trainer's logprobs differ from the engine's."""
-    target_modules: Annotated[str | list[str], BeforeValidator(_target_modules)] = "all-linear"
-    """Layers with an adapter: a list of names, one regular expression, or `all-linear`."""
+    target_modules: Annotated[str | list[str], BeforeValidator(_target_modules), AfterValidator(_are_trainable)] = (
+        "all-linear"
+    )
+    """Layers with an adapter: a list of names, one regular expression, or `all-linear`, which is all linear layers
+    but the output layer. `lm_head` and `embed_tokens` cannot have one."""
 
 
 Stage = Literal["sft", "dpo", "grpo"]

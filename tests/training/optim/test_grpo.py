@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -541,8 +542,40 @@ def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_ends_the_round(tmp_path: Path) -> None:
     broken = TrainingRow(0, Sample((1, 2, 3), (False, True, True), (None, -0.5, float("nan"))), 1.0)
-    with pytest.raises(TrainError, match="cannot take step 1 of the round: loss is nan"):
+    with pytest.raises(TrainError, match="cannot take step 1 of the round: loss is nan") as caught:
         Trained(tmp_path, [*rows(), broken])
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_figure_that_is_not_a_number_names_its_step_and_is_not_retried(name: str, value: float) -> None:
+    """It is that of any update of a step, and the step is reported before the error."""
+    from flywheel.training.optim.grpo import StepLog
+
+    reported: list[int] = []
+    log = StepLog(lambda step, _: reported.append(step))
+    arguments = SimpleNamespace(num_iterations=2)
+    figures = {"loss": 0.5, "grad_norm": 1.0}
+    log.on_log(arguments, SimpleNamespace(global_step=4), None, figures)
+    with pytest.raises(TrainError, match=f"cannot take step 3 of the round: {name} is {value}") as caught:
+        log.on_log(arguments, SimpleNamespace(global_step=5), None, {**figures, name: value})
+    assert not caught.value.retryable
+    assert reported == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [(["q_proj", "lm_head"], "its output layer is one of them"), (["no_proj"], "no_proj.* not found in the base")],
+)
+def test_layers_that_this_model_cannot_train_are_not_tried_again(modules: list[str], why: str) -> None:
+    """Models have different names of their layers, so that the settings cannot know all of them."""
+    from flywheel.training.engine.policy import load_policy
+
+    lora = LoraSettings.model_construct(target_modules=modules, r=8, alpha=16.0, dropout=0.0)
+    with pytest.raises(TrainError, match=rf"\(training\.lora\.target_modules\): .*{why}") as caught:
+        load_policy(str(POLICY), None, lora, seed=1)
+    assert not caught.value.retryable
 
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
