@@ -29,6 +29,7 @@ from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, M
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import load_policy, save_adapter, trainer_dtypes
 from flywheel.training.engine.ray_cluster import RoundActor
+from flywheel.training.optim.collapse import CollapseWatch
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.round_steps import (
@@ -250,6 +251,7 @@ class TrainingRun:
         self._gap: float | None = None
         """The `logprob_gap` of the first step that was trained on."""
         self._steps = RoundSteps(spec, settings, prompts, collector)
+        self._collapse = CollapseWatch()
 
     def sync(self, model: Any) -> None:
         """Load the current weights into the engines under a new name and number."""
@@ -299,7 +301,7 @@ class TrainingRun:
         refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
 
     def report(self, step: int, logs: Mapping[str, float]) -> None:
-        """Write the metrics line of a completed step, which counts from 1. Raises TrainError."""
+        """Write the metrics line of a completed step, counted from 1. Raises RoundRefusedError and TrainError."""
         reward = self._write_metrics(step, logs)
         self._meter.stepped(self._before + step, reward, collecting_seconds=sum(self._batch.seconds.values()))
         self.steps_done = step
@@ -308,6 +310,7 @@ class TrainingRun:
         if self._gap is None:
             self._gap = logs.get("rows/logprob_gap")
             refuse_wide_gap(self._gap, self._settings.model.trainer_quantization)
+        self._collapse.rolled_out(logs.get("rows/entropy"), self._batch)
 
     def _write_metrics(self, step: int, logs: Mapping[str, float]) -> float | None:
         """Write the metrics line of a step and return its mean reward. Without `logs`, it was not trained on."""
