@@ -255,8 +255,9 @@ class TrainingSettings(Section):
     micro_batch_size: int = Field(default=8, gt=0)
     """Rollouts of maximum length per forward and backward pass; more of them if they are shorter."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
-    """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
-    `micro_batch_size` × `rollout.max_model_len`."""
+    """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. A step that
+    runs out of memory is repeated with fewer, which the following steps keep. Default: `micro_batch_size` ×
+    `rollout.max_model_len`."""
     max_undecided_share: Share = 0.5
     """A step with a larger share of undecided rewards, or of failed runs of the user's agent, fails the round.
     Rollouts that ended because a call has no recorded result are not undecided."""

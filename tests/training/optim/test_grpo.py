@@ -519,6 +519,145 @@ def test_the_second_update_has_the_first_ones_policy_as_the_old_one(tmp_path: Pa
     assert logs["rows/ratio_mean"] != pytest.approx(once["rows/ratio_mean"], rel=1e-6)
 
 
+def test_out_of_memory_means_torchs_own_errors() -> None:
+    """Of a GPU, and the real one of a CPU."""
+    import torch
+
+    from flywheel.training.optim.out_of_memory import MemoryShortError, micro_batch
+
+    with pytest.raises(MemoryShortError), micro_batch(2, 20, 10):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 8 GiB.")
+    with pytest.raises(MemoryShortError), micro_batch(2, 20, 10):
+        torch.empty(2**58, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="size"), micro_batch(2, 20, 10):
+        torch.zeros(2) @ torch.zeros(3)
+
+
+def test_several_processes_do_not_repeat_a_step() -> None:
+    """One that ran out of memory would wait for the others, which go on with their division."""
+    from flywheel.training.optim.out_of_memory import MemoryShortError, fitting
+
+    def passes(_: int) -> None:
+        raise MemoryShortError(4, 400, 100)
+
+    trainer = SimpleNamespace(_metrics={"train": {}}, accelerator=SimpleNamespace(num_processes=2))
+    with pytest.raises(MemoryShortError, match="out of memory in a micro-batch of 400 tokens"):
+        fitting(trainer, None, 400, passes)
+
+
+class OutOfMemory:
+    """Makes one pass of a policy fail: the forward or the backward pass of the `at`-th micro-batch, from 0. Or all
+    passes of more than `most` tokens with padding, in their half."""
+
+    def __init__(self, model: Any, half: str, *, at: int = -1, most: int | None = None) -> None:
+        import torch
+
+        self.at, self.most, self.seen = at, most, 0
+        self.sizes: list[int] = []
+
+        class Failing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, hidden: Any, fails: bool) -> Any:
+                ctx.fails = fails
+                return hidden.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                if ctx.fails:
+                    exhaust()
+                return grads[0], None
+
+        def exhaust() -> None:
+            torch.empty(2**58, dtype=torch.uint8)
+
+        def forward(_: Any, arguments: Any, result: Any) -> Any:
+            size = result.shape[0] * result.shape[1]
+            self.sizes.append(size)
+            fails = self.seen == self.at or (self.most is not None and size > self.most)
+            self.seen += 1
+            if fails and half == "forward":
+                exhaust()
+            return Failing.apply(result, fails and torch.is_grad_enabled())
+
+        # Of the last layer, so that all passes before it have allocated their part.
+        model.base_model.model.model.layers[-1].register_forward_hook(forward)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("importance", ["truncated", "engine"])
+def test_a_step_that_runs_out_of_memory_has_the_gradient_of_an_undisturbed_one(
+    tmp_path: Path, half: str, importance: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At each of its micro-batches. Nothing of the failed attempt is in the figures."""
+    calm = Trained(tmp_path, rows(), importance=importance, micro_batch_tokens=40)
+    [(_, wanted)] = calm.logs
+    batches = int(wanted["rows/micro_batches"])
+    assert batches > 2
+    for at in range(batches):
+        model = policy()
+        failing = OutOfMemory(model, half, at=at)
+        caplog.clear()
+        done = Trained(tmp_path, rows(), model, importance=importance, micro_batch_tokens=40)
+        [gradient] = done.gradients
+        assert_equal(gradient, calm.gradients[0], tolerance=1e-5)
+        [(_, logs)] = done.logs
+        assert logs["rows/micro_batches"] > batches
+        assert len(failing.sizes) == at + 1 + logs["rows/micro_batches"]
+        assert done.steps == [0], "its rollouts are not asked again"
+        for name in ("trained_tokens", "entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "clipped_share"):
+            assert logs[f"rows/{name}"] == pytest.approx(wanted[f"rows/{name}"], rel=1e-5), name
+        assert logs["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6)
+        assert done.trainer._micro_batch_tokens == failing.sizes[at] // 2
+        [line] = [each.getMessage() for each in caplog.records if "out of memory" in each.getMessage()]
+        assert f"a micro-batch of {failing.sizes[at]} tokens: this step is repeated" in line
+
+
+def test_the_smaller_micro_batches_stay(tmp_path: Path) -> None:
+    """With memory for 17 tokens in a pass, which is the longest row: only the first step is repeated."""
+    model = policy()
+    longest = max(row.tokens for row in rows())
+    failing = OutOfMemory(model, "backward", most=longest)
+    done = Trained(tmp_path, rows(), model, steps=2, micro_batch_tokens=10_000, learning_rate=1e-4)
+    calm = Trained(tmp_path, rows(), steps=2, micro_batch_tokens=10_000, learning_rate=1e-4)
+    assert [step for step, _ in done.logs] == [1, 2]
+    for found, wanted in zip(done.gradients, calm.gradients, strict=True):
+        assert_equal(found, wanted, tolerance=1e-4)
+    last = int(done.logs[1][1]["rows/micro_batches"])
+    assert 1 < sum(size > longest for size in failing.sizes) < 5
+    assert max(failing.sizes[-last:]) <= longest
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_second_update_that_runs_out_of_memory_keeps_the_first_ones_policy(
+    tmp_path: Path, half: str, beta: float
+) -> None:
+    training = {**TWICE, "beta": beta, "learning_rate": 1e-3, "micro_batch_tokens": 40}
+    calm = Trained(tmp_path, rows(), **training)
+    [(_, wanted)] = calm.logs
+    passes = calm.passes
+    model = policy()
+    failing = OutOfMemory(model, half, at=passes - 2)
+    done = Trained(tmp_path, rows(), model, **training)
+    for found, expected_gradient in zip(done.gradients, calm.gradients, strict=True):
+        assert_equal(found, expected_gradient, tolerance=1e-5)
+    [(_, logs)] = done.logs
+    assert len(failing.sizes) > passes
+    for name in ("ratio_mean", "logprob_gap", "clipped_share", *(["kl"] if beta else [])):
+        assert logs[f"rows/{name}"] == pytest.approx(wanted[f"rows/{name}"], rel=1e-4), name
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_row_that_does_not_fit_alone_is_refused_with_its_length(tmp_path: Path, half: str) -> None:
+    longest = max(row.tokens for row in rows())
+    model = policy()
+    OutOfMemory(model, half, most=longest - 1)
+    with pytest.raises(TrainError, match=f"cannot train on a sample of {longest} tokens: memory does not") as caught:
+        Trained(tmp_path, rows(), model)
+    assert not caught.value.retryable
+    assert "rollout.max_model_len or rollout.max_completion_tokens" in caught.value.hint
+
+
 def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
     """All its groups were dropped. The optimizer's momentum must not move the weights either."""
     moved: list[dict[str, Any]] = []
