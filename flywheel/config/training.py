@@ -45,6 +45,35 @@ def _target_modules(value: object) -> object:
     return value
 
 
+UNTRAINABLE: Final = {
+    "lm_head": "log-probabilities are computed from the output layer's own weights, which would leave it untrained",
+    "embed_tokens": "vLLM takes such adapters for some models only, and each step would write the whole layer",
+}
+"""Layers that cannot have an adapter.
+
+vLLM 0.32 takes adapters of all linear layers, and of those that the model's class names (`embedding_modules`): of
+`lm_head` and `embed_tokens` for Qwen and Llama, of neither for Mistral. But TRL refuses one on `lm_head`. PEFT writes
+the base layer's weights beside an adapter on `embed_tokens`, and on a CPU vLLM adds it to requests for the base model
+of the same batch.
+"""
+
+
+def _are_trainable(value: str | list[str]) -> str | list[str]:
+    """PEFT's rule: a string is a regular expression of whole names, names of a list are the ends of whole names."""
+    if isinstance(value, list):
+        named = [name for name in UNTRAINABLE if any(name == each.rpartition(".")[2] for each in value)]
+    else:
+        try:
+            expression = re.compile(value)
+        except re.error as error:
+            raise ValueError(f"it is not a regular expression: {error}") from None
+        whole = {name: (name, f"model.{name}", f"model.language_model.{name}") for name in UNTRAINABLE}
+        named = [name for name in UNTRAINABLE if any(map(expression.fullmatch, whole[name]))]
+    if named:
+        raise ValueError(f"{named[0]} cannot have an adapter: {UNTRAINABLE[named[0]]}; leave it out")
+    return value
+
+
 def _alias(name: str) -> str:
     if not name.strip() or name != name.strip() or not name.isprintable():
         raise ValueError("it must be a name: not empty, in one line, without spaces around it")
@@ -109,8 +138,11 @@ class LoraSettings(Section):
     """Scale: the adapter's output is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input. Above 0, the trainer's logprobs differ from the engine's."""
-    target_modules: Annotated[str | list[str], BeforeValidator(_target_modules)] = "all-linear"
-    """Layers with an adapter: a list of names, one regular expression, or `all-linear`."""
+    target_modules: Annotated[str | list[str], BeforeValidator(_target_modules), AfterValidator(_are_trainable)] = (
+        "all-linear"
+    )
+    """Layers with an adapter: a list of names, one regular expression, or `all-linear`, which is all linear layers
+    but the output layer. `lm_head` and `embed_tokens` cannot have one."""
 
 
 Stage = Literal["sft", "dpo", "grpo"]
@@ -223,8 +255,9 @@ class TrainingSettings(Section):
     micro_batch_size: int = Field(default=8, gt=0)
     """Rollouts of maximum length per forward and backward pass; more of them if they are shorter."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
-    """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
-    `micro_batch_size` × `rollout.max_model_len`."""
+    """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. A step that
+    runs out of memory is repeated with fewer, which the following steps keep. Default: `micro_batch_size` ×
+    `rollout.max_model_len`."""
     overlap: Literal[0, 1] = 0
     """`1`: the rollouts of the next step are generated and judged while those of a step are judged and trained on.
     They are then one update old, which `importance` corrects. The page of a round says how much time it would have
@@ -246,6 +279,11 @@ class TrainingSettings(Section):
     inexact_prompts: Literal["leave-out", "use"] = "leave-out"
     """Tasks whose prompt is known to differ from what the model received (`metadata.prompt_exact`): `leave-out`
     excludes them from training and gate, `use` uses them as they are."""
+    on_collapse: Literal["refuse", "gate"] = "refuse"
+    """What happens when the policy collapses while GRPO trains it: in three steps in a row its entropy is below a
+    fifth of that of the first two, or its completions are three times longer or shorter, and the reward has fallen.
+    `refuse` ends the round, and its samples are free again; `gate` tests the last checkpoint before these steps, if
+    there is one."""
     max_uses: int = Field(default=3, gt=0)
     """Maximum number of compared rounds that use a sample: a rejected round releases samples that were used less
     often, a promoted one those of them that gave no gradient."""

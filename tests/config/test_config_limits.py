@@ -49,6 +49,14 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
         ({"training": {"lora": {"alpha": 0}}}, r"`training\.lora\.alpha`"),
         ({"training": {"lora": {"dropout": 1}}}, r"`training\.lora\.dropout`"),
         ({"training": {"lora": {"target_modules": []}}}, r"`training\.lora\.target_modules"),
+        (
+            {"training": {"lora": {"target_modules": ["q_proj", "lm_head"]}}},
+            r"target_modules`: lm_head cannot have",
+        ),
+        ({"training": {"lora": {"target_modules": ["model.embed_tokens"]}}}, r"embed_tokens cannot have an adapter"),
+        ({"training": {"lora": {"target_modules": r"(.*_proj|lm_\w+)"}}}, r"lm_head cannot have an adapter"),
+        ({"training": {"lora": {"target_modules": r".*\.(q_proj|embed_tokens)"}}}, r"embed_tokens cannot have an"),
+        ({"training": {"lora": {"target_modules": "*_proj"}}}, r"target_modules`: it is not a regular expression"),
         ({"training": {"learning_rate": float("inf")}}, r"`training\.learning_rate`"),
         ({"training": {"seed": -100}}, r"`training\.seed`"),
         ({"training": {"seed": 2**40}}, r"`training\.seed`"),
@@ -57,6 +65,12 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
 def test_a_round_that_could_come_to_nothing_is_refused(tmp_path: Path, sections: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         parse(sections, "test", tmp_path)
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "self_attn.k_proj"], r".*\.(q|v)_proj"])
+def test_linear_layers_can_have_an_adapter(tmp_path: Path, modules: str | list[str]) -> None:
+    sections = {"training": {"lora": {"target_modules": modules}}}
+    assert parse(sections, "test", tmp_path).training.lora.target_modules == modules
 
 
 def test_a_rank_that_the_server_takes_is_taken(tmp_path: Path) -> None:

@@ -96,6 +96,20 @@ def test_the_value_under_the_pointer_and_the_way_to_its_rollouts(visitor: Visito
     page.wait_for_url(re.compile(r"/rollouts/r0001\?step=1$"))
 
 
+def test_where_the_time_of_a_round_went(
+    own_state: Config, live_directory: Path, visitor: Visitor, own_address: str
+) -> None:
+    metrics = Metrics(live_directory)
+    times = {"generate": 10.0, "grade": 5.0, "sync": 1.0, "train": 4.0}
+    busy = {"engines": 10.0, "judge": 12.0, "trainer": 4.0}
+    for number in range(1, 11):
+        metrics.step(number, 10, step(number, seconds=times, busy=busy, overlap=0))
+    page = visitor.open(f"{own_address}/rounds/{LIVE}")
+    expect(page.locator("#times tbody tr").nth(1)).to_have_text("the judge alone50 s25 %")
+    expect(page.locator("#times")).to_contain_text("Idle: engines 50 %, judge 40 %, trainer 80 % of the time.")
+    expect(page.locator("#times")).to_contain_text("training.overlap would have saved about 45 s of 3 min 20 s.")
+
+
 def test_rounds_drawn_over_each_other(check: Check, visitor: Visitor, address: str) -> None:
     page = visitor.open(f"{address}/rounds")
     page.get_by_label("Draw r0001").check()

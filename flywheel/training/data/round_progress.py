@@ -219,8 +219,10 @@ def _numbers(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
             yield f"{above}{name}", float(value)
 
 
-UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate", "kl")
-"""TRL's figures of an update that `metrics.jsonl` has; `kl` only with `training.beta`."""
+UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate")
+"""TRL's figures of an update that `metrics.jsonl` has."""
+TOKEN_MEANS: Final = ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl")
+"""Means over an update's trained tokens that `metrics.jsonl` has; `kl` only with `training.beta`."""
 
 
 class Metrics:

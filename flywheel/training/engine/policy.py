@@ -161,8 +161,9 @@ def load_policy(
 ) -> Any:
     """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect. The base
     model has the checkpoint's dtype unless another one is named; the adapter is float32 if that is half precision.
-    Raises TrainError where a `quantization` is not possible."""
+    Raises TrainError where a `quantization` or the layers of `lora` are not possible."""
     from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
@@ -182,7 +183,15 @@ def load_policy(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, settings)
+    attempted = f"put an adapter on layers of {base} (training.lora.target_modules)"
+    try:
+        adapted = get_peft_model(model, settings)
+    except ValueError as error:
+        raise TrainError(attempted, str(error).strip(), "Name linear layers of this model, or all-linear.") from error
+    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
+        why = "its output layer is one of them, and its adapter would not be trained"
+        raise TrainError(attempted, why, "Leave the output layer out.")
+    return adapted
 
 
 def save_adapter(model: Any, directory: Path) -> None:
@@ -213,6 +222,17 @@ def copy_adapter(source: Path, directory: Path) -> None:
             shutil.copy(source, target)
 
     _appear(directory, lambda beside: shutil.copytree(source, beside, copy_function=link))
+
+
+def adapter_of_checkpoint(checkpoint: Path, directory: Path) -> None:
+    """Copy the adapter of a trainer's checkpoint, without the optimizer. The directory appears atomically."""
+
+    def copy(beside: Path) -> None:
+        beside.mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(checkpoint / name, beside)
+
+    _appear(directory, copy)
 
 
 def _appear(directory: Path, write: Callable[[Path], object]) -> None:

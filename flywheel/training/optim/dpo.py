@@ -11,6 +11,7 @@ of the losses: DPO (arXiv 2305.18290), conservative DPO for `label_smoothing` (E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from flywheel.config.training import DpoSettings
 from flywheel.training.data.samples import Pair, micro_batches
 from flywheel.training.engine.policy import adapter_dtype_kept
 from flywheel.training.optim.grpo import AdapterCheckpoints, shared_arguments
+from flywheel.training.optim.out_of_memory import fitting, micro_batch
 
 PairBatch = dict[str, torch.Tensor]
 """`input_ids`, `attention_mask` and `completion_mask`, each (2B, T): B chosen replies, then their rejected ones."""
@@ -46,16 +48,24 @@ class PairTrainer(AdapterCheckpoints, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward passes of a whole step. Returns its loss, the mean over its pairs."""
+        """Forward and backward passes of a whole step, repeated in smaller micro-batches where they run out of memory
+        (`fitting`). Returns its loss, the mean over its pairs. Raises TrainError where a single pair does not fit."""
         model.train()
-        pairs = self._pairs_of(self.state.global_step)
-        batches = micro_batches(pairs, self._micro_batch_tokens)
+        passes = partial(self._passes, model, self._pairs_of(self.state.global_step))
+        loss, self._micro_batch_tokens = fitting(self, model, self._micro_batch_tokens, passes)
+        return loss
+
+    def _passes(self, model: Any, pairs: Sequence[Pair], max_tokens: int) -> torch.Tensor:
+        """The passes of the step in micro-batches of at most so many tokens. Raises MemoryShortError."""
+        batches = micro_batches(pairs, max_tokens)
         loss = torch.zeros((), device=self.accelerator.device)
         for batch in batches:
-            with self.compute_loss_context_manager():
-                tensors = pair_tensors(batch, pad=self._tokenizer.pad_token_id, device=self.accelerator.device)
-                part = self._compute_loss(model, tensors, False) * (len(batch) / len(pairs))
-            self.accelerator.backward(part)
+            longest = batch[0].tokens
+            with micro_batch(len(batch), len(batch) * longest, longest // 2):
+                with self.compute_loss_context_manager():
+                    tensors = pair_tensors(batch, pad=self._tokenizer.pad_token_id, device=self.accelerator.device)
+                    part = self._compute_loss(model, tensors, False) * (len(batch) / len(pairs))
+                self.accelerator.backward(part)
             loss += part.detach()
         # TRL takes the mean over micro-batches, which differ in their number of pairs.
         for name in MEANS:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,11 +40,15 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import Sample, TrainingRow, micro_batches, token_counts, token_weights
 from flywheel.training.engine.policy import adapter_dtype_kept
+from flywheel.training.optim.out_of_memory import fitting, micro_batch
 
 MicroBatch = dict[str, torch.Tensor]
 """The inputs of TRL's loss by name."""
 PREFIX: Final = "rows/"
 """Prefix of the figures of an update that `RoundTrainer` adds to TRL's."""
+MEANS: Final = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "nll", "clipped_share", "kl")
+"""Those that are means over the trained tokens of the step. TRL averages over micro-batches of different sizes. The
+last one is there only with `training.beta`."""
 NO_ENGINE: Final = math.inf
 """Stands for the log-probability of a recorded token, which no engine generated."""
 NOTHING: Final = TrainingRow(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
@@ -97,27 +102,55 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
         return self._micro_batches
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward passes of a whole step. Returns its loss."""
+        """Forward and backward passes of a whole step, repeated in smaller micro-batches where they run out of memory
+        (`fitting`). Returns its loss. Raises TrainError for a row that does not fit alone."""
         model.train()
-        batches = self._prepare_inputs(inputs)
-        if not batches and self.accelerator.scaler is not None:
+        if not self._prepare_inputs(inputs) and self.accelerator.scaler is not None:
             # The scaler of half precision refuses an optimizer step without gradients.
             self.accelerator.backward(sum(p.sum() for p in model.parameters() if p.requires_grad) * 0.0)
+        passes = partial(self._passes, model)
+        (loss, stats), self._micro_batch_tokens = fitting(self, model, self._micro_batch_tokens, passes)
+        self._step += 1
+        self._report(stats)
+        return loss
+
+    def _passes(self, model: Any, max_tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The passes of the step in micro-batches of at most so many tokens. Returns its loss and the figures of each
+        micro-batch. Raises MemoryShortError."""
+        # These are copies: after a failed attempt, the inputs are what they were.
+        batches = [part for batch in self._micro_batches for part in self._divided(batch, max_tokens)]
         loss = torch.zeros((), device=self.accelerator.device)
         stats: list[torch.Tensor] = []
         for place, batch in enumerate(batches):
             is_last = place == len(batches) - 1
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
+            lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
+            with (
+                micro_batch(len(lengths), len(lengths) * width(batch), int(lengths.max())),
+                contextlib.nullcontext() if is_last else self.accelerator.no_sync(model),
+            ):
+                if self.beta and "ref_per_token_logps" not in batch:
+                    batch["ref_per_token_logps"] = self._reference(batch)
                 self._current = batch
-                with self.compute_loss_context_manager():
-                    part = self._compute_loss(model, batch)
-                self._current = None
+                try:
+                    with self.compute_loss_context_manager():
+                        part = self._compute_loss(model, batch)
+                finally:
+                    self._current = None
                 self.accelerator.backward(part)
             loss += part.detach()
-            stats.append(batch["stats"])
-        self._step += 1
-        self._report(stats)
-        return loss
+            stats.append(batch.pop("stats"))
+        self._micro_batches = batches
+        return loss, stats
+
+    def _divided(self, batch: MicroBatch, max_tokens: int) -> list[MicroBatch]:
+        """A micro-batch as several of at most so many tokens with padding, at least a row each. What the first update
+        has set stays with its rows. Processes have equal numbers of rows, so those of several stay as they are."""
+        rows = len(batch["completion_ids"])
+        size = max(1, max_tokens // width(batch)) if self.accelerator.num_processes == 1 else rows
+        return [
+            {name: value[at : at + size] if value.dim() else value for name, value in batch.items()}
+            for at in range(0, rows, size)
+        ]
 
     def _tensors(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         """The rows as inputs of TRL's loss, whose normaliser is the number of trained tokens of all processes."""
@@ -129,15 +162,10 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
         weights = token_weights(
             counts, self._training.loss_type, tokens=tokens, rollouts=rollouts, longest=self.max_completion_length
         )
-        batches = self._equally_many(micro_batches(rows, self._micro_batch_tokens))
-        made = [
+        return [
             tensors(batch, weights, tokens, pad=self._tokenizer.pad_token_id, device=self.accelerator.device)
-            for batch in batches
+            for batch in self._equally_many(micro_batches(rows, self._micro_batch_tokens))
         ]
-        if self.beta:
-            for each in made:
-                each["ref_per_token_logps"] = self._reference(each)
-        return made
 
     def _equally_many(self, batches: list[list[TrainingRow]]) -> list[list[TrainingRow]]:
         """Adds rows without weight: TRL gathers a figure of each row, so all processes need as many of them."""
@@ -205,17 +233,28 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
                 # The loss is linear in the advantage, whose sign this keeps.
                 batch["advantages"] = batch["advantages"][:, None] * torch.where(trained, weights, 1.0)  # (B, T)
         ratio, gap = (logps - engine)[trained].exp(), (batch["first_logps"] - engine)[trained].abs()
-        capped = ratio > self._training.importance_cap
-        sums = trained.sum(), entropies[trained].sum(), ratio.sum(), capped.sum(), gap.sum(), -logps[trained].sum()
-        batch["stats"] = torch.stack(sums)
+        of_update = (logps - batch["old_per_token_logps"]).exp()  # (B, T)
+        capped, clipped = ratio > self._training.importance_cap, self._clipped(batch["advantages"], of_update)
+        figures = [entropies[trained], ratio, capped, gap, -logps[trained], clipped[trained]]
+        if self.beta:
+            # The estimator and its importance weight are those of the loss.
+            of_reference = batch["ref_per_token_logps"] - logps
+            figures.append((of_update * (of_reference.exp() - of_reference - 1))[trained])
+        batch["stats"] = torch.stack([trained.sum(), *(figure.sum() for figure in figures)])
+
+    def _clipped(self, advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+        """Which tokens the clip range leaves without a gradient, (B, T), by their ratio to the old policy, (B, T).
+        Advantages are (B,) or (B, T)."""
+        advantages = advantages.reshape(len(advantages), -1)
+        low, high = ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high
+        return (low & (advantages < 0)) | (high & (advantages > 0))
 
     def _report(self, stats: list[torch.Tensor]) -> None:
         """Hand the means over the step's trained tokens to TRL's log."""
         if not stats:
             return
         tokens, *sums = self.accelerator.reduce(torch.stack(stats).sum(0), reduction="sum").tolist()
-        names = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "nll")
-        figures = {name: value / tokens for name, value in zip(names, sums, strict=True)}
+        figures = {name: value / tokens for name, value in zip(MEANS, sums, strict=False)}
         for name, value in {**figures, "trained_tokens": tokens, "micro_batches": float(len(stats))}.items():
             self._metrics["train"][PREFIX + name].append(value)
 
@@ -257,6 +296,11 @@ def tensors(
         "num_items_in_batch": torch.tensor(float(tokens)),
     }
     return {name: value.to(device) for name, value in found.items()}
+
+
+def width(batch: MicroBatch) -> int:
+    """Tokens of each row, with padding."""
+    return int(batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1])
 
 
 def grpo_config(

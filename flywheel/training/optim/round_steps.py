@@ -38,7 +38,7 @@ learned: from there on, corrections and clipping are about the quantisation and 
 
 
 class RoundRefusedError(Exception):
-    """This round's tasks have no training signal; the message says why."""
+    """Nothing can be learned in this round, or its policy has collapsed; the message says why."""
 
 
 def refuse_without_spread(batches: Sequence[RolloutBatch], min_share: float) -> None:

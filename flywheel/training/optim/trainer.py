@@ -28,10 +28,17 @@ from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, last_checkpoint
-from flywheel.training.data.round_progress import UPDATE_FIGURES, Meter, Metrics
+from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
-from flywheel.training.engine.policy import load_policy, loaded_adapter, save_adapter, trainer_dtypes
+from flywheel.training.engine.policy import (
+    adapter_of_checkpoint,
+    load_policy,
+    loaded_adapter,
+    save_adapter,
+    trainer_dtypes,
+)
 from flywheel.training.engine.ray_cluster import RoundActor
+from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError, CollapseWatch
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.prefetch import Prefetch
@@ -131,9 +138,18 @@ class Trainer(RoundActor):
                 with run:
                     run.recall(0 if checkpoint is None else checkpoint.updates // updates)
                     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+            except CollapsedError as reason:
+                # The rollouts of the first of these steps are already by weights that have collapsed.
+                last_good = run.steps_done - IN_A_ROW - 1 - training.overlap
+                good = last_checkpoint(adapter.parent, updates * last_good)
+                refusal = str(reason)
+                if training.on_collapse == "gate" and good is not None:
+                    log.warning("%s; the gate tests the adapter after step %d", reason, good.updates // updates)
+                    adapter_of_checkpoint(good.path, adapter)
+                    refusal = ""
             except RoundRefusedError as reason:
                 refusal = str(reason)
-        if not refusal:
+        if not refusal and not adapter.exists():
             save_adapter(self._model, adapter)
         sync.clean_up()
         return Trained(
@@ -271,7 +287,7 @@ class TrainingRun:
     ) -> None:
         """`load` loads the current weights into the engines. Earlier stages took so many steps `before`, from which
         the numbers of these go on."""
-        self._settings, self._before, self._name = settings, before, spec.round_id
+        self._settings, self._before, self._name, self._directory = settings, before, spec.round_id, directory
         self._load, self._meter = load, meter
         self._metrics = Metrics(directory, settings.tracking.events)
         self._seconds: dict[str, float] = {}
@@ -293,6 +309,7 @@ class TrainingRun:
         self._stored = StoredSteps(directory, before)
         self._steps = RoundSteps(spec, settings, prompts, collector, self._stored)
         self._prefetch = Prefetch(self._steps.collect, collector.close)
+        self._collapse = CollapseWatch()
 
     def __enter__(self) -> Self:
         return self
@@ -315,9 +332,11 @@ class TrainingRun:
     def recall(self, steps: int) -> None:
         """Read the rollouts of steps that an earlier worker has taken and that its checkpoint contains. Raises
         TrainError."""
+        entropies = {line["step"]: line.get("entropy") for line in read_steps(self._directory)} if steps else {}
         for step in range(steps):
             self.roll_out(step)
             self._count(step + 1)
+            self._collapse.rolled_out(entropies.get(self._before + step + 1), self._batch)
         if steps:
             log.info("%s goes on from its checkpoint after step %d", self._name, self._before + steps)
             # It was within its limit when these steps were taken.
@@ -374,7 +393,7 @@ class TrainingRun:
         refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
 
     def report(self, step: int, logs: Mapping[str, float]) -> None:
-        """Write the metrics line of a completed step, which counts from 1. Raises TrainError."""
+        """Write the metrics line of a completed step, counted from 1. Raises RoundRefusedError and TrainError."""
         self._write_metrics(step, logs)
         self._count(step)
         seconds = sum(self._batch.seconds.values())
@@ -382,6 +401,7 @@ class TrainingRun:
         if self._gap is None:
             self._gap = logs.get("rows/logprob_gap")
             refuse_wide_gap(self._gap, self._settings.model.trainer_quantization)
+        self._collapse.rolled_out(logs.get("rows/entropy"), self._batch)
 
     def _count(self, step: int) -> None:
         """Count a completed step with the rewards of its rollouts."""
@@ -406,12 +426,8 @@ class TrainingRun:
             {
                 **summary,
                 **{name: logs.get(name) for name in UPDATE_FIGURES},
-                **{
-                    name: logs.get(f"rows/{name}")
-                    for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")
-                },
+                **{name: logs.get(f"rows/{name}") for name in TOKEN_MEANS},
                 "stage": "grpo",
-                "clipped_share": logs.get("clip_ratio/region_mean"),
                 "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
                 "trained_tokens": int(trained),
                 "temperature": self._settings.rollout.temperature,

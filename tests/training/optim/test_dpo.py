@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config
+from flywheel.errors import TrainError
 from flywheel.records.round import METRICS_FILE, AdapterRef
 from flywheel.training.data.samples import Pair, Sample
 from tests.factories.round import round_spec
-from tests.training.optim.test_grpo import POLICY, policy
+from tests.training.optim.test_grpo import POLICY, OutOfMemory, policy
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -50,8 +51,11 @@ def settings(**dpo: Any) -> Config:
     )
 
 
-def train(directory: Path, configured: Config, pairs: Any = PAIRS, parent: Any = None) -> tuple[list[Any], Any]:
-    """The lines of the metrics, and the trainer. `parent` is a policy that the stage starts from."""
+def train(
+    directory: Path, configured: Config, pairs: Any = PAIRS, parent: Any = None, prepare: Any = None
+) -> tuple[list[Any], Any]:
+    """The lines of the metrics, and the trainer. `parent` is a policy that the stage starts from; `prepare` is called
+    with the policy before it is trained."""
     from flywheel.training.engine.policy import save_adapter
     from flywheel.training.optim.trainer import Trainer
 
@@ -62,6 +66,8 @@ def train(directory: Path, configured: Config, pairs: Any = PAIRS, parent: Any =
         save_adapter(parent, directory / "parent")
         start = AdapterRef(name="r0001", path=str(directory / "parent"), sha256="")
     trainer.start(start)
+    if prepare is not None:
+        prepare(trainer._model)
     trainer.prefer(pairs, directory / "adapter", 0)
     lines = [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
     return lines, trainer
@@ -167,3 +173,43 @@ def test_tokens_of_tool_results_add_no_term(tmp_path: Path) -> None:
     lines, _ = train(tmp_path, settings(learning_rate=1e-2), [equal])
     assert [line["loss"] for line in lines] == [pytest.approx(math.log(2), rel=1e-6)] * 2
     assert [line["grad_norm"] for line in lines] == [pytest.approx(0.0, abs=1e-6)] * 2
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(tmp_path: Path, half: str) -> None:
+    """With the same figures and weights as without, whichever of its passes failed."""
+    from safetensors.torch import load_file
+
+    def weights(folder: str) -> dict[str, Any]:
+        return load_file(tmp_path / folder / "adapter" / "adapter_model.safetensors")
+
+    configured = settings(learning_rate=1e-3, epochs=1, batch_size=4)
+    training = configured.training.model_copy(update={"micro_batch_tokens": 2 * PAIRS[1].tokens})
+    configured = configured.model_copy(update={"training": training})
+    pairs = [*PAIRS, replace(PAIRS[0], task_id="d", chosen=PAIRS[0].rejected, rejected=PAIRS[0].chosen)]
+    [wanted], _ = train(tmp_path / "calm", configured, pairs)
+    # Two micro-batches of two pairs, each with a pass of the policy and then one of the reference without gradients.
+    for at in (0, 1, 2, 3) if half == "forward" else (0, 2):
+        failing: list[OutOfMemory] = []
+
+        def prepare(model: Any, at: int = at, failing: list[OutOfMemory] = failing) -> None:
+            failing.append(OutOfMemory(model, half, at=at))
+
+        name = f"{half}-{at}"
+        [line], _ = train(tmp_path / name, configured, pairs, prepare=prepare)
+        assert len(failing[0].sizes) > at + 1 + 4
+        for figure in ("loss", "margin", "accuracy", "chosen", "rejected", "grad_norm"):
+            assert line[figure] == pytest.approx(wanted[figure], rel=1e-5, abs=1e-7), figure
+        found = weights(name)
+        for key, weight in weights("calm").items():
+            assert (found[key] - weight).abs().max() < 1e-5, key
+
+
+def test_a_pair_that_does_not_fit_alone_is_refused_with_its_length(tmp_path: Path) -> None:
+    longest = max(pair.tokens for pair in PAIRS)
+
+    def prepare(model: Any) -> None:
+        OutOfMemory(model, "forward", most=longest - 1)
+
+    with pytest.raises(TrainError, match=f"cannot train on a sample of {longest // 2} tokens"):
+        train(tmp_path, settings(), prepare=prepare)

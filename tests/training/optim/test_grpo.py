@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,6 +293,55 @@ def test_the_metrics_are_means_over_the_steps_trained_tokens(tmp_path: Path) -> 
         assert logs["grad_norm"] > 0
 
 
+def trained_logps(model: Any) -> list[float]:
+    """Log-probabilities of the trained tokens of all rows by a model, in their order."""
+    import torch
+
+    with torch.no_grad():
+        each = [(row.sample, logps_of(model, row.sample).tolist()) for row in rows()]
+    return [logps[at - 1] for sample, logps in each for at in sample.trained]
+
+
+def test_the_clipped_share_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
+    engine = [row.sample.logprobs[at] for row in rows() for at in row.sample.trained]
+    advantages = [row.advantage for row in rows() for _ in row.sample.trained]
+    ratios = [math.exp(own - given) for own, given in zip(trained_logps(policy()), engine, strict=True)]
+    clipped = [
+        ratio < 0.8 if advantage < 0 else ratio > 1.28 and advantage > 0
+        for ratio, advantage in zip(ratios, advantages, strict=True)
+    ]
+    assert 0 < sum(clipped) < len(clipped)
+    for budget in (10_000, 30, 1):
+        [(_, logs)] = Trained(tmp_path, rows(), importance="engine", micro_batch_tokens=budget).logs
+        assert logs["rows/clipped_share"] == pytest.approx(sum(clipped) / len(clipped), rel=1e-5)
+        assert "rows/kl" not in logs
+
+
+def test_the_kl_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
+    """That of a second update: before the first one, the policy is the reference."""
+    training = {"beta": 0.1, "learning_rate": 1e-3, "clip_epsilon": 0.01, "clip_epsilon_high": 0.01}
+    once = Trained(tmp_path, rows(), **training)
+    pairs = list(zip(trained_logps(once.model), trained_logps(policy()), strict=True))
+    # The reference is also the old policy, by which the loss weights its KL term.
+    terms = [math.exp(own - first) * (math.exp(first - own) - (first - own) - 1) for own, first in pairs]
+    kl = sum(terms) / len(terms)
+    assert kl > 1e-3
+    advantages = [row.advantage for row in rows() for _ in row.sample.trained]
+    clipped = [
+        (own - first > math.log(1.01)) if advantage > 0 else (own - first < math.log(0.99)) and advantage < 0
+        for (own, first), advantage in zip(pairs, advantages, strict=True)
+    ]
+    assert 0 < sum(clipped) < len(clipped)
+    found = [
+        Trained(tmp_path, rows(), **training, **TWICE, micro_batch_tokens=budget).logs[0][1]
+        for budget in (10_000, 30, 1)
+    ]
+    for logs in found:
+        assert logs["rows/kl"] == pytest.approx(found[0]["rows/kl"], rel=1e-5)
+        assert logs["rows/kl"] == pytest.approx(kl, rel=1e-4)
+        assert logs["rows/clipped_share"] == pytest.approx(sum(clipped) / len(clipped), rel=1e-5)
+
+
 def trl_alone(directory: Path, given: Sequence[TrainingRow], group: int, **arguments: Any) -> dict[str, Any]:
     """The gradient of TRL's own GRPOTrainer on one sample per rollout, with its own forward pass for its correction
     and its own padding, advantages and normaliser."""
@@ -463,6 +513,145 @@ def test_the_second_update_has_the_first_ones_policy_as_the_old_one(tmp_path: Pa
     assert logs["rows/ratio_mean"] != pytest.approx(once["rows/ratio_mean"], rel=1e-6)
 
 
+def test_out_of_memory_means_torchs_own_errors() -> None:
+    """Of a GPU, and the real one of a CPU."""
+    import torch
+
+    from flywheel.training.optim.out_of_memory import MemoryShortError, micro_batch
+
+    with pytest.raises(MemoryShortError), micro_batch(2, 20, 10):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 8 GiB.")
+    with pytest.raises(MemoryShortError), micro_batch(2, 20, 10):
+        torch.empty(2**58, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="size"), micro_batch(2, 20, 10):
+        torch.zeros(2) @ torch.zeros(3)
+
+
+def test_several_processes_do_not_repeat_a_step() -> None:
+    """One that ran out of memory would wait for the others, which go on with their division."""
+    from flywheel.training.optim.out_of_memory import MemoryShortError, fitting
+
+    def passes(_: int) -> None:
+        raise MemoryShortError(4, 400, 100)
+
+    trainer = SimpleNamespace(_metrics={"train": {}}, accelerator=SimpleNamespace(num_processes=2))
+    with pytest.raises(MemoryShortError, match="out of memory in a micro-batch of 400 tokens"):
+        fitting(trainer, None, 400, passes)
+
+
+class OutOfMemory:
+    """Makes one pass of a policy fail: the forward or the backward pass of the `at`-th micro-batch, from 0. Or all
+    passes of more than `most` tokens with padding, in their half."""
+
+    def __init__(self, model: Any, half: str, *, at: int = -1, most: int | None = None) -> None:
+        import torch
+
+        self.at, self.most, self.seen = at, most, 0
+        self.sizes: list[int] = []
+
+        class Failing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, hidden: Any, fails: bool) -> Any:
+                ctx.fails = fails
+                return hidden.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                if ctx.fails:
+                    exhaust()
+                return grads[0], None
+
+        def exhaust() -> None:
+            torch.empty(2**58, dtype=torch.uint8)
+
+        def forward(_: Any, arguments: Any, result: Any) -> Any:
+            size = result.shape[0] * result.shape[1]
+            self.sizes.append(size)
+            fails = self.seen == self.at or (self.most is not None and size > self.most)
+            self.seen += 1
+            if fails and half == "forward":
+                exhaust()
+            return Failing.apply(result, fails and torch.is_grad_enabled())
+
+        # Of the last layer, so that all passes before it have allocated their part.
+        model.base_model.model.model.layers[-1].register_forward_hook(forward)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("importance", ["truncated", "engine"])
+def test_a_step_that_runs_out_of_memory_has_the_gradient_of_an_undisturbed_one(
+    tmp_path: Path, half: str, importance: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At each of its micro-batches. Nothing of the failed attempt is in the figures."""
+    calm = Trained(tmp_path, rows(), importance=importance, micro_batch_tokens=40)
+    [(_, wanted)] = calm.logs
+    batches = int(wanted["rows/micro_batches"])
+    assert batches > 2
+    for at in range(batches):
+        model = policy()
+        failing = OutOfMemory(model, half, at=at)
+        caplog.clear()
+        done = Trained(tmp_path, rows(), model, importance=importance, micro_batch_tokens=40)
+        [gradient] = done.gradients
+        assert_equal(gradient, calm.gradients[0], tolerance=1e-5)
+        [(_, logs)] = done.logs
+        assert logs["rows/micro_batches"] > batches
+        assert len(failing.sizes) == at + 1 + logs["rows/micro_batches"]
+        assert done.steps == [0], "its rollouts are not asked again"
+        for name in ("trained_tokens", "entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "clipped_share"):
+            assert logs[f"rows/{name}"] == pytest.approx(wanted[f"rows/{name}"], rel=1e-5), name
+        assert logs["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6)
+        assert done.trainer._micro_batch_tokens == failing.sizes[at] // 2
+        [line] = [each.getMessage() for each in caplog.records if "out of memory" in each.getMessage()]
+        assert f"a micro-batch of {failing.sizes[at]} tokens: this step is repeated" in line
+
+
+def test_the_smaller_micro_batches_stay(tmp_path: Path) -> None:
+    """With memory for 17 tokens in a pass, which is the longest row: only the first step is repeated."""
+    model = policy()
+    longest = max(row.tokens for row in rows())
+    failing = OutOfMemory(model, "backward", most=longest)
+    done = Trained(tmp_path, rows(), model, steps=2, micro_batch_tokens=10_000, learning_rate=1e-4)
+    calm = Trained(tmp_path, rows(), steps=2, micro_batch_tokens=10_000, learning_rate=1e-4)
+    assert [step for step, _ in done.logs] == [1, 2]
+    for found, wanted in zip(done.gradients, calm.gradients, strict=True):
+        assert_equal(found, wanted, tolerance=1e-4)
+    last = int(done.logs[1][1]["rows/micro_batches"])
+    assert 1 < sum(size > longest for size in failing.sizes) < 5
+    assert max(failing.sizes[-last:]) <= longest
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_second_update_that_runs_out_of_memory_keeps_the_first_ones_policy(
+    tmp_path: Path, half: str, beta: float
+) -> None:
+    training = {**TWICE, "beta": beta, "learning_rate": 1e-3, "micro_batch_tokens": 40}
+    calm = Trained(tmp_path, rows(), **training)
+    [(_, wanted)] = calm.logs
+    passes = calm.passes
+    model = policy()
+    failing = OutOfMemory(model, half, at=passes - 2)
+    done = Trained(tmp_path, rows(), model, **training)
+    for found, expected_gradient in zip(done.gradients, calm.gradients, strict=True):
+        assert_equal(found, expected_gradient, tolerance=1e-5)
+    [(_, logs)] = done.logs
+    assert len(failing.sizes) > passes
+    for name in ("ratio_mean", "logprob_gap", "clipped_share", *(["kl"] if beta else [])):
+        assert logs[f"rows/{name}"] == pytest.approx(wanted[f"rows/{name}"], rel=1e-4), name
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_row_that_does_not_fit_alone_is_refused_with_its_length(tmp_path: Path, half: str) -> None:
+    longest = max(row.tokens for row in rows())
+    model = policy()
+    OutOfMemory(model, half, most=longest - 1)
+    with pytest.raises(TrainError, match=f"cannot train on a sample of {longest} tokens: memory does not") as caught:
+        Trained(tmp_path, rows(), model)
+    assert not caught.value.retryable
+    assert "rollout.max_model_len or rollout.max_completion_tokens" in caught.value.hint
+
+
 def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
     """All its groups were dropped. The optimizer's momentum must not move the weights either."""
     moved: list[dict[str, Any]] = []
@@ -486,17 +675,50 @@ def test_a_step_without_rows_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_ends_the_round(tmp_path: Path) -> None:
     broken = TrainingRow(0, Sample((1, 2, 3), (False, True, True), (None, -0.5, float("nan"))), 1.0)
-    with pytest.raises(TrainError, match="cannot take step 1 of the round: loss is nan"):
+    with pytest.raises(TrainError, match="cannot take step 1 of the round: loss is nan") as caught:
         Trained(tmp_path, [*rows(), broken])
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_figure_that_is_not_a_number_names_its_step_and_is_not_retried(name: str, value: float) -> None:
+    """It is that of any update of a step, and the step is reported before the error."""
+    from flywheel.training.optim.grpo import StepLog
+
+    reported: list[int] = []
+    log = StepLog(lambda step, _: reported.append(step))
+    arguments = SimpleNamespace(num_iterations=2)
+    figures = {"loss": 0.5, "grad_norm": 1.0}
+    log.on_log(arguments, SimpleNamespace(global_step=4), None, figures)
+    with pytest.raises(TrainError, match=f"cannot take step 3 of the round: {name} is {value}") as caught:
+        log.on_log(arguments, SimpleNamespace(global_step=5), None, {**figures, name: value})
+    assert not caught.value.retryable
+    assert reported == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [(["q_proj", "lm_head"], "its output layer is one of them"), (["no_proj"], "no_proj.* not found in the base")],
+)
+def test_layers_that_this_model_cannot_train_are_not_tried_again(modules: list[str], why: str) -> None:
+    """Models have different names of their layers, so that the settings cannot know all of them."""
+    from flywheel.training.engine.policy import load_policy
+
+    lora = LoraSettings.model_construct(target_modules=modules, r=8, alpha=16.0, dropout=0.0)
+    with pytest.raises(TrainError, match=rf"\(training\.lora\.target_modules\): .*{why}") as caught:
+        load_policy(str(POLICY), None, lora, seed=1)
+    assert not caught.value.retryable
 
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
-    from flywheel.training.data.round_progress import UPDATE_FIGURES
+    from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES
     from flywheel.training.engine.policy import save_adapter
 
     done = Trained(tmp_path / "trl", rows(), beta=0.1, micro_batch_tokens=30)
-    assert done.logs[0][1]["kl"] == pytest.approx(0, abs=1e-5)
-    assert set(UPDATE_FIGURES) <= set(done.logs[0][1]), "they are in metrics.jsonl"
+    assert done.logs[0][1]["rows/kl"] == pytest.approx(0, abs=1e-5)
+    figures = {*UPDATE_FIGURES, *(f"rows/{name}" for name in TOKEN_MEANS)}
+    assert figures <= set(done.logs[0][1]), "they are in metrics.jsonl"
     save_adapter(done.model, tmp_path / "adapter")
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",

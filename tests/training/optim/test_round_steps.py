@@ -55,6 +55,7 @@ class Scripted:
         self.asked: list[list[str]] = []
 
     weights = RewardWeights()
+    judge_seconds = 0.0
 
     def forget(self, batch: RolloutBatch) -> None:
         """Nothing of a step is kept."""
@@ -262,7 +263,7 @@ def test_a_round_goes_on_as_if_no_worker_had_died(tmp_path: Path, done: int) -> 
         again.report(step + 1, LOGS)
     for name in ("usage", "system_prompts", "with_gradient", "reward_first", "reward_last", "steps_done"):
         assert getattr(again, name) == getattr(whole, name)
-    of_time = ("at", "seconds", "tokens_per_second")
+    of_time = ("at", "seconds", "busy", "tokens_per_second")
     lines = [metrics_of(tmp_path / name) for name in ("whole", "again")]
     kept = [[{name: line[name] for name in line if name not in of_time} for line in each] for each in lines]
     assert kept[0] == kept[1]

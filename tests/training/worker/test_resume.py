@@ -3,13 +3,16 @@ about nothing that was graded."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,27 @@ def planned(judge_url: str, overlap: int) -> RoundSpec:
 
 def graded(directory: Path) -> int:
     return read(directory / "partial.jsonl").count("\n")
+
+
+class Judge:
+    """The demo's judge, which answers no more calls once `holds` returns true: the moment of a death is then exact."""
+
+    def __init__(self) -> None:
+        self.holds: Callable[[], bool] = lambda: False
+        self.released = threading.Event()
+
+    def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self.holds():
+            self.released.wait(600)
+        return judge.complete(request)
+
+    @contextlib.contextmanager
+    def holding(self, when: Callable[[], bool]) -> Iterator[None]:
+        self.released.clear()
+        self.holds = when
+        yield
+        self.holds = lambda: False
+        self.released.set()
 
 
 def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], what: str) -> None:
@@ -66,15 +90,18 @@ class Resumed:
 @pytest.fixture(scope="module", params=[0, 1], ids=["plain", "overlap"])
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
     directory = tmp_path_factory.mktemp("resumed") / "r0001"
-    with judge.running() as url:
+    answering = Judge()
+    with judge.running(complete=answering) as url:
         made = planned(url, request.param)
         in_step = lambda: '"step":3' in read(directory / "metrics.jsonl") and graded(directory) >= 3  # noqa: E731
-        killed(directory, made, in_step, "rollouts of step 4")
+        with answering.holding(in_step):
+            killed(directory, made, in_step, "rollouts of step 4")
         synced = {weights(path) for path in (directory / "sync").iterdir() if not path.name.startswith(".")}
         partial = {line["weights"] for line in read_rollouts(directory / "partial.jsonl")}
         judged = graded(directory)
         in_gate = lambda: '"evaluating"' in read(directory / "metrics.jsonl") and graded(directory) >= 3  # noqa: E731
-        killed(directory, made.model_copy(update={"attempt": 2}), in_gate, "answers of the gate")
+        with answering.holding(in_gate):
+            killed(directory, made.model_copy(update={"attempt": 2}), in_gate, "answers of the gate")
         yield Resumed(run(directory, made.model_copy(update={"attempt": 3})), synced, partial, judged)
 
 

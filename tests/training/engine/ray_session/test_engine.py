@@ -25,7 +25,7 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.optim.round_steps import step_requests
-from flywheel.training.optim.trainer import TrainingRun
+from flywheel.training.optim.trainer import AdapterSync
 from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import Round
 from tests.factories.task import round_task
@@ -159,6 +159,8 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
 
     from flywheel.training.engine.policy import load_policy
 
+    adapter: LoadedAdapter | None = None
+
     def gap(generated: list[CallTokens]) -> float:
         """The mean difference of the engine's logprobs to those of the trainer's weights, in nats per token."""
         differences: list[float] = []
@@ -171,25 +173,24 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
         return sum(differences) / len(differences)
 
     def replies() -> list[CallTokens]:
-        done = generate(engine, requests(prompts, run.adapter))
+        done = generate(engine, requests(prompts, adapter))
         return [
             CallTokens(prompt.token_ids, each.token_ids, each.logprobs, (), identity=(), reply="")
             for prompt, each in zip(prompts, done, strict=True)
         ]
 
     def through_the_endpoint() -> list[CallTokens]:
-        return [call for request in requests(prompts, run.adapter) for call in asked(engine, request)]
+        return [call for request in requests(prompts, adapter) for call in asked(engine, request)]
 
-    spec = round_spec("http://127.0.0.1:9/v1")
-    run = TrainingRun(spec, settings_of(spec), tmp_path, prompts, [engine], None, None)
     model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=5)
+    sync = AdapterSync(model, [engine], tmp_path, "r0001", overlap=0)
     weights = [weight for name, weight in model.named_parameters() if "lora_B" in name]
     for _ in range(3):
         old = [weight.detach().clone() for weight in weights]
         with torch.no_grad():
             for weight in weights:
                 weight.add_(torch.randn_like(weight) * 0.3)
-        run.sync(model)
+        adapter = sync.load()
         both = replies(), through_the_endpoint()
         assert len(both[1]) == len(prompts)
         for drawn in both:
@@ -203,7 +204,7 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
         with torch.no_grad():
             for weight, after in zip(weights, new, strict=True):
                 weight.copy_(after)
-    run.clean_up()
+    sync.clean_up()
 
 
 def test_base_and_adapters_in_one_batch_answer_as_they_do_alone(

@@ -205,7 +205,7 @@ def test_a_step_replaces_groups_of_misses_and_trains_on_the_others(
         for place, each in enumerate(prompts)
     ]
     with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
-        run = TrainingRun(spec, config, tmp_path, some, [engine], collector, Meter(tmp_path, steps=2))
+        run = TrainingRun(spec, config, tmp_path, some, lambda: None, collector, Meter(tmp_path, steps=2))
         rows = run.roll_out(0)
         run.report(1, {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0})
     written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
