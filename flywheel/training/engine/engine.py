@@ -51,8 +51,9 @@ SPARE_SLOTS = 1
 model when a request for an adapter is in the same batch."""
 END_SECONDS = 0.2
 """How long vLLM's core may take to end before it is killed. SIGTERM aborts its requests at once; then it releases its
-memory, and in vLLM 0.32 its process does not end, so that any longer time is only waited for. Killing it is safe: it
-writes no file, and the system and the GPU's driver release the memory of a process that ended."""
+memory, and in vLLM 0.32 its process does not end, so that any longer time is only waited for. Killing it is safe: the
+system and the GPU's driver release the memory of a process that ended. Its rendezvous file stays behind, 2 KB where
+temporary files go (`vllm_dist_…`)."""
 END_OF_SEVERAL_SECONDS = 5.0
 """The same for a core with processes of its own (`tensor_parallel`), which also removes the memory they share."""
 
