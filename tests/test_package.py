@@ -222,6 +222,9 @@ def test_the_pages_that_texts_refer_to_exist_and_their_links_lead_somewhere() ->
             )
 
 
+UNITS = sorted(path.name for path in (ROOT / "systemd").glob("*.service"))
+
+
 def service_of(unit: str) -> configparser.SectionProxy:
     parsed = configparser.RawConfigParser(strict=False)
     parsed.optionxform = str  # type: ignore[assignment,method-assign]
@@ -240,7 +243,7 @@ def test_a_template_is_the_unit_with_places_of_its_own(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
-@pytest.mark.parametrize("unit", [path.name for path in sorted((ROOT / "systemd").iterdir())])
+@pytest.mark.parametrize("unit", UNITS)
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, unit: str) -> None:
     text = (ROOT / "systemd" / unit).read_text()
     (tmp_path / unit).write_text(text.replace("/opt/flywheel/.venv/bin/flywheel", "/bin/true"))
@@ -251,7 +254,19 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, unit: str) -
     assert "Unknown" not in done.stdout + done.stderr
 
 
-UNITS = sorted(path.name for path in (ROOT / "systemd").iterdir())
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("unit", ["flywheel.service", "flywheel@.service"])
+def test_systemd_finds_nothing_wrong_with_the_drop_in(tmp_path: Path, unit: str) -> None:
+    (tmp_path / f"{unit}.d").mkdir()
+    shutil.copy(ROOT / "systemd" / "detach.conf", tmp_path / f"{unit}.d")
+    test_systemd_finds_nothing_wrong_with_the_units(tmp_path, unit)
+    # It is read: what it misspelt would be named.
+    with (tmp_path / f"{unit}.d" / "detach.conf").open("a") as drop_in:
+        drop_in.write("KilMode=process\n")
+    with pytest.raises(AssertionError):
+        test_systemd_finds_nothing_wrong_with_the_units(tmp_path, unit)
+
+
 MOST_EXPOSURE = 20
 """Tenths of what `systemd-analyze security` calls the exposure."""
 

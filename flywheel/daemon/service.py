@@ -30,7 +30,7 @@ from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Stage
 from flywheel.daemon.status import snapshot
-from flywheel.errors import FlywheelError, LockedError, NotifyError, ServeError, TrainError
+from flywheel.errors import ConfigError, FlywheelError, LockedError, NotifyError, ServeError, TrainError
 from flywheel.judge.usage import BudgetSpentError, CallsInFlight
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import QUICK_SECONDS
@@ -38,7 +38,7 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import claims, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
-from flywheel.system.process import feed_watchdog, tell_systemd, trim_malloc
+from flywheel.system.process import feed_watchdog, in_container, tell_systemd, trim_malloc
 
 IDLE_CHECKS: Final = 2
 """Checks without work before memory is released."""
@@ -91,6 +91,7 @@ class Service:
         self._max_rounds: int | None = None
         self._finished_rounds = 0
         self._replica_errors: frozenset[tuple[str, str]] = frozenset()
+        self._detaches = config.daemon.on_stop == "detach"
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
@@ -185,7 +186,16 @@ class Service:
                 log.warning("%s", failure)
 
     async def run(self, max_rounds: int | None = None) -> None:
-        """Run until SIGTERM, SIGINT or `max_rounds` finished rounds. A second signal skips the drain."""
+        """Run until SIGTERM, SIGINT or `max_rounds` finished rounds. A second signal skips the drain.
+
+        Raises ConfigError when a worker is to outlive this process where none can.
+        """
+        if self._detaches and in_container():
+            raise ConfigError(
+                "start the daemon",
+                "daemon.on_stop is detach, and this is a container: its end ends all processes in it",
+                "Set daemon.on_stop: stop.",
+            )
         self._max_rounds = max_rounds
         loop = asyncio.get_running_loop()
         # Until the loop is closed: a signal during the last steps does not interrupt them.
@@ -255,7 +265,7 @@ class Service:
         for stage in self._stages:
             stage.wake.set()
         stop_sources = asyncio.create_task(self._sources.stop())
-        stop_round = asyncio.create_task(self._rounds.stop())
+        stop_round = asyncio.create_task(self._rounds.stop(detach=self._detaches))
         hurried = asyncio.create_task(self._hurry.wait())
         drained = asyncio.gather(*running, stop_sources, stop_round, return_exceptions=True)
         await asyncio.wait(

@@ -71,6 +71,21 @@ def gpus_of_machine() -> int:
     )
 
 
+def in_container(root: Path = Path("/")) -> bool:
+    """Whether this is a container (Docker, Podman, Kubernetes), which ends with its first process, and with it all
+    others. Not a system container, in which systemd stops services one by one."""
+    first = root / "proc/1"
+    with contextlib.suppress(OSError):
+        if (first / "comm").read_text().strip() == "systemd":
+            return False
+    marks = (root / ".dockerenv", root / "run/.containerenv")
+    if any(mark.exists() for mark in marks) or "KUBERNETES_SERVICE_HOST" in os.environ:
+        return True
+    with contextlib.suppress(OSError):
+        return any(name.startswith(b"container=") for name in (first / "environ").read_bytes().split(b"\0"))
+    return False
+
+
 def trim_malloc() -> None:
     """Return free memory of the C heap to the system. A first ingestion leaves about 80 MB. Nothing without glibc."""
     import ctypes

@@ -191,6 +191,23 @@ def test_the_unit_that_is_laid_out_keeps_its_state_where_it_says(tmp_path: Path)
     assert check_unit(there, config, [tmp_path]).result is Result.OK
 
 
+def test_a_unit_that_ends_the_worker_it_should_leave(tmp_path: Path) -> None:
+    config = tmp_path / "flywheel.yaml"
+    config.write_text("")
+    (tmp_path / "flywheel.service").write_text(UNIT.format(program=sys.executable, config=config))
+    settings = parse({"state": {"dir": str(tmp_path)}, "daemon": {"on_stop": "detach"}}, "a test", tmp_path)
+    told = check_unit(settings, config, [tmp_path])
+    assert (told.result, "KillMode=control-group" in told.text) == (Result.WARNING, True)
+    assert "systemd/detach.conf" in told.remedy
+    text = f"{UNIT}KillMode=mixed\n".format(program=sys.executable, config=config)
+    (tmp_path / "flywheel.service").write_text(text)
+    assert "KillMode=mixed" in check_unit(settings, config, [tmp_path]).text
+    added = tmp_path / "flywheel.service.d"
+    added.mkdir()
+    (added / "detach.conf").write_text((ROOT / "systemd" / "detach.conf").read_text())
+    assert check_unit(settings, config, [tmp_path]).result is Result.OK
+
+
 def test_an_instance_of_a_template(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

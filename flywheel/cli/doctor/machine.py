@@ -208,6 +208,12 @@ def _compare(file: Path, text: str, config: Config | None, path: Path | None) ->
     if named is not None and path is not None and os.path.realpath(named) != os.path.realpath(path):
         why = f"{file} uses {named}, not {path.absolute()}"
         return Result.WARNING, why, f"Check the service's own configuration: flywheel doctor -c {named}."
+    # systemd's own default is the first.
+    kill_mode = ["control-group", *re.findall(r"^\s*KillMode\s*=\s*(\S+)", text, re.MULTILINE)][-1]
+    if config is not None and config.daemon.on_stop == "detach" and kill_mode != "process":
+        why = f"daemon.on_stop is detach, and a stop of {file} ends the worker too (KillMode={kill_mode})"
+        copy = f"Copy systemd/detach.conf (flywheel init --systemd) to /etc/systemd/system/{file.name}.d/"
+        return Result.WARNING, why, f"{copy}, then: systemctl daemon-reload."
     homes = re.findall(r"^\s*Environment\s*=.*?FLYWHEEL_HOME=([^\s\"']+)", text, re.MULTILINE)
     with contextlib.suppress(FlywheelError):  # another check reports that the state cannot be found
         own = config.state_dir if config is not None and config.state.dir is None else None

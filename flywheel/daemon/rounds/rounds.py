@@ -143,6 +143,7 @@ class Rounds:
         }
         self._worker: WorkerProcess | None = None
         self._stopping = asyncio.Event()
+        self._detaching = asyncio.Event()
         self._with_worker = asyncio.Lock()
         self._noted_supplies: dict[str, tuple[int, int, str]] = {}
 
@@ -259,11 +260,15 @@ class Rounds:
         usage = self._usage_of(row)
         code: int | None = None
         try:
-            if worker is not None and self._stopping.is_set():
+            if worker is not None and self._stopping.is_set() and not self._detaching.is_set():
                 await worker.stop()
             elif worker is not None:
                 watch = WorkerWatch(row.name, worker, usage)
-                code = await watch.follow(self._config.daemon.round_timeout_seconds)
+                code = await watch.follow(self._config.daemon.round_timeout_seconds, self._detaching)
+            if self._detaching.is_set():
+                if worker is not None:
+                    log.info("%s: its worker (process %d) goes on; the next daemon adopts it", row.name, worker.pid)
+                return
             if self._stopping.is_set():
                 await self._store.write(rounds.retry, row.id, RoundState.TRAINING, "it was stopped", 0)
                 return
@@ -369,13 +374,18 @@ class Rounds:
         await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, promoted, reason, max_uses=uses)
         log.info("%s is promoted: %s", row.name, reason)
 
-    async def stop(self) -> None:
-        """Stop the worker and plan its round again, for the next start. `finish_live` then returns."""
+    async def stop(self, *, detach: bool = False) -> None:
+        """Stop the worker and plan its round again, for the next start. `finish_live` then returns.
+
+        With `detach`, the worker goes on, and its round stays in `training`: the next start adopts it.
+        """
         self._stopping.set()
-        if self._worker is not None:
+        if detach:
+            self._detaching.set()
+        elif self._worker is not None:
             await self._worker.stop()
         async with self._with_worker:
-            pass  # `finish_live` has planned the round again
+            pass  # `finish_live` has planned the round again, or left it
 
     async def _note_available(self, own: _TargetRounds, reason: str) -> None:
         available = await self._store.read(own.available_samples.now)
@@ -411,15 +421,16 @@ class WorkerWatch:
         self._read_at = time.monotonic()
         self._worked_seconds = 0.0
 
-    async def follow(self, most_seconds: float) -> int | None:
-        """Wait for the worker's end; returns its exit code, see `WorkerProcess.wait`.
+    async def follow(self, most_seconds: float, leaving: asyncio.Event | None = None) -> int | None:
+        """Wait for the worker's end; returns its exit code, see `WorkerProcess.wait`. None when `leaving` is set
+        earlier.
 
         Raises TimeoutError when it worked for longer than `most_seconds` without pauses, and TrainError when it waits
         for tokens that the budget of this run does not have.
         """
         waiting = asyncio.create_task(self._worker.wait())
         try:
-            while not waiting.done():
+            while not waiting.done() and not (leaving is not None and leaving.is_set()):
                 await asyncio.wait((waiting,), timeout=WATCH_SECONDS)
                 progress = await self._progress()
                 if self._usage is not None:
@@ -432,7 +443,7 @@ class WorkerWatch:
                         raise TrainError(f"finish {self._name}", why, "Raise the budget; the samples are free again.")
                 if self._worked_seconds > most_seconds and not waiting.done():
                     raise TimeoutError
-            return await waiting
+            return await waiting if waiting.done() else None
         finally:
             waiting.cancel()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from flywheel.system.yaml_file import explain
 from flywheel.training.data.round_progress import PROGRESS_FILE
 
 STOP_SECONDS = 20.0
+POLL_SECONDS: Final = 0.1
 ADOPTED_POLL_SECONDS = 1.0
 LOG_END_BYTES: Final = 4096
 _BEGIN: Final = "=== worker started:"
@@ -31,7 +33,7 @@ _BEGIN: Final = "=== worker started:"
 class WorkerProcess:
     """`python -m flywheel.training.worker ROUND_DIR`, leader of a process group of its own."""
 
-    def __init__(self, round_dir: Path, pid: int, process: asyncio.subprocess.Process | None) -> None:
+    def __init__(self, round_dir: Path, pid: int, process: subprocess.Popen[bytes] | None) -> None:
         self.dir = round_dir
         self.pid = pid
         self._process = process
@@ -59,12 +61,11 @@ class WorkerProcess:
                 log.write(
                     f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
                 )
-                process = await asyncio.create_subprocess_exec(
-                    python or sys.executable,
-                    "-m",
-                    "flywheel.training.worker",
-                    str(round_dir),
-                    stdin=asyncio.subprocess.DEVNULL,
+                # Not a process of asyncio, which may kill it when the event loop is collected (Python 3.12): it may
+                # outlive the daemon.
+                process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
+                    [python or sys.executable, "-m", "flywheel.training.worker", str(round_dir)],
+                    stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -95,7 +96,9 @@ class WorkerProcess:
         """Wait for its end; its exit code, or minus the signal's number. None for a worker that an earlier daemon
         started: only a parent gets the exit code."""
         if self._process is not None:
-            return await self._process.wait()
+            while (code := self._process.poll()) is None:  # noqa: ASYNC110 - a thread that waits would delay the end
+                await asyncio.sleep(POLL_SECONDS)
+            return code
         while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - not a child process: no notification
             await asyncio.sleep(ADOPTED_POLL_SECONDS)
         return None

@@ -49,6 +49,13 @@ MAX_LOADED = 2
 SPARE_SLOTS = 1
 """One slot stays empty: on a CPU, vLLM 0.32 by itself applies the adapter in the last slot to requests for the base
 model when a request for an adapter is in the same batch."""
+END_SECONDS = 0.2
+"""How long vLLM's core may take to end before it is killed. SIGTERM aborts its requests at once; then it releases its
+memory, and in vLLM 0.32 its process does not end, so that any longer time is only waited for. Killing it is safe: the
+system and the GPU's driver release the memory of a process that ended. Its rendezvous file stays behind, 2 KB where
+temporary files go (`vllm_dist_…`)."""
+END_OF_SEVERAL_SECONDS = 5.0
+"""The same for a core with processes of its own (`tensor_parallel`), which also removes the memory they share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +405,8 @@ class Engine(RoundActor):
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown, 5.0)
+            several = self._settings.tensor_parallel > 1
+            await asyncio.to_thread(self._llm.shutdown, END_OF_SEVERAL_SECONDS if several else END_SECONDS)
 
     def _session(
         self,

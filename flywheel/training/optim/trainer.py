@@ -54,6 +54,19 @@ from flywheel.training.optim.round_steps import (
 log = logging.getLogger("flywheel.training.worker")
 
 
+def import_trl() -> None:
+    """Import TRL for this process, without vLLM.
+
+    TRL imports vLLM where it is installed, which takes longer than all the rest, and needs it only to generate
+    (`use_vllm`), which the trainer never does.
+    """
+    # As an attribute of `trl`, which loads its modules lazily, it would not be found.
+    from trl import import_utils
+
+    import_utils.is_vllm_available = lambda *_, **__: False
+    import flywheel.training.optim.grpo  # noqa: F401
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The result of a training run. With `refusal` there is no adapter."""
@@ -95,7 +108,7 @@ class Trainer(RoundActor):
             keep_freed_memory()
         self.load(parent)
         # Importing TRL takes seconds; here that happens while the engines start.
-        import flywheel.training.optim.grpo  # noqa: F401
+        import_trl()
 
     def use_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the round (`Config`), once it is decided which reward counts."""

@@ -403,6 +403,30 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     assert [pid for pid in pids if Path("/proc", pid).exists()] == []
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.3])
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_adopted(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    going_on, pids = tmp_path / "go-on", tmp_path / "pids"
+    script = f"while [ ! -e {going_on} ]; do sleep 0.05; done"
+    works(tmp_path, monkeypatch, f"echo $$ >> {pids}; {script}; {REFUSES}")
+    await wheel.rounds.plan("test")
+    going = asyncio.create_task(wheel.rounds.finish_live())
+    await asyncio.sleep(seconds)
+    await wheel.rounds.stop(detach=True)
+    going.cancel()
+    await asyncio.wait([going])
+    row = await wheel.store.read(rounds.live)
+    assert (row.state, row.attempt) == (("training", 1) if row.pid else ("planned", 1))
+    going = asyncio.create_task(wheel.others(wheel.config).finish_live())
+    going_on.touch()
+    assert await going is RoundState.REJECTED
+    # Neither stopped nor started a second time.
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert started == ([row.pid] if row.pid else started[:1])
+
+
 async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

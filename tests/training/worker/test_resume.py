@@ -41,7 +41,7 @@ def graded(directory: Path) -> int:
 
 
 class Judge:
-    """The demo's judge, which answers no more calls once `holds` returns true: the moment of a death is then exact."""
+    """The demo's judge, which answers no more once `holds` returns true: a death then is at that moment."""
 
     def __init__(self) -> None:
         self.holds: Callable[[], bool] = lambda: False
