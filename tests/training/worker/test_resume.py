@@ -1,5 +1,5 @@
-"""A round whose worker is killed in a step and again in the gate: it goes on where it was, and asks the judge again
-about nothing that was graded."""
+"""A round whose worker, trainer or engine is killed in a step and again in the gate: it goes on where it was, and the
+judge is not asked again about what was graded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flywheel.config import Config
 from flywheel.judge.usage import UsageFile
 from flywheel.records.round import RoundSpec
 from flywheel.training.data.rollout_file import read_rollouts
-from tests.training.worker.test_round import Done, family, read, run, spec, start
+from tests.training.worker.test_round import Done, below, family, read, run, spec, start
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -61,12 +61,19 @@ class Judge:
         self.released.set()
 
 
-def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], what: str) -> None:
-    """Start the worker, and kill -9 it with all of its processes at a moment."""
+def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str) -> None:
+    """Start the worker, and kill -9 it with all of its processes at a moment, or one of its actors alone: then it says
+    that, and ends by itself."""
     process = start(directory, made)
     try:
-        wait_for(lambda: when() or process.poll() is not None, what, seconds=400)
+        wait_for(lambda: when() or process.poll() is not None, f"the moment to kill the {who}", seconds=400)
         assert process.poll() is None, read(directory / "worker.log")[-3000:]
+        if who != "worker":
+            [actor] = [each for each in below(process.pid) if " ".join(each.cmdline()).startswith(f"ray::{who}")]
+            actor.kill()
+            process.communicate(timeout=300)
+            error = json.loads(read(directory / "error.json"))
+            assert (process.returncode, error["retryable"]) == (1, True), error
     finally:
         for member in family(directory):
             member.kill()
@@ -87,21 +94,26 @@ class Resumed:
     judged: int
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["plain", "overlap"])
+@pytest.fixture(
+    scope="module",
+    params=[(0, "worker", "Engine"), (1, "Trainer", "worker")],
+    ids=["worker-engine", "overlap-trainer-worker"],
+)
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
     directory = tmp_path_factory.mktemp("resumed") / "r0001"
     answering = Judge()
     with judge.running(complete=answering) as url:
-        made = planned(url, request.param)
+        overlap, first, second = request.param
+        made = planned(url, overlap)
         in_step = lambda: '"step":3' in read(directory / "metrics.jsonl") and graded(directory) >= 3  # noqa: E731
         with answering.holding(in_step):
-            killed(directory, made, in_step, "rollouts of step 4")
+            killed(directory, made, in_step, first)
         synced = {weights(path) for path in (directory / "sync").iterdir() if not path.name.startswith(".")}
         partial = {line["weights"] for line in read_rollouts(directory / "partial.jsonl")}
         judged = graded(directory)
         in_gate = lambda: '"evaluating"' in read(directory / "metrics.jsonl") and graded(directory) >= 3  # noqa: E731
         with answering.holding(in_gate):
-            killed(directory, made.model_copy(update={"attempt": 2}), in_gate, "answers of the gate")
+            killed(directory, made.model_copy(update={"attempt": 2}), in_gate, second)
         yield Resumed(run(directory, made.model_copy(update={"attempt": 3})), synced, partial, judged)
 
 
