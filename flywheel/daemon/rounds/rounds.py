@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row
 
+from flywheel import __version__
 from flywheel.config import Config, JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
@@ -38,7 +39,7 @@ from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256
-from flywheel.training.data.round_directory import clear
+from flywheel.training.data.round_directory import END_FILE, clear, version_of
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
 
@@ -256,6 +257,7 @@ class Rounds:
         worker = self._worker
         if worker is None and (worker := WorkerProcess.adopt(Path(row.dir), row.pid)) is not None:
             log.info("%s: the worker of an earlier daemon (process %d) is adopted", row.name, worker.pid)
+            await asyncio.to_thread(_end_other_version, row.name, worker.dir)
         self._worker = worker
         usage = self._usage_of(row)
         code: int | None = None
@@ -282,7 +284,9 @@ class Rounds:
         except TrainError as error:
             if worker is not None:
                 await worker.stop()
-            if error.retryable:
+            if error.retryable and (Path(row.dir) / END_FILE).exists():
+                await self._store.write(rounds.retry, row.id, RoundState.TRAINING, "it ended at its checkpoint", 0)
+            elif error.retryable:
                 await self._retry(row, RoundState.TRAINING, str(error))
             else:
                 await self._fail(row, RoundState.TRAINING, str(error))
@@ -397,6 +401,14 @@ class Rounds:
     async def _note(self, text: str) -> None:
         if await self._store.read(database.noted, database.ROUND_NOTE) != text:
             await self._store.write(database.note, database.ROUND_NOTE, text)
+
+
+def _end_other_version(name: str, directory: Path) -> None:
+    """Ask an adopted worker to end at its next checkpoint if its version is another one: this daemon may not read its
+    result."""
+    if (version := version_of(directory)) not in (None, __version__):
+        log.info("%s: its worker is of version %s, and ends at its next checkpoint", name, version)
+        (directory / END_FILE).touch()
 
 
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from flywheel import __version__
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.round import (
@@ -38,9 +39,21 @@ SYNC_DIR = "sync"
 """Adapters of single steps, which the engines load."""
 CHECKPOINTS_DIR = "checkpoints"
 """In the folder of a stage: the checkpoints of transformers' trainer."""
+VERSION: Final = "version"
 IDENTITY_FILE = "identity.json"
 """Hashes of what the round does. A worker that is started again goes on only if they are the same."""
-OF_WORKER = (EVALUATION_FILE, PROGRESS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, SYNC_DIR, f".{ADAPTER_DIR}.new")
+END_FILE = "end-at-checkpoint"
+"""Asks a worker to end at its next checkpoint."""
+OF_WORKER = (
+    END_FILE,
+    EVALUATION_FILE,
+    PROGRESS_FILE,
+    RESULT_FILE,
+    ERROR_FILE,
+    ADAPTER_DIR,
+    SYNC_DIR,
+    f".{ADAPTER_DIR}.new",
+)
 """What each worker makes anew."""
 KEPT = (METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, IDENTITY_FILE)
 """What a worker that is started again goes on with."""
@@ -92,6 +105,7 @@ def go_on(directory: Path, spec: RoundSpec) -> str:
     found: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
+    found.pop(VERSION, None)
     is_same = found == identity and not spec.debug
     _remove(directory, OF_WORKER if is_same else (*OF_WORKER, *KEPT))
     if (directory / METRICS_FILE).exists():
@@ -100,8 +114,16 @@ def go_on(directory: Path, spec: RoundSpec) -> str:
     for folder in (directory / STAGES_DIR).glob("*"):
         if not (folder / TRAINED_FILE).exists():
             _remove(folder, (ADAPTER_DIR,))
-    write_json(path, identity)
+    write_json(path, {**identity, VERSION: __version__})
     return "" if spec.debug else ", ".join(name for name in identity if found and found.get(name) != identity[name])
+
+
+def version_of(directory: Path) -> str | None:
+    """The version of Flywheel of the round's last worker; None if unknown."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        version = json.loads((directory / IDENTITY_FILE).read_bytes()).get(VERSION)
+        return version if isinstance(version, str) else None
+    return None
 
 
 def identity_of(spec: RoundSpec) -> dict[str, str]:

@@ -259,6 +259,22 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
             self._metrics["train"][PREFIX + name].append(value)
 
 
+class EndAtCheckpoint(TrainerCallback):  # type: ignore[misc]
+    """Ends training after a checkpoint, if the file `asks` for it."""
+
+    def __init__(self, asks: Path) -> None:
+        self._asks = asks
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        if self._asks.exists():
+            raise TrainError(
+                "go on with the round",
+                "the daemon, which is of another version, has asked its worker to end at this checkpoint",
+                "The round is started again from here.",
+                retryable=True,
+            )
+
+
 def no_reward(**_: Any) -> list[None]:
     """TRL requires a reward function. Rows have their advantages, so it is never called."""
     raise RuntimeError("TRL asked for rewards; its version is not a supported one")

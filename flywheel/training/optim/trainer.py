@@ -27,7 +27,7 @@ from flywheel.system.process import keep_freed_memory
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
-from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, last_checkpoint
+from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE, SYNC_DIR, last_checkpoint
 from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import (
@@ -197,7 +197,7 @@ class Trainer(RoundActor):
         """Train on pairs (DPO) and write the adapter. Earlier steps of the round were so many, `before`. Raises
         TrainError."""
         from flywheel.training.optim.dpo import PairTrainer, dpo_config
-        from flywheel.training.optim.grpo import StepLog, step_dataset
+        from flywheel.training.optim.grpo import EndAtCheckpoint, StepLog, step_dataset
 
         settings = stage_settings(self._settings, "dpo", len(pairs))
         run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
@@ -209,7 +209,7 @@ class Trainer(RoundActor):
             args=dpo_config(settings, folder, seed=seed, compute_dtype=self._dtype()),
             train_dataset=step_dataset(settings.training.steps),
             processing_class=self._tokenizer(),
-            callbacks=[StepLog(run.report)],
+            callbacks=[StepLog(run.report), EndAtCheckpoint(self._directory / END_FILE)],
         ).train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
         save_adapter(self._model, adapter)
         return Trained(settings.training.steps, None, None, with_gradient=frozenset(pair.task_id for pair in pairs))
@@ -222,7 +222,7 @@ class Trainer(RoundActor):
         longest: int,
         adapter: Path,
     ) -> Any:
-        from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
+        from flywheel.training.optim.grpo import EndAtCheckpoint, RoundTrainer, StepLog, grpo_config, step_dataset
 
         folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
         return RoundTrainer(
@@ -232,7 +232,7 @@ class Trainer(RoundActor):
             args=grpo_config(settings, folder, seed=seed, compute_dtype=self._dtype(), longest=longest),
             train_dataset=step_dataset(settings.training.steps),
             processing_class=self._tokenizer(),
-            callbacks=[StepLog(report)],
+            callbacks=[StepLog(report), EndAtCheckpoint(self._directory / END_FILE)],
         )
 
     def _dtype(self) -> Any:

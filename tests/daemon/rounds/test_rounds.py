@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
+from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import rounds as rounds_module
@@ -482,6 +483,28 @@ async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.L
         adopted = f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted"
         await until(lambda: adopted in caplog.messages, "the adoption")
     assert await going is RoundState.FAILED
+
+
+@pytest.mark.parametrize(("version", "ends"), [(__version__, False), ("0.0.1", True)])
+async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, *, ends: bool
+) -> None:
+    directory = await wheel.started()
+    write_json(directory / "identity.json", {"version": version})
+    with stray_worker(directory) as left:
+        await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
+        going = asyncio.create_task(wheel.rounds.finish_live())
+        if ends:
+            await until((directory / "end-at-checkpoint").exists, "the request")
+        else:
+            await asyncio.sleep(0.3)
+            assert not (directory / "end-at-checkpoint").exists()
+        error = {"error": "cannot go on with the round: it was asked to end", "hint": "", "retryable": ends}
+        write_json(directory / "error.json", error)
+        works(tmp_path, monkeypatch, f"rm $3/end-at-checkpoint; {REFUSES}")
+    ended = await going
+    # It costs no attempt: the round is planned again as after a stop.
+    assert (ended, (await wheel.row()).attempt) == ((RoundState.REJECTED if ends else RoundState.FAILED), 1)
 
 
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

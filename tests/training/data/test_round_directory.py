@@ -11,12 +11,21 @@ from typing import Any
 
 import pytest
 
+from flywheel import __version__
 from flywheel.config import Config
 from flywheel.errors import LockedError, TrainError
 from flywheel.records.round import AdapterRef, RoundResult, RoundSpec
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import alone_in
-from flywheel.training.data.round_directory import clear, finished, go_on, last_checkpoint, read_spec, settings_of
+from flywheel.training.data.round_directory import (
+    clear,
+    finished,
+    go_on,
+    last_checkpoint,
+    read_spec,
+    settings_of,
+    version_of,
+)
 from tests.factories.task import round_task
 
 POLICY = Path(__file__).parents[3] / "demo" / "policy"
@@ -212,6 +221,19 @@ def test_a_further_attempt_goes_on_with_the_same_round(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
         {"event": "step", "step": 1}
     ]
+
+
+def test_a_worker_of_another_version_goes_on_and_is_known_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert version_of(tmp_path) is None
+    monkeypatch.setattr("flywheel.training.data.round_directory.__version__", "0.0.1")
+    go_on(tmp_path, spec())
+    assert version_of(tmp_path) == "0.0.1"
+    left_by_a_worker(tmp_path)
+    monkeypatch.undo()
+    assert go_on(tmp_path, spec(attempt=2)) == ""
+    assert (version_of(tmp_path), (tmp_path / "rollouts.jsonl").exists()) == (__version__, True)
 
 
 def changed(section: str, **values: Any) -> dict[str, Any]:

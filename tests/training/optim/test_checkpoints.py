@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.round_directory import last_checkpoint
 from flywheel.training.data.samples import TrainingRow
@@ -32,7 +33,7 @@ def trained(
 
     from flywheel.config import LoraSettings
     from flywheel.training.engine.policy import load_policy
-    from flywheel.training.optim.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
+    from flywheel.training.optim.grpo import EndAtCheckpoint, RoundTrainer, StepLog, grpo_config, step_dataset
 
     settings = made_settings(**{"steps": STEPS, "save_steps": 2, "learning_rate": 1e-3, **training})
     asked = []
@@ -53,7 +54,7 @@ def trained(
         args=grpo_config(settings, folder / "checkpoints", seed=1, compute_dtype=model.dtype, longest=LONGEST),
         train_dataset=step_dataset(STEPS),
         processing_class=AutoTokenizer.from_pretrained(POLICY),
-        callbacks=[StepLog(lambda *_: None)],
+        callbacks=[StepLog(lambda *_: None), EndAtCheckpoint(folder / "end-at-checkpoint")],
     )
     with contextlib.suppress(KilledError):
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
@@ -93,6 +94,19 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(
     assert asked == list(range(checkpoint.updates // updates, STEPS))
     assert furthest(resumed, whole) == 0
     assert furthest(at_death, whole) > 0
+
+
+def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path, parent: Path) -> None:
+    (tmp_path / "end-at-checkpoint").touch()
+    with pytest.raises(TrainError, match="asked its worker to end at this checkpoint") as why:
+        trained(tmp_path, parent)
+    assert why.value.retryable
+    checkpoint = last_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.updates == 2
+    (tmp_path / "end-at-checkpoint").unlink()
+    _, asked = trained(tmp_path, parent)
+    assert asked == [2, 3, 4]
 
 
 def test_checkpoints_have_the_trained_adapter_alone_and_the_last_two_stay(tmp_path: Path, parent: Path) -> None:
