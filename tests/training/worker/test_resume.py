@@ -62,8 +62,8 @@ class Judge:
 
 
 def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str) -> None:
-    """Start the worker, and kill -9 it with all of its processes at a moment, or one of its actors alone: then it ends
-    by itself, with the reason."""
+    """Start the worker, and at a moment kill -9 it with all of its processes, or one of its actors alone: then the
+    worker ends by itself, with the reason."""
     process = start(directory, made)
     try:
         wait_for(lambda: when() or process.poll() is not None, f"the moment to kill the {who}", seconds=400)
