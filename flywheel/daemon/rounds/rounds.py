@@ -284,17 +284,21 @@ class Rounds:
         except TrainError as error:
             if worker is not None:
                 await worker.stop()
-            if error.retryable and (Path(row.dir) / END_FILE).exists():
-                await self._store.write(rounds.retry, row.id, RoundState.TRAINING, "it ended at its checkpoint", 0)
-            elif error.retryable:
-                await self._retry(row, RoundState.TRAINING, str(error))
-            else:
-                await self._fail(row, RoundState.TRAINING, str(error))
+            await self._end(row, error)
             return
         finally:
             await usage.settle()
             self._worker = None
         await self._store.write(_trained, row.id, result)
+
+    async def _end(self, row: Row[Any], error: TrainError) -> None:
+        """What follows the end of a worker without a result."""
+        if not error.retryable:
+            await self._fail(row, RoundState.TRAINING, str(error))
+        elif (Path(row.dir) / END_FILE).exists():
+            await self._store.write(rounds.retry, row.id, RoundState.TRAINING, "it ended at its checkpoint", 0)
+        else:
+            await self._retry(row, RoundState.TRAINING, str(error))
 
     def _usage_of(self, row: Row[Any]) -> RoundUsage:
         judge = self._config.judge
