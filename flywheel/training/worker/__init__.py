@@ -15,6 +15,7 @@ stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -139,7 +140,9 @@ def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade)
 
 
 def _end(reason: BaseException, code: int) -> int:
-    print(f"flywheel.training.worker: {reason}", file=sys.stderr, flush=True)
+    # Whoever reads it may be gone; an exception here would leave threads that wait for the judge to be joined.
+    with contextlib.suppress(OSError):
+        print(f"flywheel.training.worker: {reason}", file=sys.stderr, flush=True)
     return code
 
 
