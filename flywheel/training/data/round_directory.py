@@ -155,8 +155,19 @@ class Checkpoint:
     updates: int
 
 
+def go_on_from(folder: Path, most_updates: int | None = None) -> Checkpoint | None:
+    """The last checkpoint of a stage that was written whole, or of those with at most so many updates. The others
+    behind it are removed: they will be written again, and one that is half written must not look whole."""
+    checkpoint = last_checkpoint(folder, most_updates)
+    for path in (folder / CHECKPOINTS_DIR).glob("checkpoint-*"):
+        updates = path.name.rpartition("-")[2]
+        if checkpoint is None or not updates.isdigit() or int(updates) > checkpoint.updates:
+            shutil.rmtree(path)
+    return checkpoint
+
+
 def last_checkpoint(folder: Path, most_updates: int | None = None) -> Checkpoint | None:
-    """The last one of a stage that was written whole, or of those with at most so many updates."""
+    """The last checkpoint of a stage that was written whole, or of those with at most so many updates."""
     found = []
     for path in (folder / CHECKPOINTS_DIR).glob("checkpoint-*"):
         # It is written last.

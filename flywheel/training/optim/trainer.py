@@ -27,7 +27,7 @@ from flywheel.system.process import keep_freed_memory
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
-from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE, SYNC_DIR, last_checkpoint
+from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE, SYNC_DIR, go_on_from, last_checkpoint
 from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import (
@@ -146,7 +146,7 @@ class Trainer(RoundActor):
             sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id, training.overlap)
             run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
             trainer = self._trainer(settings, run.roll_out, run.report, longest, adapter)
-            checkpoint = last_checkpoint(adapter.parent, run.most_updates)
+            checkpoint = go_on_from(adapter.parent, run.most_updates)
             try:
                 with run:
                     run.recall(0 if checkpoint is None else checkpoint.updates // updates)
@@ -186,7 +186,7 @@ class Trainer(RoundActor):
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
         trainer = self._trainer(settings, lambda step: rows_of(run.items(step)), run.report, longest, adapter)
         run.measure = lambda: trainer.mean_nll(rows_of(held_out))
-        checkpoint = last_checkpoint(adapter.parent)
+        checkpoint = go_on_from(adapter.parent)
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
         save_adapter(self._model, adapter)
         return Trained(
@@ -201,7 +201,7 @@ class Trainer(RoundActor):
 
         settings = stage_settings(self._settings, "dpo", len(pairs))
         run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
-        folder, seed, checkpoint = adapter.parent / CHECKPOINTS_DIR, self._spec.seed, last_checkpoint(adapter.parent)
+        folder, seed, checkpoint = adapter.parent / CHECKPOINTS_DIR, self._spec.seed, go_on_from(adapter.parent)
         PairTrainer(
             pairs_of=run.items,
             settings=settings,

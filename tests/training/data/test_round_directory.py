@@ -299,6 +299,10 @@ def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:
     found = last_checkpoint(tmp_path)
     assert found is not None
     assert (found.path.name, found.updates) == ("checkpoint-10", 10)
+    early = go_on_from(tmp_path, 9)
+    assert early is not None
+    assert early.updates == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
 def test_a_round_that_is_over_keeps_no_checkpoints(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
-from flywheel.training.data.round_directory import last_checkpoint
+from flywheel.training.data.round_directory import go_on_from, last_checkpoint
 from flywheel.training.data.samples import TrainingRow
 from tests.training.data.test_round_directory import POLICY
 from tests.training.optim.test_grpo import LONGEST, made_settings, policy, rows
@@ -46,7 +46,7 @@ def trained(
 
     ref = AdapterRef(name="r0001", path=str(parent), sha256="")
     model = load_policy(str(POLICY), ref, LoraSettings(), seed=1, dtype="float32")
-    checkpoint = last_checkpoint(folder)
+    checkpoint = go_on_from(folder)
     trainer = RoundTrainer(
         roll_out=roll_out,
         settings=settings,
@@ -94,6 +94,13 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(
     assert asked == list(range(checkpoint.updates // updates, STEPS))
     assert furthest(resumed, whole) == 0
     assert furthest(at_death, whole) > 0
+
+
+def test_training_that_had_ended_has_nothing_left_to_do(tmp_path: Path, parent: Path) -> None:
+    whole, _ = trained(tmp_path, parent)
+    again, asked = trained(tmp_path, parent)
+    assert asked == []
+    assert furthest(again, whole) == 0
 
 
 def test_training_ends_at_a_checkpoint_when_it_is_asked_to(tmp_path: Path, parent: Path) -> None:
