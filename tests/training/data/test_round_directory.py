@@ -21,6 +21,7 @@ from flywheel.training.data.round_directory import (
     clear,
     finished,
     go_on,
+    go_on_from,
     last_checkpoint,
     read_spec,
     settings_of,
