@@ -175,7 +175,7 @@ def _train(
 ) -> None:
     from flywheel.daemon import file_round
 
-    output, directory = _empty(absolute(files.output))
+    output = _empty(absolute(files.output))
     adapter = absolute(adapter) if adapter is not None else None
     names = file_round.RoundNames(stage, f"train with {stage}", "--data", "--eval-data")
     options: dict[str, Any] = {
@@ -189,6 +189,7 @@ def _train(
     compares = file_round.has_rewards(settings)
     spec = file_round.spec_of(settings, files.data, files.held_out, parent=adapter, compares=compares, names=names)
     file_round.require_packages(names.attempted)
+    directory = _round_directory(output, spec)
     made = run_async(_run(spec, directory, settings, quiet=as_json))
     if made.adapter is not None:
         _copy(made.adapter, output)
@@ -201,9 +202,8 @@ def _train(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _empty(output: Path) -> tuple[Path, Path]:
-    """The folder of the adapter, and a new one beside it for the round's files. A usage error if the first has files
-    already."""
+def _empty(output: Path) -> Path:
+    """The folder of the adapter. A usage error if it has files already."""
     try:
         is_empty = not output.exists() or not any(output.iterdir())
     except OSError as error:
@@ -211,10 +211,23 @@ def _empty(output: Path) -> tuple[Path, Path]:
         raise typer.BadParameter(why, param_hint="--output") from None
     if not is_empty:
         raise typer.BadParameter(f"{short_path(output)} is not empty", param_hint="--output")
-    # That of a round that failed stays, with its log.
+    return output
+
+
+def _round_directory(output: Path, spec: RoundSpec) -> Path:
+    """A folder beside that of the adapter for the round's files: that of an earlier run, if it was stopped and did
+    the same, else a new one."""
+    from flywheel.training.data.round_directory import is_of
+
     names = itertools.chain([".round"], (f".round-{number}" for number in itertools.count(2)))
     folders = (output.with_name(output.name + name) for name in names)
-    return output, next(folder for folder in folders if not folder.exists())
+    for folder in folders:
+        if not folder.exists():
+            return folder
+        if is_of(folder, spec):
+            print_error(f"flywheel: it goes on with the round in {short_path(str(folder))}")
+            return folder
+    raise AssertionError("names have no end")
 
 
 def _base(named: str | None, adapter: Path | None, attempted: str) -> str | None:
@@ -272,7 +285,9 @@ async def _run(spec: RoundSpec, directory: Path, settings: Config, *, quiet: boo
     async with progress_bars.beside(progress_bars.of_round(directory, quiet=quiet)):
         made = await interruption.during(train_on_files(spec, directory, settings), nothing_more)
     if made is None:
-        raise interruption.error(f"finish {spec.round_id}", f"Its worker has ended; its files are in {directory}.")
+        raise interruption.error(
+            f"finish {spec.round_id}", f"The same command goes on with it; its files are in {directory}."
+        )
     return made
 
 

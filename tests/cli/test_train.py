@@ -14,6 +14,7 @@ import pytest
 
 from flywheel.daemon import file_round
 from flywheel.records.round import AdapterRef, RoundResult
+from flywheel.training.data.round_directory import identity_of, read_spec
 from tests.cli.conftest import Run
 from tests.cli.test_documented_json import compare, documented
 from tests.daemon.rounds.workers import REFUSES, works
@@ -105,6 +106,25 @@ def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     told = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out", "--json").json
     compare(told, documented("train"), "train sft")
     assert (told["is_better"], told["held_out_loss"]) == (None, [3.0, 2.5])
+
+
+def test_the_same_command_goes_on_with_a_round_that_was_stopped(
+    flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
+) -> None:
+    files = ("--base-model", "m", "--data", data, "--output", "out")
+    work("exit 143")
+    assert flywheel("train", "sft", *files).code == 1
+    directory = tmp_path / "out.round"
+    (directory / "identity.json").write_text(json.dumps(identity_of(read_spec(directory))))
+    work(REFUSES)
+    other = flywheel("train", "sft", *files, "--epochs", 7)
+    assert "goes on" not in other.err
+    assert (tmp_path / "out.round-2" / "result.json").exists(), other.err
+    assert not (directory / "result.json").exists()
+    ran = flywheel("train", "sft", *files)
+    assert "it goes on with the round in" in ran.err
+    assert (directory / "result.json").exists()
+    assert not (tmp_path / "out.round-3").exists()
 
 
 def test_a_round_that_is_refused_leaves_no_adapter(

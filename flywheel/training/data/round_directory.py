@@ -102,10 +102,7 @@ def go_on(directory: Path, spec: RoundSpec) -> str:
     """Prepare the directory for a worker: remove what an earlier one left unfinished, and all of it if that was doing
     something else. Returns what has changed since then; empty if the worker goes on, or is the first."""
     identity, path = identity_of(spec), directory / IDENTITY_FILE
-    found: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-    found.pop(VERSION, None)
+    found = _identity(directory)
     is_same = found == identity and not spec.debug
     _remove(directory, OF_WORKER if is_same else (*OF_WORKER, *KEPT))
     if (directory / METRICS_FILE).exists():
@@ -120,10 +117,23 @@ def go_on(directory: Path, spec: RoundSpec) -> str:
 
 def version_of(directory: Path) -> str | None:
     """The version of Flywheel of the round's last worker; None if unknown."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        version = json.loads((directory / IDENTITY_FILE).read_bytes()).get(VERSION)
-        return version if isinstance(version, str) else None
-    return None
+    return _read_identity(directory).get(VERSION)
+
+
+def is_of(directory: Path, spec: RoundSpec) -> bool:
+    """Whether a worker would go on with what is in the directory."""
+    return _identity(directory) == identity_of(spec)
+
+
+def _identity(directory: Path) -> dict[str, str]:
+    return {name: value for name, value in _read_identity(directory).items() if name != VERSION}
+
+
+def _read_identity(directory: Path) -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((directory / IDENTITY_FILE).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def identity_of(spec: RoundSpec) -> dict[str, str]:
