@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any, Final
 
 from flywheel.cli.demo import judge
@@ -82,7 +82,7 @@ class Judge:
         return self._answers.total()
 
     def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        time.sleep(self._latency)
+        sleep(self._latency)
         said = [parse_sections(message["content"]) for message in request["messages"] if message["role"] == "user"]
         question = next(each["QUESTION"] for each in said if "QUESTION" in each)
         with self._lock:

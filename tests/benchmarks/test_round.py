@@ -40,16 +40,11 @@ def test_every_group_has_as_many_good_answers_as_bad_ones() -> None:
         )
 
 
-def test_slots_are_used_at_the_same_time() -> None:
+def test_calls_wait_for_the_judge_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge that answered one call after the other would not have the floor that is reported."""
     together = threading.Barrier(4, timeout=20)
-    scripted = Judge(0.0)
-
-    def complete(request: Any) -> dict[str, Any]:
-        together.wait()
-        return scripted(request)
-
-    with judge.running(complete=complete) as url:
+    monkeypatch.setattr("benchmarks.round_work.sleep", lambda _: together.wait())
+    with judge.running(complete=Judge(0.5)) as url:
         grader = Grader(Rubric.model_validate(RUBRIC), JudgeSettings(base_url=url, model="judge", max_thread=4))
         asked = ((place, Exchange("What is 3 plus 4?", "7")) for place in range(4))
         assert all(verdict.score is not None for _, verdict in grade_all(grader, asked, 4))
