@@ -142,7 +142,7 @@ def _watch(directory: Path) -> tuple[float, float, float]:
     environment |= {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     command = [sys.executable, "-m", "flywheel.training.worker", str(directory)]
     first_sync = 0.0
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         # Not by `measurement.measure`: reading all processes' memory takes time from a round on two cores.
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:

@@ -53,21 +53,24 @@ def run_trl(work: Work, directory: Path) -> dict[str, Any]:
 def train_with_trl(work: Work, url: str, directory: Path) -> tuple[float, float, float, list[int]]:
     """Runs in a process of its own. Returns when the first step began and the last one ended (seconds of the clock),
     processor seconds, and the length of each completion."""
+    threads = len(os.sched_getaffinity(0))
     os.environ |= {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    # As in a round: otherwise a machine that is not idle makes a step several times longer.
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import import_utils
 
     from flywheel.training.engine.policy import load_policy, trainer_dtypes
-    from flywheel.training.engine.ray_cluster import cpu_threads
-    from flywheel.training.optim.trainer import import_trl
 
-    import_trl()
+    # As the round's trainer does: TRL would import vLLM, which it does not use here.
+    import_utils.is_vllm_available = lambda *_, **__: False
     from trl import GRPOConfig, GRPOTrainer
 
     from flywheel.training.optim.grpo import shared_arguments
 
-    torch.set_num_threads(cpu_threads())
+    torch.set_num_threads(threads)
     settings = with_judge(work.settings, url)
     grader = Grader(Rubric.model_validate(RUBRIC), settings.judge)
     lengths: list[int] = []
@@ -103,12 +106,14 @@ def train_with_trl(work: Work, url: str, directory: Path) -> tuple[float, float,
         temperature=settings.rollout.temperature,
         beta=0.0,
     )
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": [task.prompt for task in tasks("train-", 0, TRAIN)]}),
         processing_class=AutoTokenizer.from_pretrained(work.model),
         callbacks=[Clock()],
-    ).train()
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     return times[0], times[-1], time.process_time(), lengths
