@@ -9,7 +9,7 @@ differ, so that all runs have the same work; otherwise the benchmark ends with a
 `compute_floor_s` is generation and updates of the run `floor`, without its syncs and what it waited for the judge.
 `floor_ratio` is the larger of both / `training_s` of `overlap_1`. `startup_s` is from the start of the process to the
 first sync, `shutdown_s` from the end of the worker's last work (the gate's comparison and probe) to the end of the
-process, when Ray and vLLM have ended; both of `overlap_1`. `cpu_s` is of the process and its children.
+process, when Ray and vLLM have ended; both of `overlap_1`. `cpu_s` is of all processes of a run.
 
 `--trl` instead compares with TRL's GRPOTrainer, which generates with transformers, on the same base model, LoRA,
 threads, numbers, sampling and judge, asked by the same client: answers of 8, 64 and 256 tokens, judges of 0 and
@@ -21,6 +21,7 @@ Ends of steps and parts of their time are those of `metrics.jsonl`; the first sy
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -34,6 +35,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
+
+import psutil
 
 from benchmarks import measurement
 from benchmarks.round_trl import run_trl
@@ -71,6 +74,8 @@ ROOT: Final = Path(__file__).parent.parent
 RESULTS: Final = ROOT / "docs" / "benchmarks" / "round.json"
 LENGTHS: Final = (8, 64, 256)
 POLL_SECONDS: Final = 0.01
+SEEN_SECONDS: Final = 0.5
+"""How often processor seconds are read: of each process, those since then are missing."""
 
 
 def run_round(work: Work, directory: Path) -> dict[str, Any]:
@@ -141,15 +146,19 @@ def _watch(directory: Path) -> tuple[float, float, float]:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     command = [sys.executable, "-m", "flywheel.training.worker", str(directory)]
-    first_sync = 0.0
+    first_sync, seen = 0.0, 0.0
+    spent: dict[psutil.Process, float] = {}
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
-        # Not by `measurement.measure`: reading all processes' memory takes time from a round on two cores.
-        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+        # Not by `measurement.measure`: reading all processes' memory so often takes time from a round on two cores.
+        while process.poll() is None:
             if not first_sync and (directory / SYNC_DIR).exists():
                 first_sync = time.time()
+            if time.monotonic() > seen + SEEN_SECONDS:
+                spent |= processor_seconds(process.pid)
+                seen = time.monotonic()
             time.sleep(POLL_SECONDS)
-        process.returncode = os.waitstatus_to_exitcode(ended[1])
+        ended = time.time()
     finally:
         if process.returncode is None:
             process.terminate()
@@ -157,7 +166,20 @@ def _watch(directory: Path) -> tuple[float, float, float]:
     if process.returncode or not first_sync:
         log = (directory / LOG_FILE).read_text()[-3000:] if (directory / LOG_FILE).is_file() else ""
         raise SystemExit(f"{log}\nthe worker of {directory.name} ended with {process.returncode}")
-    return first_sync, ended[2].ru_utime + ended[2].ru_stime, time.time()
+    return first_sync, sum(spent.values()), ended
+
+
+def processor_seconds(pid: int) -> dict[psutil.Process, float]:
+    """Of a process and of all below it, so far. The system's sums for children lack those that Ray does not wait for,
+    a quarter to a half of a round."""
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for one in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                found[one] = times.user + times.system
+    return found
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

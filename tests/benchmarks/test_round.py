@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.round import RESULTS, alternate, check_lengths, read, table
+from benchmarks.round import RESULTS, alternate, check_lengths, processor_seconds, read, table
 from benchmarks.round_work import GROUP, PROMPTS, RUBRIC, TRAIN, Judge, Work, endless, tasks
 from flywheel.cli.demo import judge
 from flywheel.config import JudgeSettings
@@ -85,6 +87,19 @@ def test_kinds_of_runs_alternate_and_figures_are_medians(tmp_path: Path) -> None
     made = {kind: (lambda directory, kind=kind: run(kind, kinds[kind], directory)) for kind in ("a", "b")}
     assert {kind: each["training_s"] for kind, each in alternate(made, tmp_path, 3).items()} == {"a": 2, "b": 4}
     assert order == ["a", "b"] * 3
+
+
+def test_processor_seconds_are_of_all_processes_below() -> None:
+    child = "import sys; print(sum(range(10**7)), flush=True); sys.stdin.read()"
+    code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        found = processor_seconds(process.pid)
+        process.communicate()
+    assert len(found) == 2
+    assert min(found.values()) > 0
 
 
 def test_tables_have_the_figures() -> None:
