@@ -41,6 +41,9 @@ def test_several_answers_to_a_task_are_one_value_and_all_must_be_measured() -> N
 def test_one_conversation_says_nothing_about_others() -> None:
     assert bounds(summary(1, 1, 1, per_conversation=3)) == (0, 1)
     assert bounds(summary(1)) == (0, 1)
+    # At a low level too, at which the sign flips of three conversations have bounds.
+    assert bounds(summary(1, confidence=0.4)) == (0, 1)
+    assert bounds(summary(1, 1, 1, 1, confidence=0.4)) != (0, 1)
 
 
 def test_repetitions_within_a_conversation_are_no_further_evidence() -> None:
