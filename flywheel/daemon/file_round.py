@@ -311,7 +311,7 @@ def _is_tie(row: DataRow, margin: float) -> bool:
 def _task_of(row: DataRow, config: Config) -> RoundTask:
     # As accepted ones: their answers are to be imitated. The judge gets none of them.
     task = round_task(row.task, config, is_accepted=True)
-    right = task.exchange.line or {"metadata": {"reference": row.task["answer"]}}
+    right = {"metadata": {"reference": row.task["answer"], **task.exchange.line.get("metadata", {})}}
     worse = round_task(row.worse, config, is_accepted=True).reply if row.worse is not None else ()
     return task.model_copy(
         update={

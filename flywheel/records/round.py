@@ -32,7 +32,7 @@ class RoundTask(Frozen):
     task_id: str
     exchange: Exchange
     """What the judge gets of a rollout, without the rollout's answer and steps. Its reference is the traced answer if
-    that was accepted, else empty; its line has the right answer, if the task has one."""
+    that was accepted, else empty; its line has the right answer and the ground truth, if the task has them."""
     prompt: list[ChatMessage]
     """In the OpenAI chat format. Unlike the history of `exchange`, it may have messages behind the question."""
     prompt_tokens: int = 0

@@ -24,7 +24,8 @@ class Exchange:
         trajectory: The steps between question and answer.
         tools: The tools of the agent.
         reference: The traced answer when a rollout is judged, else empty.
-        line: The task's line of `tasks.jsonl`, for checks that need more; empty when a rollout is judged.
+        line: The task's line of `tasks.jsonl`, for checks that need more. When a rollout is judged, only the
+            `reference` and the `ground_truth` of its metadata, if it has them.
     """
 
     query: str

@@ -58,6 +58,23 @@ async def test_a_round_on_files_reports_to_its_own_directory(
         assert found.events == tmp_path / expected
 
 
+def test_the_judge_of_a_round_on_files_gets_the_answer_and_the_ground_truth(tmp_path: Path) -> None:
+    truth = {"target_tools": ["add"]}
+    lines = [
+        {"question": "1+1?", "answer": "2", "metadata": {"ground_truth": truth}},
+        {"question": "1+2?", "answer": "3", "metadata": {"ground_truth": truth, "reference": "three"}},
+        {"question": "1+3?", "answer": "4"},
+    ]
+    data = written(tmp_path / "data.jsonl", lines)
+    config = settings(tmp_path, "sft", filter={"rubric": str(BOXED_RUBRIC)})
+    tasks = [task for split in tasks_of(config, data, None, compares=False) for task in split]
+    assert {task.exchange.query: task.exchange.line["metadata"] for task in tasks} == {
+        "1+1?": {"reference": "2", "ground_truth": truth},
+        "1+2?": {"reference": "three", "ground_truth": truth},
+        "1+3?": {"reference": "4"},
+    }
+
+
 def test_a_file_to_hold_out_leaves_the_other_whole(tmp_path: Path, data: Path) -> None:
     held_out = written(tmp_path / "held-out.jsonl", CHATS[:1])
     train, asked = tasks_of(settings(tmp_path, "sft"), data, held_out, compares=False)

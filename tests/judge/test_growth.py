@@ -110,6 +110,8 @@ CHECKS: dict[str, dict[str, Any]] = {
     "math-equal": {"value": "7"},
     "tool-called": {"value": "f"},
     "tool-sequence": {"value": ["f"]},
+    "expected-tools": {"order": "as-listed"},
+    "optimal-steps": {},
     "no-error-span": {},
     "redundant-call": {"weight": -1},
     "step-efficiency": {},
@@ -123,7 +125,12 @@ def checked(type_: str, text: str) -> None:
     criterion = Criterion.model_validate({"id": "c", "type": type_, **CHECKS[type_]})
     check(
         criterion,
-        Exchange(text, text, trajectory=(*made("f", text, text), *made("f", {"a": text}, text, status="error"))),
+        Exchange(
+            text,
+            text,
+            trajectory=(*made("f", text, text), *made("f", {"a": text}, text, status="error")),
+            line={"metadata": {"ground_truth": {"target_tools": ["f", text or "f"], "optimal_steps": 1}}},
+        ),
     )
 
 

@@ -17,6 +17,8 @@ from flywheel.config import AgentProgramSettings, Config
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.rubric.checks.math_equal import right_answer
 from flywheel.records.exclusion import WORDS, Exclusion
+from flywheel.records.ground_truth import KEY as GROUND_TRUTH
+from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.round import RoundTask
 from flywheel.records.states import Split
 from flywheel.records.task import TaskLine, conversation_key, is_traced, trace_parts, whole_line
@@ -135,7 +137,8 @@ def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> Ro
     else:
         agent = configured or ("recorded" if parts.tools else "reply")
     has_recordings = agent == "recorded" and bool(parts.tools)
-    right = metadata.get("reference", "")
+    right = {"reference": metadata.get("reference"), GROUND_TRUTH: raw_ground_truth(line)}
+    given = {name: value for name, value in right.items() if value}
     return RoundTask(
         task_id=line["task_id"],
         exchange=Exchange(
@@ -144,7 +147,7 @@ def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> Ro
             history=tuple(line["init_messages"]),
             tools=parts.tools,
             reference=line["answer"] if is_accepted else "",
-            line={"metadata": {"reference": right}} if right else {},
+            line={"metadata": given} if given else {},
         ),
         prompt=line["prompt"],
         output_tokens=metadata.get("output_tokens", 0),

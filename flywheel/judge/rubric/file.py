@@ -20,6 +20,7 @@ from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
 from flywheel.judge.rubric.checks.python_check import load
 from flywheel.judge.rubric.rubric import FLAT_ID, KINDS, MODEL_TYPE, Criterion, Example, Rubric, UsedFile
+from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.verdict import CriterionResult, Exchange
 from flywheel.system.files import expanded
 from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
@@ -227,7 +228,7 @@ def contradictions(file: RubricFile) -> list[Problem]:
 
 
 def _contradiction(rubric: Rubric, example: Example) -> str:
-    line = {"metadata": {"reference": example.reference}} if example.reference else {}
+    line = {"metadata": {"reference": example.reference, GROUND_TRUTH: example.ground_truth}}
     exchange = Exchange(example.query, example.answer, trajectory=tuple(example.trajectory or ()), line=line)
     undecided = [entry for entry in rubric.every if entry.asks_the_judge or _is_undecided(entry, example)]
     results = [(entry, check(entry, exchange, rubric)) for entry in rubric.every if entry not in undecided]
@@ -249,8 +250,11 @@ def _contradiction(rubric: Rubric, example: Example) -> str:
 def _is_undecided(criterion: Criterion, example: Example) -> bool:
     """Whether the example lacks what a check needs."""
     if KINDS[criterion.type].checks_steps:
-        return example.trajectory is None
-    return criterion.type == "math-equal" and not (criterion.right_answer or example.reference)
+        needed = KINDS[criterion.type].needs_truth
+        return example.trajectory is None or bool(needed and (example.ground_truth or {}).get(needed) is None)
+    if criterion.type != "math-equal":
+        return False
+    return not (criterion.right_answer or example.reference or (example.ground_truth or {}).get("answer"))
 
 
 def _extreme(criterion: Criterion, *, best: bool) -> float:

@@ -19,6 +19,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from flywheel.judge.rubric.text import PatternError, check_pattern
+from flywheel.records.ground_truth import parse_ground_truth
 
 LANGUAGES: Final[Mapping[str, list[str]]] = json.loads(
     Path(__file__).with_name("language_names.json").read_text(encoding="utf-8")
@@ -36,6 +37,8 @@ def language_code(name: str) -> str | None:
 
 
 MODEL_TYPE: Final = "llm-rubric"
+AS_LISTED: Final = "as-listed"
+"""The `order` of an `expected-tools` criterion that counts calls in the order of the ground truth only."""
 QUERY: Final = "query"
 """The `value` of a `language` criterion that expects the language of the question."""
 YES_NO: Final = ("no", "yes")
@@ -69,6 +72,8 @@ class CriterionKind:
     `value`, it is one."""
     checks_steps: bool = False
     """Whether the type looks at tool calls and other steps."""
+    needs_truth: str = ""
+    """The part of a task's ground truth that the type needs; empty if it needs none."""
 
 
 def _check_text(value: Any) -> None:
@@ -181,6 +186,23 @@ KINDS: Final[Mapping[str, CriterionKind]] = MappingProxyType(
         "tool-sequence": CriterionKind(
             "The tools were called in this order.", _TOOLS, options=frozenset({"match"}), checks_steps=True
         ),
+        "expected-tools": CriterionKind(
+            "The tools that the task's ground truth names were called: the F1 of both sets, or in that order.",
+            _NO_VALUE,
+            needs_value=False,
+            options=frozenset({"order"}),
+            allows_negative_weight=False,
+            checks_steps=True,
+            needs_truth="target_tools",
+        ),
+        "optimal-steps": CriterionKind(
+            "The smallest number of calls, by the task's ground truth, divided by that of the reply; at most 1.",
+            _NO_VALUE,
+            needs_value=False,
+            allows_negative_weight=False,
+            checks_steps=True,
+            needs_truth="optimal_steps",
+        ),
         "no-error-span": CriterionKind(
             "No tool call and no model call failed on the way.",
             _NO_VALUE,
@@ -227,7 +249,7 @@ KINDS: Final[Mapping[str, CriterionKind]] = MappingProxyType(
         "python": CriterionKind("A function of your own decides.", _FUNCTION),
     }
 )
-OPTIONS: Final = ("choices", "reference", "min", "max", "match")
+OPTIONS: Final = ("choices", "reference", "min", "max", "match", "order")
 """Keys that only some types have."""
 
 CriterionType = Literal[
@@ -242,6 +264,8 @@ CriterionType = Literal[
     "math-equal",
     "tool-called",
     "tool-sequence",
+    "expected-tools",
+    "optimal-steps",
     "no-error-span",
     "redundant-call",
     "step-efficiency",
@@ -296,6 +320,9 @@ class Criterion(Part):
     """The most calls for `tool-called`; the calls that are enough for `step-efficiency`. Default: any number."""
     match: Literal["exact", "subsequence"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether `tool-sequence` lists all calls, or calls that others may stand between (the default)."""
+    order: Literal["any", "as-listed"] | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Whether `expected-tools` compares the sets of names (`any`, the default), or requires all of them in their
+    order, without error."""
 
     _reject_bool = field_validator("weight", mode="before")(reject_bool)
 
@@ -444,6 +471,14 @@ class Example(Part):
     """The right answer, for `math-equal`."""
     trajectory: list[dict[str, Any]] | None = None
     """The model and tool messages before the reply, in the OpenAI chat format, for the checks of the steps."""
+    ground_truth: dict[str, Any] | None = None
+    """The task's `metadata.ground_truth`, for `expected-tools` and `optimal-steps`."""
+
+    @field_validator("ground_truth")
+    @classmethod
+    def _is_ground_truth(cls, raw: dict[str, Any] | None) -> dict[str, Any] | None:
+        parse_ground_truth(raw)
+        return raw
 
 
 class UsedFile(Part):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -153,7 +153,9 @@ def compare(tasks: Sequence[Paired], *, samples: int, alpha: float, needed: floa
     """
     decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
     scores = [score for _, score in decided]
-    sums, sizes = _by_conversation([(task, score.candidate - score.deployed) for task, score in decided])
+    sums, sizes = by_conversation(
+        [(task.conversation, task.task_id, score.candidate - score.deployed) for task, score in decided]
+    )
     lower, upper, method = interval(sums, sizes, alpha, seed, needed=needed)
     return Comparison(
         tasks=len(scores),
@@ -190,11 +192,10 @@ def compare_criterion(
             for task, each in decided
         ]
     gains = [score.candidate - score.deployed for _, score in decided]
-    sums, sizes = _by_conversation(list(zip([task for task, _ in decided], gains, strict=True)))
-    size = float(sizes.mean()) if len(sizes) else 1.0
-    lower, upper, _ = interval(
-        np.append(sums, (-size, size)), np.append(sizes, (size, size)), (1 - confidence) / 2, seed
+    sums, sizes = by_conversation(
+        [(task.conversation, task.task_id, gain) for (task, _), gain in zip(decided, gains, strict=True)]
     )
+    lower, upper, _ = interval(*with_artificial(sums, sizes, -1.0, 1.0), (1 - confidence) / 2, seed)
     return CriterionComparison(
         criterion=criterion,
         tasks=len(gains),
@@ -215,11 +216,21 @@ def _score(task: Paired, *, whole: bool = True) -> Score | None:
     return Score(task_id=task.task_id, candidate=_mean(candidate), deployed=_mean(deployed))
 
 
-def _by_conversation(gains: Sequence[tuple[Paired, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of gains and the number of tasks of each conversation; both of shape (conversations,)."""
+def with_artificial(
+    sums: np.ndarray, sizes: np.ndarray, lowest: float, highest: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and sizes with two more conversations of mean size, one in which all values are the lowest possible and
+    one in which they are the highest possible."""
+    size = float(sizes.mean()) if len(sizes) else 1.0
+    return np.append(sums, (lowest * size, highest * size)), np.append(sizes, (size, size))
+
+
+def by_conversation(values: Iterable[tuple[str, str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of values and the number of tasks of each conversation; both of shape (conversations,). The values are
+    of a conversation and a task each; a task without a conversation is its own."""
     together: dict[tuple[str, str], list[float]] = {}
-    for task, gain in gains:
-        together.setdefault((task.conversation, "" if task.conversation else task.task_id), []).append(gain)
+    for conversation, task, value in values:
+        together.setdefault((conversation, "" if conversation else task), []).append(value)
     sums = [math.fsum(each) for each in together.values()]
     return np.array(sums, dtype=float), np.array([len(each) for each in together.values()], dtype=float)
 

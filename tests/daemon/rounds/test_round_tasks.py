@@ -15,6 +15,8 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.round_tasks import program_line
 from flywheel.errors import TrainError
+from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.checks import check_all
 from flywheel.records.round import RoundSpec
 from flywheel.records.states import Label, RoundState, Split, TaskState
 from flywheel.records.task import TaskLine, task_id, task_line
@@ -190,6 +192,27 @@ async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data
     assert spec.train[0].line["metadata"]["owner"] == "[EMAIL_1]"
     assert spec.train[0].line["metadata"]["start_page"] == "/shoes"
     assert (await spec_again(store, made(tmp_path))).train[0].line == {}
+
+
+async def test_a_rollout_is_graded_by_the_ground_truth_of_its_task(tmp_path: Path, store: Store) -> None:
+    truth = {"target_tools": ["add"], "optimal_steps": 1}
+    own = {"metadata": {"ground_truth": truth, "note": "by hand"}}
+    await judged(
+        store,
+        *(replace(one, extra=own, tools=(ADD,)) for one in asked(Split.TRAIN, "3")),
+        *replies_on(Split.HELD_OUT, 1),
+    )
+    spec = await planned_round(store, made(tmp_path))
+    # As the worker reads it.
+    [task] = RoundSpec.model_validate_json(spec.model_dump_json()).train
+    assert task.exchange.line == {"metadata": {"ground_truth": truth}}
+    assert spec.held_out[0].exchange.line == {}
+    raw = [{"id": "tools", "type": "expected-tools"}, {"id": "steps", "type": "optimal-steps"}]
+    rubric = Rubric.model_validate({"id": "r", "criteria": raw})
+    for calls, values in ((1, [1, 1]), (2, [1, 0.5]), (0, [0, 0])):
+        trajectory = steps(*[(call(arguments=SUM), "3")] * calls)
+        shown = exchange(Prompt(task, ()), Completion("3", steps=trajectory))
+        assert [each.value for each in check_all(rubric, shown)] == values
 
 
 async def test_results_of_other_traces_are_those_on_which_two_conversations_agree(

@@ -15,6 +15,7 @@ import regex
 from flywheel.errors import CheckError, CostlyCheckError
 from flywheel.judge.rubric.checks.call_format import check_call_format
 from flywheel.judge.rubric.checks.degenerate import check_degenerate
+from flywheel.judge.rubric.checks.ground_truth import check_expected_tools, check_optimal_steps
 from flywheel.judge.rubric.checks.json_schema import check_json_schema
 from flywheel.judge.rubric.checks.language import check_language
 from flywheel.judge.rubric.checks.math_equal import check_math_equal
@@ -65,6 +66,8 @@ CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "math-equal": check_math_equal,
         "tool-called": check_tool_called,
         "tool-sequence": check_tool_sequence,
+        "expected-tools": check_expected_tools,
+        "optimal-steps": check_optimal_steps,
         "no-error-span": check_no_error,
         "redundant-call": check_redundant_call,
         "step-efficiency": check_step_efficiency,
@@ -84,7 +87,8 @@ MAX_CHARACTERS: Final = 200_000
 def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None) -> CriterionResult:
     """Decide a criterion that needs no judge. `rubric` is the one it belongs to; it holds the files that it names.
 
-    Raises CheckError if it cannot be decided: no reference, a pattern that runs too long, a function that raises.
+    Raises CheckError if it cannot be decided: no reference or ground truth, a pattern that runs too long, a function
+    that raises.
     """
     if criterion.type not in WHOLE_TEXT and max(len(exchange.query), len(exchange.answer)) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2

@@ -16,6 +16,7 @@ from typing import Final
 from flywheel.errors import CheckError
 from flywheel.judge.rubric.rubric import Criterion, Rubric
 from flywheel.judge.rubric.text import visible
+from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.trace import get_path
 from flywheel.records.verdict import Exchange
 from flywheel.secrets import environment_without_secrets
@@ -116,9 +117,10 @@ def _reference(criterion: Criterion, exchange: Exchange) -> str:
 
     Raises CheckError without one.
     """
-    recorded = get_path(exchange.line, "metadata", "reference")
-    is_given = isinstance(recorded, str | int | float) and not isinstance(recorded, bool)
-    for text in (criterion.right_answer, str(recorded) if is_given else "", exchange.reference):
+    line = exchange.line
+    recorded = (get_path(line, "metadata", "reference"), get_path(raw_ground_truth(line), "answer"))
+    for given in (criterion.right_answer, *recorded, exchange.reference):
+        text = str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
         if wanted := right_answer(text).strip().strip("$").strip():
             return wanted[:MAX_CHARACTERS]
     raise CheckError(

@@ -47,18 +47,19 @@ def check_tool_called(criterion: Criterion, exchange: Exchange, _rubric: Rubric 
     names = called_tools(exchange)
     count = sum(name in criterion.names for name in names)
     least = criterion.min if criterion.min is not None else 0 if criterion.max == 0 else 1
-    return least <= count and (criterion.max is None or count <= criterion.max), _listed(names)
+    return least <= count and (criterion.max is None or count <= criterion.max), listed(names)
 
 
 def check_tool_sequence(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
     names, wanted = called_tools(exchange), list(criterion.names)
     if criterion.match == "exact":
-        return names == wanted, _listed(names)
+        return names == wanted, listed(names)
     remaining = iter(names)
-    return all(name in remaining for name in wanted), _listed(names)
+    return all(name in remaining for name in wanted), listed(names)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The called tools, as a reason."""
     return f"tools called: {', '.join(names) or 'none'}"
 
 
