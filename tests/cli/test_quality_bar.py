@@ -158,14 +158,20 @@ def test_every_row_of_a_file_is_judged_and_neither_source_nor_state_is_touched(b
     assert bench.filter("--estimate", "--tasks", file)["estimate"]["tasks"] == 4
 
 
-def test_the_tasks_that_flywheel_wrote_are_judged_from_their_file(bench: Bench) -> None:
+def test_the_tasks_that_flywheel_wrote_are_judged_again_from_their_file_and_no_others(bench: Bench) -> None:
     bench.lines(GOOD, BAD)
     bench.filter()
-    shown = bench.filter("--dry-run", "--tasks", bench.folder / "state" / "tasks.jsonl")
+    file = bench.folder / "tasks.jsonl"
+    file.write_bytes((bench.folder / "state" / "tasks.jsonl").read_bytes())
+    bench.lines(GOOD)
+    assert bench("ingest").code == 0
+    calls = bench.judge.calls
+    shown = bench.filter("--dry-run", "--tasks", file)
     assert {each["task_id"]: each["outcome"] for each in shown["verdicts"]} == {
         "a-task-with-a-long-name-0": "accepted",
         "a-task-with-a-long-name-1": "rejected",
     }
+    assert (shown["reused"], bench.judge.calls) == (0, calls + 2)
 
 
 def test_no_state_is_made(bench: Bench) -> None:
