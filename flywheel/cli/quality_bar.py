@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
 
 from flywheel.errors import ExportError, QualityError
-from flywheel.records.verdict import Outcome, Verdict
 from flywheel.system.files import write_atomic
 from flywheel.system.terminal import excerpt, quantity, score_text
+
+if TYPE_CHECKING:
+    from flywheel.records.verdict import Verdict
 
 ROWS: Final = 50
 """Tasks of each kind that a summary lists: GitHub refuses one of more than 1 MiB."""
@@ -65,9 +66,9 @@ SummaryOption = Annotated[
 class CaseOutcome(StrEnum):
     """An outcome of the judge, or `filtered`: the filter chain excluded the task."""
 
-    ACCEPTED = Outcome.ACCEPTED.value
-    REJECTED = Outcome.REJECTED.value
-    UNDECIDED = Outcome.UNDECIDED.value
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    UNDECIDED = "undecided"
     FILTERED = "filtered"
 
 
@@ -220,6 +221,9 @@ def _write(path: Path, data: bytes) -> None:
 def junit_xml(cases: Sequence[Case]) -> bytes:
     """The cases as JUnit XML: a suite for each rubric, a case for each task. Rejected ones have a `failure`,
     undecided ones an `error`, and filtered ones are `skipped`. Characters that XML cannot hold are removed."""
+    # Imported here: every command imports this module.
+    from xml.etree import ElementTree
+
     root = ElementTree.Element("testsuites", {"name": "flywheel", **_counts(cases)})
     suites: dict[str, list[Case]] = {}
     for case in cases:
