@@ -15,6 +15,7 @@ EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 69
 EXIT_LOCKED = 75
 EXIT_CONFIG = 78
+EXIT_QUALITY = 100
 
 
 class FlywheelError(Exception):
@@ -81,6 +82,12 @@ class JudgeError(FlywheelError):
     """The judge gave no verdict: it cannot be reached, refuses its calls, or its answers cannot be read."""
 
     exit_code = EXIT_UNAVAILABLE
+
+
+class QualityError(FlywheelError):
+    """The replies that were judged are below the quality bar of the command line."""
+
+    exit_code = EXIT_QUALITY
 
 
 class FilterError(FlywheelError):

@@ -1,13 +1,13 @@
-"""`flywheel filter`: judge pending tasks, try a rubric without writing, compare two rubrics, estimate the cost."""
+"""`flywheel filter`: judge pending tasks or those of a file, compare two rubrics or judges, estimate the cost."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -21,6 +21,16 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
+from flywheel.cli.quality_bar import (
+    Case,
+    CaseOutcome,
+    ConfidenceOption,
+    FailUnderOption,
+    JunitOption,
+    MaxUndecidedOption,
+    QualityBar,
+    SummaryOption,
+)
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 from flywheel.system.process import tune_process
 
@@ -29,6 +39,8 @@ if TYPE_CHECKING:
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.daemon.judging.judging_report import Cost, TaskResult
     from flywheel.daemon.judging.rubric_diff import Compared
+    from flywheel.judge.rubric import Rubric
+    from flywheel.records.verdict import Verdict
     from flywheel.store.kernel.database import Store
 
 PREVIEWED: Final = 2_000
@@ -38,6 +50,8 @@ EXCERPT: Final = 240
 USAGE: Final = ("calls", "prompt_tokens", "completion_tokens")
 COUNTS: Final = ("judged", "accepted", "rejected", "undecided", "dead", "held", "reused", "changed")
 NAME_ONE: Final = "Name a rubric in YAML."
+ERROR_PROBABILITY: Final = 0.025
+"""Of each bound of the difference between two rubrics or judges: the interval holds it at 95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +66,21 @@ class _Options:
     as_json: bool
     quiet: bool
     """Show no progress, no estimate and no result."""
+    tasks: Path | None = None
+    """A file of tasks, which takes the place of the sources and of the state."""
     failures: list[FlywheelError] = field(default_factory=list)
     """Errors of sources that could not be read; tasks of the others are judged."""
+    keys: list[str] = field(default_factory=list)
+    """The ids of the file's tasks that are to be judged."""
+
+
+class _Judged(NamedTuple):
+    """What is shown, the error that ended it early, the cases, and the id of the rubric."""
+
+    shown: dict[str, Any]
+    error: FlywheelError | None
+    cases: list[Case]
+    rubric: str
 
 
 @app.command(name="filter")
@@ -63,6 +90,14 @@ def filter_tasks(
     rubric: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Use this rubric instead of the configured one.", readable=False),
+    ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Judge every row of this task file instead of the sources: no state is read or made.",
+            readable=False,
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge at most this many tasks.")] = None,
     rejudge: Annotated[
@@ -76,6 +111,17 @@ def filter_tasks(
             readable=False,
         ),
     ] = None,
+    against_judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Compare with this judge, at the same endpoint, as --against does with a rubric."
+        ),
+    ] = None,
+    fail_under: FailUnderOption = None,
+    confidence: ConfidenceOption = None,
+    max_undecided: MaxUndecidedOption = None,
+    junit: JunitOption = None,
+    summary: SummaryOption = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate calls, tokens and cost without calling the judge.")
     ] = False,
@@ -83,39 +129,82 @@ def filter_tasks(
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies from the configured sources, then judge pending tasks."""
-    if against is not None and (estimate or rejudge):
-        typer.echo("flywheel: --against compares all tasks: use it without --estimate and --rejudge", err=True)
+    compares = against is not None or against_judge is not None
+    bar = QualityBar(fail_under, confidence, max_undecided, junit, summary)
+    wrong = {
+        "--against compares all tasks: use it without --estimate and --rejudge": compares and (estimate or rejudge),
+        "--tasks stores no verdict: use it with --dry-run": tasks is not None
+        and not (dry_run or estimate or compares),
+        "--estimate judges nothing: use it without a quality bar and its reports": estimate and bar.is_asked,
+    }
+    for message in (message for message, is_so in wrong.items() if is_so):
+        typer.echo(f"flywheel: {message}", err=True)
         raise typer.Exit(EXIT_USAGE)
-    settings = load_config(config, "judge replies of the configured sources")
-    dry = dry_run or estimate or against is not None
-    options = _Options(settings, dry, rubric, limit, rejudge, as_json, quiet or as_json)
+    settings = load_config(config, "judge replies")
+    options = _Options(
+        settings, dry_run or estimate or compares, rubric, limit, rejudge, as_json, quiet or as_json, tasks
+    )
     tune_process()
     if estimate:
-        shown, error = run_async(_estimate(options)), None
-    elif against is not None:
-        shown, error = run_async(_compare(options, against))
+        judged = _Judged(run_async(_estimate(options)), None, [], "")
+    elif compares:
+        judged = run_async(_compare(options, against, against_judge))
     else:
-        shown, error = run_async(_filter(options))
+        judged = run_async(_filter(options))
+    shown, error = judged.shown, judged.error
+    quality = None
+    if bar.is_asked:
+        quality = bar.report(_cases(judged, options), notes=_notes(shown), error=str(error or ""))
+        shown["quality"] = quality.json()
     if as_json:
         if error is None and options.failures:
             shown["error"] = str(options.failures[0])
         print_json(shown)
     elif not quiet:
         _print(shown, has_prices=settings.judge.prices is not None)
+        if quality is not None:
+            typer.echo(f"quality: {quality.sentence}")
     if error is not None:
         complain(error)
         raise typer.Exit(error.exit_code)
     if options.failures:
         raise typer.Exit(EXIT_FAILED)
+    if quality is not None and quality.error is not None:
+        complain(quality.error)
+        raise typer.Exit(quality.error.exit_code)
+
+
+def _cases(judged: _Judged, options: _Options) -> list[Case]:
+    """The cases, with those of the file's tasks that an error kept from being judged."""
+    if judged.error is None:
+        return judged.cases
+    known = {case.task for case in judged.cases}
+    why = f"not judged: {judged.error}"
+    missing = [key for key in options.keys if key not in known]
+    return [*judged.cases, *(Case(judged.rubric, key, CaseOutcome.UNDECIDED, reason=why) for key in missing)]
+
+
+def _notes(shown: dict[str, Any]) -> list[str]:
+    """What the summary says of a comparison."""
+    if "flips" not in shown:
+        return []
+    from flywheel.cli.tables import accepted_shares
+
+    return [f"{shown['old']['name']} → {shown['new']['name']}: {accepted_shares(shown)}"]
 
 
 @asynccontextmanager
 async def _state(options: _Options) -> AsyncIterator[Store]:
-    """The state after reading the sources: a copy for a dry run, otherwise the real one, locked."""
+    """The state after reading the sources: a copy for a dry run, otherwise the real one, locked. One in memory for a
+    file of tasks."""
     from flywheel.daemon.judging.judging import recover
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
 
+    if options.tasks is not None:
+        async with _state_of_file(options, options.tasks) as store:
+            yield store
+        return
     # A dry run executes the same code on the copy.
     async with open_state(options.config, "copy" if options.dry_run else "open", lock=not options.dry_run) as store:
         if options.dry_run:
@@ -134,6 +223,26 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
         yield store
 
 
+@asynccontextmanager
+async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
+    """A state in memory with a task for each row of a file. Raises ConfigError."""
+    from flywheel.records.task import Batch
+    from flywheel.sources.jsonl.record import entries_of_file
+    from flywheel.store import ledger
+    from flywheel.store.kernel.database import Store
+
+    entries = entries_of_file(file, f"read tasks to judge from {file}")
+    options.keys.extend(entry.key for entry in entries[: options.limit])
+    store = await Store.empty()
+    try:
+        source = await store.write(ledger.source_id, str(file), "jsonl")
+        batch = Batch(None, tuple(entries))
+        await store.write(ledger.record_batch, source, batch, train_ratio=1.0, split_seed=0)
+        yield store
+    finally:
+        await store.close()
+
+
 def _filtering(store: Store, options: _Options) -> TaskJudging:
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.judge.rubric.file import load_rubric
@@ -147,7 +256,7 @@ def _filtering(store: Store, options: _Options) -> TaskJudging:
     )
 
 
-async def _filter(options: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
+async def _filter(options: _Options) -> _Judged:
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judge_setup import exchange_of
     from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
@@ -169,6 +278,7 @@ async def _filter(options: _Options) -> tuple[dict[str, Any], FlywheelError | No
             estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
             _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
         shown: dict[int, dict[str, Any]] = {}
+        cases: dict[int, Case] = {}
         with of_tasks("judging", total, quiet=options.quiet) as step:
 
             def on_judged(judged: TaskResult) -> None:
@@ -176,6 +286,7 @@ async def _filter(options: _Options) -> tuple[dict[str, Any], FlywheelError | No
                 grader = filtering.grader_of(judged)
                 tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if options.as_json else 0
                 shown[judged.task.id] = verdict_json(judged, filtering, tokens)
+                cases[judged.task.id] = case_of(judged, grader.rubric)
                 step()
 
             judging_all = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
@@ -190,7 +301,7 @@ async def _filter(options: _Options) -> tuple[dict[str, Any], FlywheelError | No
         report.error = stopped
     assert report is not None
     usage = {name: getattr(report, name) for name in USAGE}
-    return {
+    told = {
         "due": total,
         **{name: getattr(report, name) for name in COUNTS},
         "verdicts": [shown[task] for task in sorted(shown)],
@@ -199,7 +310,8 @@ async def _filter(options: _Options) -> tuple[dict[str, Any], FlywheelError | No
         "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown.values()),
         "dry_run": options.dry_run,
         "error": str(report.error) if report.error else None,
-    }, report.error
+    }
+    return _Judged(told, report.error, [cases[task] for task in sorted(cases)], filtering.rubric.id)
 
 
 async def _estimate(options: _Options) -> dict[str, Any]:
@@ -214,7 +326,8 @@ async def _estimate(options: _Options) -> dict[str, Any]:
     return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **expected}, "dry_run": True}
 
 
-async def _compare(options: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
+async def _compare(options: _Options, against: Path | None, judge: str | None) -> _Judged:
+    """Compare with the rubric in a file, with another model as the judge, or with both."""
     from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.daemon.judging.judging_report import CostEstimator, cost_of
@@ -223,10 +336,16 @@ async def _compare(options: _Options, against: Path) -> tuple[dict[str, Any], Fl
     from flywheel.store import claims
     from flywheel.system.signals import StopSignals
 
-    earlier = load_rubric(against, NAME_ONE)
-    prices = options.config.judge.prices
+    earlier = load_rubric(against, NAME_ONE) if against is not None else None
+    # They are those of the configured judge.
+    prices = options.config.judge.prices if judge is None else None
     async with _state(options) as store:
         new = _filtering(store, options)
+        earlier = earlier or new.rubric
+        if judge is not None:
+            # Its own model takes the place of the configured one.
+            by_judge = earlier.judge.model_copy(update={"model": judge})
+            earlier = earlier.model_copy(update={"judge": by_judge})
         old = TaskJudging(store, options.config, rubric=earlier)
         tasks, triable = await store.read(claims.count_triable)
         total = triable if options.limit is None else min(triable, options.limit)
@@ -250,8 +369,12 @@ async def _compare(options: _Options, against: Path) -> tuple[dict[str, Any], Fl
     asked = [verdict for compared in report.compared for verdict in compared.asked]
     usage = {name: sum(getattr(each, name) for each in asked) for name in USAGE}
     path = options.rubric or options.config.filter.rubric
-    names = (path.name, against.name) if path.name != against.name else (str(path), str(against))
-    return {
+    names = [path.name, path.name]
+    if against is not None:
+        names = [path.name, against.name] if path.name != against.name else [str(path), str(against)]
+    if judge is not None:
+        names = [f"{names[0]} by {new.grader.client.endpoints[0].config.model}", f"{names[1]} by {judge}"]
+    told = {
         "old": {"name": names[1], "id": earlier.id, "hash": earlier.hash},
         "new": {"name": names[0], "id": new.rubric.id, "hash": new.rubric.hash},
         "changes": [asdict(each) for each in changes(earlier, new.rubric)],
@@ -262,6 +385,7 @@ async def _compare(options: _Options, against: Path) -> tuple[dict[str, Any], Fl
         "same": sum(each.is_decided and not each.flips for each in report.compared),
         "undecided": sum(not each.is_decided for each in report.compared),
         "flips": [flip_json(each, old, new) for each in report.compared if each.flips],
+        "accepted": accepted_json(report.compared),
         "judge_all": {
             "without_cache": cost_json(estimator.cost(report.without_cache)),
             "with_cache": cost_json(estimator.cost(report.with_cache)),
@@ -271,7 +395,9 @@ async def _compare(options: _Options, against: Path) -> tuple[dict[str, Any], Fl
         "cost": cost_of(**usage, prices=prices).price,
         "dry_run": True,
         "error": str(report.error) if report.error else None,
-    }, report.error
+    }
+    cases = [Case.of(new.rubric.id, each.task.key, each.new) for each in report.compared]
+    return _Judged(told, report.error, cases, new.rubric.id)
 
 
 def _print_estimate(tasks: int, free: int, cost: Cost) -> None:
@@ -332,6 +458,48 @@ def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dic
         "estimated_tokens": tokens,
         "reused": judged.reused,
         "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
+    }
+
+
+def case_of(judged: TaskResult, rubric: Rubric) -> Case:
+    """The case of a task: filtered if the chain decided it, undecided if it is a dead letter."""
+    from flywheel.store.verdicts import CHAIN
+
+    if judged.verdict is None and not judged.held:
+        return Case(rubric.id, judged.task.key, CaseOutcome.UNDECIDED, reason=judged.error)
+    if judged.verdict is None or judged.rubric_hash.startswith(CHAIN):
+        reason = judged.verdict.reason if judged.verdict else "a burst of near-identical questions"
+        return Case(rubric.id, judged.task.key, CaseOutcome.FILTERED, reason=reason)
+    return Case.of(rubric.id, judged.task.key, judged.verdict)
+
+
+def accepted_json(compared: Sequence[Compared]) -> dict[str, Any]:
+    """The accepted shares of tasks that both sides decided, and the interval of their difference, by conversation."""
+    from flywheel.records.task import conversation_key
+    from flywheel.records.verdict import Outcome
+    from flywheel.training.gate.paired_comparison import Paired, compare
+
+    def reward(verdict: Verdict) -> float | None:
+        return None if verdict.outcome is Outcome.UNDECIDED else float(verdict.outcome is Outcome.ACCEPTED)
+
+    pairs = [
+        Paired(
+            each.task.key,
+            (reward(each.new),),
+            (reward(each.old),),
+            conversation_key(each.task.line["metadata"]["conversation_id"], each.task.line["metadata"]["trace_id"]),
+        )
+        for each in compared
+    ]
+    found = compare(pairs, samples=1, alpha=ERROR_PROBABILITY, needed=0.0, seed=0)
+    return {
+        "old": found.deployed_mean,
+        "new": found.candidate_mean,
+        "difference": found.gain,
+        "lower": found.lower,
+        "upper": found.upper,
+        "tasks": found.tasks,
+        "conversations": found.conversations,
     }
 
 

@@ -325,6 +325,8 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     if diff["undecided"]:
         line += f", {diff['undecided']:,} undecided"
     console.print(line, style="bold")
+    if diff["accepted"]["tasks"]:
+        console.print(accepted_shares(diff))
     others = {
         "a filter or a person decided them, or they are held or dead": diff["left_aside"],
         "--limit or a stop came first": diff["not_reached"],
@@ -341,6 +343,15 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     console.print(f"the same with what is stored now: {_calls_and_tokens(with_cache)}")
     console.print(f"this comparison took: {_calls_and_tokens({**diff['usage'], 'cost': diff['cost']})}")
     console.print(f"({estimate_basis(without_cache)})")
+
+
+def accepted_shares(diff: Mapping[str, Any]) -> str:
+    """The accepted shares of both sides, and the interval of their difference."""
+    shares = diff["accepted"]
+    return (
+        f"accepted {shares['old']:.3f} → {shares['new']:.3f} of {quantity(shares['tasks'], 'task')} that both decided"
+        f" (difference from {shares['lower']:+.3f} to {shares['upper']:+.3f} at 95 %)"
+    )
 
 
 def _print_flip(console: Console, flip: Mapping[str, Any]) -> None:

@@ -140,8 +140,8 @@ class TaskJudging:
         return found
 
     def grader_of(self, result: TaskResult) -> Grader:
-        """The grader with the rubric that a task was judged by."""
-        own = (each.grader for each in self._others if each.rubric.hash == result.rubric_hash)
+        """The grader with the rubric that a task was judged by, or was to be."""
+        own = (each.grader for each in self._others if result.task.target in each._which.targets)
         return next(own, self.grader)
 
     async def run(

@@ -262,6 +262,34 @@ def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
 
 
+def entries_of_file(path: Path, attempted: str) -> list[Entry]:
+    """An entry for each line of a file, in order. Lines with the same `task_id` are tasks of their own. Raises
+    ConfigError, which names the line, also for one without an answer."""
+    found: dict[str, Entry] = {}
+    for row in rows_of_file(path, attempted):
+        task, metadata = row.task, row.task["metadata"]
+        if not task["answer"].strip():
+            raise ConfigError(attempted, f"line {row.number}: it has no answer", f"Give it one in {ANSWER[0]!r}.")
+        own = key = task["task_id"]
+        while key in found:
+            key = f"{own}-{len(found) + 1}"
+            own = key
+        task["task_id"] = key
+        found[key] = Entry(
+            span_id=key,
+            trace_id=metadata["trace_id"],
+            conversation_id=metadata["conversation_id"],
+            agent=metadata["agent_name"],
+            adapter=metadata["adapter"],
+            started_at=metadata["started_at"],
+            key=key,
+            line=line_bytes(task),
+            content=row.number,
+            model=metadata["model"],
+        )
+    return list(found.values())
+
+
 def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_question: bool) -> DataRow:
     line = _parsed(text)
     if not _PREFERENCE.issubset(line):

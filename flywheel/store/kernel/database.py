@@ -223,6 +223,13 @@ class Store:
         return await cls._migrated(connections, connections)
 
     @classmethod
+    async def empty(cls) -> Self:
+        """A state of its own without any task, which leaves no trace."""
+        connect = partial(sqlite3.connect, "", check_same_thread=False)
+        connections = _StateConnections("in memory", connect, "BEGIN IMMEDIATE")
+        return await cls._migrated(connections, connections)
+
+    @classmethod
     async def _migrated(cls, writing: _StateConnections, reading: _StateConnections) -> Self:
         store = cls(writing, reading)
         try:
