@@ -31,6 +31,7 @@ from flywheel.cli.quality_bar import (
     QualityBar,
     SummaryOption,
 )
+from flywheel.cli.recorded_metrics import MetricsOption, RecordedMetrics, lines_of
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 from flywheel.system.process import tune_process
 
@@ -68,6 +69,8 @@ class _Options:
     """Show no progress, no estimate and no result."""
     tasks: Path | None = None
     """A file of tasks, which takes the place of the sources and of the state."""
+    metrics: str | None = None
+    """Names of metrics of the replies."""
     failures: list[FlywheelError] = field(default_factory=list)
     """Errors of sources that could not be read; tasks of the others are judged."""
     keys: list[str] = field(default_factory=list)
@@ -122,6 +125,7 @@ def filter_tasks(
     max_undecided: MaxUndecidedOption = None,
     junit: JunitOption = None,
     summary: SummaryOption = None,
+    metrics: MetricsOption = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate calls, tokens and cost without calling the judge.")
     ] = False,
@@ -136,13 +140,15 @@ def filter_tasks(
         "--tasks stores no verdict: use it with --dry-run": tasks is not None
         and not (dry_run or estimate or compares),
         "--estimate judges nothing: use it without a quality bar and its reports": estimate and bar.is_asked,
+        "--metrics measures replies that are judged: use it without --estimate and --against": metrics is not None
+        and (estimate or compares),
     }
     for message in (message for message, is_so in wrong.items() if is_so):
         typer.echo(f"flywheel: {message}", err=True)
         raise typer.Exit(EXIT_USAGE)
     settings = load_config(config, "judge replies")
     options = _Options(
-        settings, dry_run or estimate or compares, rubric, limit, rejudge, as_json, quiet or as_json, tasks
+        settings, dry_run or estimate or compares, rubric, limit, rejudge, as_json, quiet or as_json, tasks, metrics
     )
     tune_process()
     if estimate:
@@ -162,8 +168,8 @@ def filter_tasks(
         print_json(shown)
     elif not quiet:
         _print(shown, has_prices=settings.judge.prices is not None)
-        if quality is not None:
-            typer.echo(f"quality: {quality.sentence}")
+        more = [f"quality: {quality.sentence}"] if quality is not None else []
+        typer.echo("".join(f"{line}\n" for line in [*lines_of(shown.get("metrics", {})), *more]), nl=False)
     if error is not None:
         complain(error)
         raise typer.Exit(error.exit_code)
@@ -279,6 +285,8 @@ async def _filter(options: _Options) -> _Judged:
             _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
         shown: dict[int, dict[str, Any]] = {}
         cases: dict[int, Case] = {}
+        criteria = [criterion.id for criterion in filtering.rubric.every]
+        metrics = RecordedMetrics(options.metrics, criteria) if options.metrics is not None else None
         with of_tasks("judging", total, quiet=options.quiet) as step:
 
             def on_judged(judged: TaskResult) -> None:
@@ -287,6 +295,8 @@ async def _filter(options: _Options) -> _Judged:
                 tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if options.as_json else 0
                 shown[judged.task.id] = verdict_json(judged, filtering, tokens)
                 cases[judged.task.id] = case_of(judged, grader.rubric)
+                if metrics is not None:
+                    metrics.add(judged)
                 step()
 
             judging_all = filtering.run(limit=options.limit, stop=stop, on_judged=on_judged, rejudge=options.rejudge)
@@ -311,6 +321,10 @@ async def _filter(options: _Options) -> _Judged:
         "dry_run": options.dry_run,
         "error": str(report.error) if report.error else None,
     }
+    if metrics is not None:
+        told["metrics"] = metrics.as_json(options.config.training.seed)
+        for why in metrics.wrong:
+            complain(f"warning: {why}")
     return _Judged(told, report.error, [cases[task] for task in sorted(cases)], filtering.rubric.id)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from flywheel.records.ground_truth import GroundTruth, ground_truth_of
 from tests.cli.filter_bench import Bench
 from tests.judge.rubric.steps import made
@@ -58,3 +60,45 @@ def test_a_file_with_ground_truth_is_filtered_by_it(bench: Bench) -> None:
     tasks = [json.loads(text) for text in (bench.folder / "state" / "tasks.jsonl").read_text().splitlines()]
     [right] = [ground_truth_of(task) for task in tasks if task["task_id"] == "right"]
     assert right == GroundTruth(("search",), 1)
+
+
+def test_replies_are_measured_against_it(bench: Bench) -> None:
+    search, read = made("search", "{}", "7 °C"), made("read", "{}", "7 °C")
+    truth = {**TRUTH, "optimal_steps": 1}
+    lines = [
+        line("right", search, ground_truth=truth),
+        line("wrong", read, ground_truth=truth),
+        line("wasteful", (*search, *search), ground_truth=truth),
+        line("unknown", search),
+        line("mistaken", search, ground_truth={**TRUTH, "optimal_steps": "one"}),
+    ]
+    file = bench.folder / "replies.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    bench.rubric([{"id": "cold", "type": "contains", "value": "°C", "required": True}])
+    shown = bench.filter("--dry-run", "--tasks", str(file), "--metrics", "tool_accuracy,step_efficiency,timing,cold")
+    found = shown["metrics"]
+    assert list(found) == ["tool_selection_accuracy", "step_efficiency", "timing_precision", "cold"]
+    tools, steps, timing = (found[name] for name in list(found)[:3])
+    assert (tools["mean"], tools["count"], tools["unmeasured"]) == (2 / 3, 3, 2)
+    assert (steps["mean"], steps["count"]) == ((1 + 1 + 0.5) / 3, 3)
+    assert 0 <= steps["lower"] <= steps["mean"] <= steps["upper"] <= 1
+    assert (timing["mean"], timing["count"], timing["unmeasured"]) == (None, 0, 5)
+    assert (found["cold"]["mean"], found["cold"]["count"]) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--metrics", "retrieval"), "it is SAGE's metric of searching a catalogue"),
+        (("--metrics", "tool_accurac"), "Did you mean tool_accuracy?"),
+        (("--metrics", "all", "--estimate"), "--metrics measures replies that are judged"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(bench: Bench, options: tuple[str, ...], why: str) -> None:
+    file = bench.folder / "replies.jsonl"
+    file.write_text(json.dumps(line("right", made("search", "{}", "7 °C"), ground_truth=TRUTH)) + "\n")
+    bench.rubric(CRITERIA)
+    ran = bench("filter", "--dry-run", "--tasks", file, *options)
+    assert ran.code != 0
+    assert why in ran.err
+    assert "Traceback" not in ran.err
