@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from flywheel.training.data.rollout import Completion, RolloutRequest, reply
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.engine import ray_cluster
 from flywheel.training.optim.trainer import Trained
-from flywheel.training.worker.round_stages import Stages, Training
+from flywheel.training.worker.round_stages import Stages, Training, ended_stages
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 from tests.training.data.rollouts import verdict
@@ -110,7 +111,7 @@ def run(
     trainer = ray_cluster.start(Trainer, frozenset(refused), gpus=0)
     try:
         stages = Stages(spec, settings, directory, [engine], trainer, lambda _: grade, lambda _: None, 4)
-        made = stages.run(prompts, prompts[:2], ())
+        made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
         [calls] = ray_cluster.wait([trainer.calls.remote()])
     finally:
         ray.kill(trainer)
@@ -128,6 +129,23 @@ def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(engine
     assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (5, 2, 0.1, 0.4)
     assert made.adapter is not None
     assert Path(made.adapter.path) == tmp_path / "stages" / "2-grpo" / "adapter"
+
+
+def test_a_further_worker_finds_the_stages_that_have_ended_with_all_that_they_ended_with(
+    engine: Any, tmp_path: Path
+) -> None:
+    made, _ = run(engine, tmp_path, {"stages": ["sft", "dpo", "grpo"]}, refused=["grpo"])
+    again, calls = run(engine, tmp_path, {"stages": ["sft", "dpo", "grpo"]})
+    assert (again, calls) == (made, [])
+    (tmp_path / "stages" / "3-grpo" / "trained.json").unlink()
+    (tmp_path / "stages" / "2-dpo" / "trained.json").unlink()
+    shutil.rmtree(tmp_path / "stages" / "2-dpo" / "adapter")
+    third, calls = run(engine, tmp_path, {"stages": ["sft", "dpo", "grpo"]})
+    assert [call[0] for call in calls] == ["dpo", "load", "grpo"]
+    assert ends(third) == [("sft", "trained"), ("dpo", "trained"), ("grpo", "trained")]
+    (tmp_path / "stages" / "1-sft" / "adapter" / "adapter_config.json").write_text("changed")
+    settings = Config.model_validate({"training": {"stages": ["sft", "dpo", "grpo"]}})
+    assert ended_stages(round_spec(settings={}), settings, tmp_path).stages == []
 
 
 def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(engine: Any, tmp_path: Path) -> None:
