@@ -302,7 +302,8 @@ def gap(trainer: Any, drawn: Sequence[Completion], change: Callable[[Sample], Sa
     import torch
 
     rows = [TrainingRow(place, change(sample), 1.0) for place, each in enumerate(drawn) for sample in each.samples]
-    computing = trainer._trainer(trainer._settings, lambda _: [], lambda *_: None, TOKENS)
+    folder = trainer._directory / "gap"
+    computing = trainer._trainer(trainer._settings, lambda _: [], lambda *_: None, TOKENS, folder / "adapter")
     computing.model.eval()
     found = []
     with torch.no_grad(), computing.compute_loss_context_manager():
