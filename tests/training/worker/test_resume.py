@@ -61,13 +61,14 @@ class Judge:
         self.released.set()
 
 
-def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str) -> None:
+def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str) -> set[str]:
     """Start the worker, and at a moment kill -9 it with all of its processes, or one of its actors alone: then the
-    worker ends by itself, with the reason."""
+    worker ends by itself, with the reason. Returns hashes of the weights that the engines had of steps."""
     process = start(directory, made)
     try:
         wait_for(lambda: when() or process.poll() is not None, f"the moment to kill the {who}", seconds=400)
         assert process.poll() is None, read(directory / "worker.log")[-3000:]
+        synced = {weights(path) for path in (directory / "sync").glob("step-*")}
         if who != "worker":
             [actor] = [each for each in below(process.pid) if " ".join(each.cmdline()).startswith(f"ray::{who}")]
             actor.kill()
@@ -78,6 +79,7 @@ def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str)
         for member in family(directory):
             member.kill()
         process.communicate()
+    return synced
 
 
 def weights(path: Path) -> str:
@@ -107,8 +109,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         made = planned(url, overlap)
         in_step = lambda: '"step":3' in read(directory / "metrics.jsonl") and graded(directory) >= 3  # noqa: E731
         with answering.holding(in_step):
-            killed(directory, made, in_step, first)
-        synced = {weights(path) for path in (directory / "sync").iterdir() if not path.name.startswith(".")}
+            synced = killed(directory, made, in_step, first)
         partial = {line["weights"] for line in read_rollouts(directory / "partial.jsonl")}
         judged = graded(directory)
         in_gate = lambda: '"evaluating"' in read(directory / "metrics.jsonl") and graded(directory) >= 3  # noqa: E731
