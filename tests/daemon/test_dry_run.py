@@ -104,7 +104,8 @@ def counts(report: JudgingReport) -> dict[str, Any]:
 async def test_the_real_run_decides_and_costs_what_the_dry_run_said(
     tmp_path: Path, store: Store, make: Make, judge: JudgeServer, embeddings: EmbeddingServer, is_embedded: bool
 ) -> None:
-    assert {each.get("type", "llm-rubric") for each in EVERY} == set(KINDS)
+    # Traced replies have no ground truth, without which these two leave everything undecided.
+    assert {each.get("type", "llm-rubric") for each in EVERY} == set(KINDS) - {"expected-tools", "optimal-steps"}
     (tmp_path / "checks.py").write_text(CHECKS)
     config = make(
         {"type": "pii"},
