@@ -122,6 +122,7 @@ def test_the_page_shows_the_tables_of_the_committed_figures() -> None:
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run() -> None:
     result = result_of("round", "--quick")
     assert result.keys() >= {"floor_ratio", "judge_floor_s", "compute_floor_s", "startup_s", "shutdown_s"}
