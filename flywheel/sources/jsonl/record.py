@@ -270,10 +270,9 @@ def entries_of_file(path: Path, attempted: str) -> list[Entry]:
         task, metadata = row.task, row.task["metadata"]
         if not task["answer"].strip():
             raise ConfigError(attempted, f"line {row.number}: it has no answer", f"Give it one in {ANSWER[0]!r}.")
-        own = key = task["task_id"]
+        key = task["task_id"]
         while key in found:
-            key = f"{own}-{len(found) + 1}"
-            own = key
+            key = f"{key}-{len(found) + 1}"
         task["task_id"] = key
         found[key] = Entry(
             span_id=key,

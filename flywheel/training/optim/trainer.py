@@ -27,7 +27,14 @@ from flywheel.system.process import keep_freed_memory
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
-from flywheel.training.data.round_directory import CHECKPOINTS_DIR, END_FILE, SYNC_DIR, go_on_from, last_checkpoint
+from flywheel.training.data.round_directory import (
+    CHECKPOINTS_DIR,
+    END_FILE,
+    SYNC_DIR,
+    Checkpoint,
+    go_on_from,
+    last_checkpoint,
+)
 from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
 from flywheel.training.engine.policy import (
@@ -150,7 +157,7 @@ class Trainer(RoundActor):
             try:
                 with run:
                     run.recall(0 if checkpoint is None else checkpoint.updates // updates)
-                    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+                    _train(trainer, checkpoint)
             except CollapsedError as reason:
                 # The rollouts of the first of these steps are already by weights that have collapsed.
                 last_good = run.steps_done - IN_A_ROW - 1 - training.overlap
@@ -186,8 +193,7 @@ class Trainer(RoundActor):
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
         trainer = self._trainer(settings, lambda step: rows_of(run.items(step)), run.report, longest, adapter)
         run.measure = lambda: trainer.mean_nll(rows_of(held_out))
-        checkpoint = go_on_from(adapter.parent)
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+        _train(trainer, go_on_from(adapter.parent))
         save_adapter(self._model, adapter)
         return Trained(
             settings.training.steps, None, None, with_gradient=frozenset(reply.task_id for reply in replies)
@@ -201,8 +207,8 @@ class Trainer(RoundActor):
 
         settings = stage_settings(self._settings, "dpo", len(pairs))
         run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
-        folder, seed, checkpoint = adapter.parent / CHECKPOINTS_DIR, self._spec.seed, go_on_from(adapter.parent)
-        PairTrainer(
+        folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
+        trainer = PairTrainer(
             pairs_of=run.items,
             settings=settings,
             model=self._model,
@@ -210,7 +216,8 @@ class Trainer(RoundActor):
             train_dataset=step_dataset(settings.training.steps),
             processing_class=self._tokenizer(),
             callbacks=[StepLog(run.report), EndAtCheckpoint(self._directory / END_FILE)],
-        ).train(resume_from_checkpoint=checkpoint and str(checkpoint.path))
+        )
+        _train(trainer, go_on_from(adapter.parent))
         save_adapter(self._model, adapter)
         return Trained(settings.training.steps, None, None, with_gradient=frozenset(pair.task_id for pair in pairs))
 
@@ -245,6 +252,10 @@ class Trainer(RoundActor):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._spec.base_model)
+
+
+def _train(trainer: Any, checkpoint: Checkpoint | None) -> None:
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
 
 
 class AdapterSync:
