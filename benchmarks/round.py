@@ -72,6 +72,7 @@ from flywheel.training.data.step_times import PARTS, figures_of, times_of
 
 ROOT: Final = Path(__file__).parent.parent
 RESULTS: Final = ROOT / "docs" / "benchmarks" / "round.json"
+POLICY: Final = ROOT / "demo" / "policy"
 LENGTHS: Final = (8, 64, 256)
 POLL_SECONDS: Final = 0.01
 SEEN_SECONDS: Final = 0.5
@@ -246,9 +247,8 @@ def read(results: Path) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     """The tables of the documentation, as Markdown."""
-    return "\n\n".join(
-        text(results[name]) for name, text in (("round", _round_table), ("trl", _trl_table)) if name in results
-    )
+    texts = {"round": _round_table, "trl": _trl_table, "trl_model": _trl_table}
+    return "\n\n".join(text(results[name]) for name, text in texts.items() if name in results)
 
 
 def _round_table(found: Mapping[str, Any]) -> str:
@@ -290,15 +290,16 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def main() -> None:
     parser = measurement.parser("round", __doc__)
     parser.add_argument("--trl", action="store_true", help="compare with TRL's trainer instead")
-    parser.add_argument("--model", type=Path, default=ROOT / "demo" / "policy", help="directory of the base model")
+    parser.add_argument("--model", type=Path, default=POLICY, help="directory of the base model")
     parser.add_argument("--runs", type=int, default=3, help="runs of each kind (3)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run (12)")
     parser.add_argument("--results", type=Path, help=f"write them there, too; of --table: {RESULTS.name}")
     parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")
     options = parser.parse_args()
     if options.table:
         print(table(read(options.results or RESULTS)))
         return
-    steps, latency, runs = (2, 0.05, 1) if options.quick else (12, 0.5, options.runs)
+    steps, latency, runs = (2, 0.05, 1) if options.quick else (options.steps, 0.5, options.runs)
     lengths, held_out = (LENGTHS[:1], 8) if options.quick else (LENGTHS, HELD_OUT)
     work, before = Work(str(options.model.absolute()), steps, latency, held_out=held_out), measurement.machine()
     with measurement.folders(options.dir) as (_, scratch):
@@ -307,7 +308,8 @@ def main() -> None:
         else:
             found = rounds(work, scratch, runs)
     if options.results:
-        known = read(options.results) | {"trl" if options.trl else "round": found | {"machine": before}}
+        name = "round" if not options.trl else "trl" if options.model.name == POLICY.name else "trl_model"
+        known = read(options.results) | {name: found | {"machine": before}}
         write_atomic(options.results, f"{json.dumps(known, indent=1)}\n".encode())
     measurement.report(found, before, as_json=options.json)
 
