@@ -84,6 +84,12 @@ class JudgeError(FlywheelError):
     exit_code = EXIT_UNAVAILABLE
 
 
+class EndpointError(FlywheelError):
+    """A model that is measured at an endpoint does not answer."""
+
+    exit_code = EXIT_UNAVAILABLE
+
+
 class QualityError(FlywheelError):
     """The replies that were judged are below the quality bar of the command line."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,11 +20,27 @@ from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY
 from tests.cli.filter_bench import says
 from tests.factories.config import write_yaml
 from tests.factories.judge_server import JudgeServer
+from tests.factories.model_endpoint import Endpoint
+from tests.factories.model_endpoint import says as chat_completion
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "how-to" / "ci.md").read_text()
 INSTALLED = "pip install agentscope-flywheel"
 RUBRIC: dict[str, Any] = {"id": "support", "criteria": [{"id": "right", "value": "It is right."}]}
+
+AGENT = """
+import json, urllib.request
+
+
+async def run(task, model):
+    model = task["openai"]
+    question = {"role": "user", "content": task["main_query"]}
+    asked = [{"role": "system", "content": "Answer in one sentence."}, question]
+    body = json.dumps({"model": model["model"], "messages": asked}).encode()
+    sent = urllib.request.Request(model["base_url"] + "/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(sent) as answer:
+        return {"response": json.load(answer)["choices"][0]["message"]["content"]}
+"""
 
 Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
@@ -47,7 +64,14 @@ def judge() -> Iterator[JudgeServer]:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, judge: JudgeServer) -> Shell:
+def model() -> Iterator[Endpoint]:
+    """What the workflow's agent asks."""
+    with Endpoint(lambda *_: chat_completion("good: yes")) as server:
+        yield server
+
+
+@pytest.fixture
+def shell(tmp_path: Path, judge: JudgeServer, model: Endpoint) -> Shell:
     """Runs commands in a checkout with the page's files, whose judge is the one of the test."""
     config = block("flywheel.yaml")
     config["judge"]["base_url"] = judge.base_url
@@ -58,6 +82,9 @@ def shell(tmp_path: Path, judge: JudgeServer) -> Shell:
     [row] = re.findall(r"^ {4}(\{\"task_id\".*\})$", PAGE, re.MULTILINE)
     rows = [row.replace("refund-1", f"refund-{n}").replace("Yes", "good: yes") for n in range(5)]
     (tmp_path / "tests" / "replies.jsonl").write_text("\n".join(rows) + "\n")
+    questions = [{"task_id": f"q{n}", "main_query": f"Can I return {n} shoes?"} for n in range(4)]
+    (tmp_path / "tests" / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (tmp_path / "agent.py").write_text(AGENT)
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("FLYWHEEL_", "OPENAI_", "GIT_"))
     }
@@ -67,6 +94,7 @@ def shell(tmp_path: Path, judge: JudgeServer) -> Shell:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
         "HOME": str(tmp_path),
         "OPENAI_API_KEY": "key",
+        "OPENAI_BASE_URL": model.base_url,
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
     }
 
@@ -89,24 +117,29 @@ def shell(tmp_path: Path, judge: JudgeServer) -> Shell:
 
 
 @pytest.mark.slow
-def test_the_steps_of_the_workflow_pass_and_write_their_reports(shell: Shell, tmp_path: Path) -> None:
+def test_the_steps_of_the_workflow_pass_and_write_their_reports(
+    shell: Shell, model: Endpoint, tmp_path: Path
+) -> None:
     found = steps()
-    assert found[0] == INSTALLED and len(found) == 4
-    for step in found[1:]:
-        ran = shell(step)
+    assert found[0] == INSTALLED and len(found) == 5
+    rans = [shell(step) for step in found[1:]]
+    for ran in rans:
         assert ran.returncode == 0, ran.stderr
+    [suite] = JUnitXml.fromfile(str(tmp_path / "answers.xml"))
+    assert (suite.name, suite.tests, suite.failures) == ("support", 4, 0)
+    assert {request["messages"][0]["content"] for request in model.requests} == {"Answer in one sentence."}
     [suite] = JUnitXml.fromfile(str(tmp_path / "replies.xml"))
     assert (suite.name, suite.tests, suite.failures) == ("support", 5, 0)
-    assert "accepted 1.000 → 1.000 of 5 tasks" in ran.stdout
+    assert "accepted 1.000 → 1.000 of 5 tasks" in rans[2].stdout
     assert "support: passed" in (tmp_path / "summary.md").read_text()
-    assert not (tmp_path / ".flywheel").exists()
+    assert not list(tmp_path.rglob("state.db"))
 
 
 @pytest.mark.slow
 def test_the_workflow_fails_when_replies_are_worse(shell: Shell, tmp_path: Path) -> None:
     replies = tmp_path / "tests" / "replies.jsonl"
     replies.write_text(replies.read_text().replace("good", "bad", 2))
-    [step] = [step for step in steps() if "--fail-under" in step]
+    [step] = [step for step in steps() if "--fail-under" in step and "filter" in step]
     ran = shell(step)
     assert (ran.returncode, ran.stdout) == (EXIT_QUALITY, ""), ran.stderr
     [suite] = JUnitXml.fromfile(str(tmp_path / "replies.xml"))

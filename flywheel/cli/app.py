@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
@@ -43,7 +43,7 @@ HINTS: Final[Mapping[str, str]] = {
     "start": "run", "daemon": "run", "watch": "status --watch", "metrics": "status --metrics", "server": "serve",
     "vllm": "serve", "list": "tasks", "ls": "tasks", "samples": "tasks", "view": "show TASK",
     "release": "tasks release TASK", "reject": "tasks reject TASK", "retry": "dead-letters retry ID",
-    "drop": "dead-letters drop ID", "eval": "filter", "evaluate": "filter", "grade": "filter", "score": "filter",
+    "drop": "dead-letters drop ID", "eval": "evaluate", "benchmark": "evaluate", "grade": "filter", "score": "filter",
     "calibrate": "rubric calibrate", "lint": "rubric check", "validate": "rubric check", "learn": "round",
     "finetune": "train sft", "sft": "train sft", "dpo": "train dpo", "grpo": "train grpo", "gate": "why ROUND",
     "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
@@ -217,14 +217,15 @@ def find_config(path: Path | None) -> Path | None:
     return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
 
-def load_config(path: Path | None, attempted: str = "") -> Config:
-    """The configuration. Without a file, the defaults; raises ConfigError instead if something is `attempted`."""
+def load_config(path: Path | None, attempted: str = "", *, options: Sequence[str] = ()) -> Config:
+    """The configuration, with `options` of the command line as KEY=VALUE above it. Without a file, the defaults;
+    raises ConfigError instead if something is `attempted`."""
     from flywheel.config import defaults, load
 
-    given = given_settings()
+    given = (*given_settings(), *options)
     if (file := find_config(path)) is not None:
         return load(file, given)
-    if attempted and not given:
+    if attempted and not given_settings():
         hint = "Name one with -c FILE or $FLYWHEEL_CONFIG, or go to its directory; `flywheel init` writes one."
         raise ConfigError(attempted, "there is no configuration", hint)
     return defaults(given)
@@ -395,8 +396,8 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "train", "rollouts", "prune", "status", "audit", "why", "dead_letters",
-    "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo", "init",
+    "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "status", "audit", "why",
+    "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo", "init",
     "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""

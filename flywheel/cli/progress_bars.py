@@ -114,8 +114,9 @@ async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
             await asyncio.sleep(DRAW_SECONDS)
 
 
-async def of_round(round_dir: Path, *, quiet: bool) -> None:
-    """Show the phase, step and rollouts of a round, until this is cancelled. Without a terminal the log has them."""
+async def of_round(round_dir: Path, *, quiet: bool, name: str = "", more: Callable[[], str] = lambda: "") -> None:
+    """Show the phase, step and rollouts of a round, and what `more` returns, until this is cancelled. Without a
+    terminal the log has them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -123,7 +124,7 @@ async def of_round(round_dir: Path, *, quiet: bool) -> None:
     if quiet or not console.is_terminal:
         return
     columns = (
-        TextColumn(escape_terminal(round_dir.name, one_line=True), markup=False),
+        TextColumn(escape_terminal(name or round_dir.name, one_line=True), markup=False),
         BarColumn(bar_width=20),
         TextColumn("{task.description}", markup=False),
     )
@@ -132,7 +133,7 @@ async def of_round(round_dir: Path, *, quiet: bool) -> None:
         while True:
             if (progress := progress_of(round_dir)) is not None:
                 total = None if progress.phase == "starting" else 1.0
-                text = escape_terminal(progress.summary, one_line=True)
+                text = escape_terminal(", ".join(filter(None, (progress.summary, more()))), one_line=True)
                 drawing.update(bar, description=text, total=total, completed=_share_done(progress))
             await asyncio.sleep(DRAW_SECONDS)
 

@@ -22,6 +22,7 @@ def why(
     as_json: JsonOption = False,
 ) -> None:
     """Show the conversations that an adapter was trained on, or the outcome of a trace."""
+    from flywheel.daemon import evaluation_log
     from flywheel.store.views import lineage
 
     settings = load_config(config)
@@ -32,6 +33,9 @@ def why(
             "no adapter, task, trace, span or conversation has this id",
             "Ids are in tasks.jsonl, in `flywheel filter` and in `flywheel status`.",
         )
+    if story["kind"] == "round":
+        adapter = story["adapter"]
+        story["evaluations"] = evaluation_log.read(settings.state_dir, adapter["sha256"]) if adapter else []
     if as_json:
         print_json(story)
         return
@@ -44,6 +48,8 @@ def why(
 
 
 def _print_round(story: dict[str, Any]) -> None:
+    from flywheel.daemon import evaluation_log
+
     typer.echo(f"{story['id']}: {story['state']}{' – ' + story['reason'] if story['reason'] else ''}")
     typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
     if target := story.get("target"):
@@ -58,6 +64,8 @@ def _print_round(story: dict[str, Any]) -> None:
         typer.echo(f"held-out: {means} on {quantity(comparison['tasks'], 'task')}, gain {gain}")
         for line in criterion_lines(comparison):
             typer.echo(line)
+    if evaluations := story["evaluations"]:
+        typer.echo(escape_terminal(evaluation_log.sentence(evaluations)))
     if usage := story["usage"]:
         typer.echo(
             f"judged: {usage['judge_calls']:,} calls for {usage['rollouts']:,} rollouts,"

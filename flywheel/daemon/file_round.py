@@ -22,7 +22,7 @@ from flywheel.daemon.rounds.rounds import WorkerWatch
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
-from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundSpec, RoundTask
+from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import DataSet, answer_of, lines_of, trainer_python
 from flywheel.sources.jsonl.record import DataRow, rows_of
@@ -125,7 +125,7 @@ def spec_of(
         seed=settings.training.seed,
         debug=False,
         base_model=settings.model.base,
-        parent=_parent(parent, names.attempted) if parent is not None else None,
+        parent=adapter_in(parent, names.attempted) if parent is not None else None,
         train=train,
         held_out=asked,
         rubric=rubric_of(settings).model_dump(mode="json") if compares else {},
@@ -162,7 +162,8 @@ def base_model_of(adapter: Path, attempted: str) -> str:
         raise ConfigError(attempted, f"{adapter / 'adapter_config.json'} is no JSON object", hint) from None
 
 
-def _parent(adapter: Path, attempted: str) -> AdapterRef:
+def adapter_in(adapter: Path, attempted: str) -> AdapterRef:
+    """The adapter in a folder, by the folder's name. Raises ConfigError if there is none that can be loaded."""
     base_model_of(adapter, attempted)
     return AdapterRef(name=adapter.name, path=str(adapter), sha256=tree_sha256(adapter))
 
@@ -205,11 +206,11 @@ def tasks_of(
         raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
     if train is None:
         raise ConfigError(names.attempted, f"there is no {names.data}", "Name a file of JSON lines, one task each.")
-    tasks = _read([train], names.data, config, python, compares=compares)
+    tasks = read_tasks([train], names.data, config, python, compares=compares)
     needed = config.gate.min_tasks if compares else 0
     if held_out:
         several = held_out if isinstance(held_out, list) else [held_out]
-        asked = _read(several, names.held_out, config, python, compares=compares)
+        asked = read_tasks(several, names.held_out, config, python, compares=compares)
         if len(asked) < needed:
             why = f"{names.held_out} has {quantity(len(asked), 'task')}, and gate.min_tasks is {needed}"
             raise ConfigError(names.attempted, why, "Add tasks, or lower gate.min_tasks.")
@@ -238,15 +239,7 @@ async def train_on_files(
     TrainError."""
     tracking = config.tracking.of_round(spec.round_id, directory).model_dump(mode="json")
     spec = spec.model_copy(update={"settings": {**spec.settings, "tracking": tracking}})
-    worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))
-    try:
-        code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)
-        result = await asyncio.to_thread(result_of, directory, code)
-    except TimeoutError:
-        why = f"it ran longer than {config.daemon.round_timeout_seconds:g} s"
-        raise TrainError(f"finish {spec.round_id}", why, "Raise daemon.round_timeout_seconds.") from None
-    finally:
-        await worker.stop()
+    result = await run_worker(spec, directory, config, python=python)
     decision = decide(result.comparison, config.gate) if result.comparison is not None else None
     return TuneResult(
         adapter=Path(result.adapter.path) if result.adapter is not None else None,
@@ -260,7 +253,27 @@ async def train_on_files(
     )
 
 
-def _read(datasets: list[Any], name: str, config: Config, python: Path, *, compares: bool) -> list[RoundTask]:
+async def run_worker(spec: RoundSpec, directory: Path, config: Config, *, python: Path | None = None) -> RoundResult:
+    """The result of a worker in the interpreter `python`. A cancellation stops it. Raises TrainError.
+
+    If the worker of an earlier command that was killed still does the same, it is waited for.
+    """
+    worker = next(iter(await asyncio.to_thread(WorkerProcess.strays, directory)), None)
+    if worker is not None:
+        log.info("%s: the worker of an earlier command (process %d) is adopted", spec.round_id, worker.pid)
+    else:
+        worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))
+    try:
+        code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)
+        return await asyncio.to_thread(result_of, directory, code, name=spec.round_id)
+    except TimeoutError:
+        why = f"it ran longer than {config.daemon.round_timeout_seconds:g} s"
+        raise TrainError(f"finish {spec.round_id}", why, "Raise daemon.round_timeout_seconds.") from None
+    finally:
+        await worker.stop()
+
+
+def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, compares: bool) -> list[RoundTask]:
     """The tasks of data sets, with their replies if a stage trains on them. Raises ConfigError, which names the
     line."""
     stages = config.training.stages

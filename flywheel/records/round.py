@@ -16,6 +16,7 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 ROLLOUT_INDEX_FILE = "rollouts.index.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
+ANSWERS_FILE = "answers.jsonl"
 RESULT_FILE = "result.json"
 ERROR_FILE = "error.json"
 ADAPTER_DIR = "adapter"
@@ -126,6 +127,8 @@ class RoundSpec(Frozen):
     """Empty for a round on recorded replies alone, which grades nothing."""
     settings: dict[str, Any]
     """The whole configuration, without secrets."""
+    evaluates: bool = False
+    """Whether `parent` answers the held-out tasks, and nothing is trained or compared."""
     test: GateTest | None = None
     """None for a round that compares nothing: a debug round, or one on files without a rubric."""
     shared: SharedRecordings = SharedRecordings()
@@ -289,7 +292,7 @@ class RoundResult(Frozen):
     """The result of a worker, written atomically when it ends."""
 
     round_id: str
-    outcome: Literal["trained", "refused", "debug"]
+    outcome: Literal["trained", "refused", "debug", "evaluated"]
     reason: str = ""
     adapter: AdapterRef | None = None
     """None after a debug round and after a refusal."""

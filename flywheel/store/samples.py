@@ -226,6 +226,12 @@ def count_held_out(conn: Connection, scope: Scope = EVERY_TARGET, *, most: int |
     return count_rows(conn, some.subquery())
 
 
+def held_out(conn: Connection, limit: int | None, scope: Scope = EVERY_TARGET) -> list[int]:
+    """The numbers of the newest tasks that the gate could ask, the oldest of them first."""
+    newest = select(tasks.c.id).where(of_the_gate(), allowed(scope)).order_by(tasks.c.id.desc()).limit(limit)
+    return sorted(conn.execute(newest).scalars())
+
+
 def count_left_out(conn: Connection, takes: TaskScopes = NONE_SELECTED) -> dict[Exclusion, int]:
     """How many tasks that rounds or gates could take otherwise are left out, by reason; a task may have several."""
     of_either = tasks.c.state.in_([state.value for state in _TO_COME])

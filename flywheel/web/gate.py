@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flywheel.config import Config, GateSettings
+from flywheel.daemon import evaluation_log
 from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.errors import StoreError
 from flywheel.records.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
@@ -38,7 +39,8 @@ async def show_list(request: Request) -> Response:
     """The decisions, the newest first, a page of them; and the next test."""
     site = site_of(request)
     found = await site.read(partial(_page, site.config, position(request.query_params, "before")))
-    return site.page("gate_list.html", level=level, **found)
+    by_hand = await asyncio.to_thread(lambda: evaluation_log.sentence(evaluation_log.read(site.config.state_dir)))
+    return site.page("gate_list.html", level=level, by_hand=by_hand, **found)
 
 
 def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any]:

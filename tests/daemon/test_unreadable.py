@@ -186,7 +186,7 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
 
 @pytest.mark.training
 def test_a_round_fails_instead_of_paying_for_every_rollout(tmp_path: Path) -> None:
-    from flywheel.training.worker.rollout_grading import Grading, PauseLimits
+    from flywheel.training.optim.rollout_grading import Grading, PauseLimits
 
     with JudgeServer(behaviour=PROSE) as judge:
         settings = JudgeSettings(model="m", base_url=judge.base_url, max_unreadable=3)

@@ -130,11 +130,11 @@ def _is_worker(pid: int, round_dir: Path) -> bool:
     return not zombie and b"flywheel.training.worker" in words and str(round_dir).encode() in words
 
 
-def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
-    """The result that the worker left. Raises TrainError with the worker's own error if it wrote one, else with the
+def result_of(round_dir: Path, code: int | None = None, *, name: str = "") -> RoundResult:
+    """The result that the worker left; errors call it `name`, or as its directory. Raises TrainError with the worker's own error if it wrote one, else with the
     cause that its exit code shows and the last line of its log."""
     path = round_dir / RESULT_FILE
-    attempted = f"finish {round_dir.name}"
+    attempted = f"finish {name or round_dir.name}"
     if path.exists():
         try:
             return RoundResult.model_validate_json(path.read_bytes())
@@ -146,7 +146,11 @@ def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
             ) from error
     with contextlib.suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         said = orjson.loads((round_dir / ERROR_FILE).read_bytes())
-        raise TrainError(attempted, str(said["error"]), said.get("hint", ""), retryable=bool(said.get("retryable")))
+        hint, retryable = said.get("hint", ""), bool(said.get("retryable"))
+        failure = TrainError(attempted, str(said["error"]), hint, retryable=retryable)
+        # That of a judge that does not answer, for example.
+        failure.exit_code = int(said.get("exit_code", failure.exit_code))
+        raise failure
     last = _last_line(round_dir / LOG_FILE)
     raise TrainError(
         attempted,

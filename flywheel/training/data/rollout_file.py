@@ -18,9 +18,9 @@ from typing import Any, Final
 import orjson
 
 from flywheel.errors import StoreError
-from flywheel.records.round import EVALUATION_FILE, ROLLOUT_INDEX_FILE, ROLLOUTS_FILE, SPEC_FILE
+from flywheel.records.round import ANSWERS_FILE, EVALUATION_FILE, ROLLOUT_INDEX_FILE, ROLLOUTS_FILE, SPEC_FILE
 from flywheel.records.verdict import Verdict
-from flywheel.system.files import append_jsonl, append_lines, json_line
+from flywheel.system.files import PRIVATE, append_jsonl, append_lines, json_line, write_atomic
 from flywheel.training.data.groups import Drop, Scale
 from flywheel.training.data.rollout import Completion, LoadedAdapter, Rollout, RolloutBatch
 from flywheel.training.data.samples import Sample
@@ -336,6 +336,12 @@ def append_answer(directory: Path, rollout: Rollout, candidate: LoadedAdapter | 
         **_graded(rollout),
     }
     append_jsonl(directory / EVALUATION_FILE, [line])
+
+
+def write_answers(directory: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write the answers of an evaluation in the order of their tasks, with failed and undecided ones."""
+    lines = [json_line(rollout_line(rollout, 0, None)) for rollout in rollouts]
+    write_atomic(directory / ANSWERS_FILE, b"".join(lines), mode=PRIVATE)
 
 
 def rollout_line(rollout: Rollout, step: int, advantage: float | None, dropped: Drop | None = None) -> dict[str, Any]:

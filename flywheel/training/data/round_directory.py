@@ -19,6 +19,7 @@ from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.records.round import (
     ADAPTER_DIR,
+    ANSWERS_FILE,
     ERROR_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
@@ -45,6 +46,7 @@ IDENTITY_FILE = "identity.json"
 END_FILE = "end-at-checkpoint"
 """Asks a worker to end at its next checkpoint."""
 OF_WORKER = (
+    ANSWERS_FILE,
     END_FILE,
     EVALUATION_FILE,
     PROGRESS_FILE,
@@ -211,6 +213,7 @@ def write_error(directory: Path, error: FlywheelError) -> None:
         "error": f"cannot {error.attempted}: {error.why}",
         "hint": error.hint,
         "retryable": error.retryable,
+        "exit_code": error.exit_code,
     }
     with contextlib.suppress(OSError):
         write_json(directory / ERROR_FILE, words)

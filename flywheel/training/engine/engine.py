@@ -16,11 +16,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
@@ -29,18 +28,13 @@ from flywheel.serving.server.model_parsers import TOOLS_REMEDY, weight_bytes
 from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
-from flywheel.training.data.samples import CallTokens, RecordedReply
+from flywheel.training.data.samples import RecordedReply
 from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, NoSampleError, ServedChat
-from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
 from flywheel.training.engine.policy import base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
+from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.engine.served_application import ServedApplication, unless_dead
-from flywheel.training.engine.session import Session
-from flywheel.training.program import program_rollout
-from flywheel.training.program.program_pool import ProgramPool, program_of
-from flywheel.training.program.program_rollout import ProgramSetup
-from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +83,16 @@ class StartedEngine:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-class Engine(RoundActor):
+class Engine(RolloutEngine, RoundActor):
     """Runs as an asynchronous Ray actor: many calls at once, each one rollout. `start` comes first."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._numbers = itertools.count()
         self._llm: Any = None
         self._chat: Any = None
-        self._application: Any = None
-        self._endpoint = RolloutEndpoint()
         self._context = settings.max_model_len
-        self._tools = self._gate_tools = ToolSetup()
-        self._pool: ProgramPool | None = None
-        self._program = ProgramSetup({}, "", 0)
 
     def check_memory(self) -> None:
         """Raise TrainError if the base model does not fit into this engine's share of its GPUs."""
@@ -201,24 +191,6 @@ class Engine(RoundActor):
         await self._endpoint.start()
         return StartedEngine(torch.cuda.get_device_name() if gpu else "cpu", context, versions())
 
-    def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
-        """Set how tools answer in rollouts to learn from, and in those `as_served`."""
-        self._tools, self._gate_tools = training, gate
-
-    async def use_program(self, settings: Mapping[str, Any], setup: ProgramSetup) -> str:
-        """Start the user's agent of these settings (`Config`) for rollouts of tasks that it does. Returns its
-        signature. Raises ConfigError if it does not load."""
-        # Checked here, in its process: that makes the names of secrets known, which the agent must not see.
-        config = Config.model_validate(settings)
-        program = program_of(config)
-        if program is None:
-            raise ValueError("rollout.agent is no program")
-        self._program = setup
-        if self._pool is not None:
-            await asyncio.to_thread(self._pool.close)
-        self._pool = ProgramPool(program, workers=config.rollout.workers)
-        return await asyncio.to_thread(self._pool.start)
-
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
         """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered. Raises
         TrainError if the chat template leaves the tools of all tasks out."""
@@ -300,7 +272,11 @@ class Engine(RoundActor):
     async def generate(self, request: RolloutRequest) -> Completion:
         """One rollout: a message, or a trajectory if the task has recorded tools or is done by the user's agent."""
         if request.prompt.task.agent == "program":
-            return await self._with_program(request)
+            completion = await self._with_program(request)
+            if self._llm.errored:
+                # The agent was told so, and failed. That is no fault of its own.
+                raise self._llm.dead_error
+            return completion
         if request.prompt.task.agent == "recorded":
             return await self._with_recorded_tools(request)
         from vllm import SamplingParams
@@ -335,35 +311,6 @@ class Engine(RoundActor):
             error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
         )
 
-    async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
-        session = self._session(request)
-        try:
-            return await roll_out(request, session, self._gate_tools if request.as_served else self._tools)
-        finally:
-            session.close()
-
-    async def _with_program(self, request: RolloutRequest) -> Completion:
-        if self._pool is None:
-            raise RuntimeError("use_program comes first")
-        setup = self._program
-        tokens = None if request.as_served else request.max_tokens
-        session = self._session(
-            request,
-            tokens=tokens,
-            turns=setup.max_turns,
-            model=setup.models[setup.trained],
-            frozen=setup.frozen,
-        )
-        url = self._endpoint.open(session)
-        try:
-            completion = await program_rollout.roll_out(request, session, url, self._pool.run, setup)
-        finally:
-            self._endpoint.close(url)
-        if self._llm.errored:
-            # The agent was told so, and failed. That is no fault of its own.
-            raise self._llm.dead_error
-        return completion
-
     async def sample(self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int) -> list[int]:
         """A continuation at temperature 1, exactly `tokens` long."""
         from vllm import SamplingParams
@@ -391,48 +338,20 @@ class Engine(RoundActor):
         output = await self._run(token_ids, sampling, adapter)
         return float(output.outputs[0].logprobs[0][token].logprob)
 
-    def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
-        """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""
-        return self._endpoint.open(self._session(request, tokens=request.max_tokens, turns=turns))
-
-    def close_session(self, url: str) -> tuple[CallTokens, ...]:
-        """End such a rollout. Returns its calls."""
-        return self._endpoint.close(url).calls
-
     async def stop(self) -> None:
         """End the endpoint, the user's agent and vLLM's own processes."""
-        await self._endpoint.stop()
-        if self._pool is not None:
-            await asyncio.to_thread(self._pool.close)
+        await super().stop()
         if self._llm is not None:
             several = self._settings.tensor_parallel > 1
             await asyncio.to_thread(self._llm.shutdown, END_OF_SEVERAL_SECONDS if several else END_SECONDS)
 
-    def _session(
-        self,
-        request: RolloutRequest,
-        *,
-        tokens: int | None = None,
-        turns: int | None = None,
-        model: str = "policy",
-        frozen: Mapping[str, LoadedAdapter | None] | None = None,
-    ) -> Session:
+    def _tokens_of_context(self, request: RolloutRequest) -> int:
         # Rollouts to learn from have the context of the round, others that of the server.
-        context = self._context if request.as_served else self._settings.max_model_len
-        return Session(
-            self._application,
-            request.adapter,
-            as_served=request.as_served,
-            temperature=request.temperature,
-            seed=request.seed,
-            context=context,
-            texts=self._chat.texts,
-            tokens=tokens,
-            turns=turns,
-            turn_tokens=request.max_turn_tokens,
-            model=model,
-            frozen=frozen,
-        )
+        return self._context if request.as_served else self._settings.max_model_len
+
+    def _texts(self, token_ids: Sequence[int]) -> Sequence[str]:
+        texts: Sequence[str] = self._chat.texts(token_ids)
+        return texts
 
     async def _run(
         self,

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,6 +130,8 @@ def quantization_config(quantization: Quantization, compute_dtype: str) -> Any:
     from transformers import BitsAndBytesConfig
 
     if quantization == "8bit":
+        # It warns at every product of matrices that bfloat16 is cast to float16: thousands of lines a step.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -30,6 +30,7 @@ from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.system import log as logs
 from flywheel.system.signals import POLL_SECONDS, check_stopped
+from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -273,3 +274,41 @@ def stop(engines: Sequence[Any]) -> None:
     """Ask engines to end their own processes; those that do not answer in time are killed with the session."""
     with contextlib.suppress(Exception):
         ray.wait([engine.stop.remote() for engine in engines], num_returns=len(engines), timeout=GRACE_SECONDS)
+
+
+class RayCalls:
+    """Calls of engines that are actors."""
+
+    def submit(self, engine: Any, request: RolloutRequest) -> Any:
+        return engine.generate.remote(request)
+
+    def ended(self, calls: Sequence[Any], *, seconds: float) -> list[Any]:
+        # Without a wait, all that have ended.
+        ready, _ = ray.wait(list(calls), num_returns=1 if seconds else len(calls), timeout=seconds)
+        return list(ready)
+
+    def completion(self, call: Any) -> Completion:
+        try:
+            completion: Completion = ray.get(call)
+        except RayActorError as error:
+            raise _dead(error) from error
+        except RayTaskError as error:
+            if "EngineDead" in type(error.cause).__name__:
+                raise _dead(error.cause) from error
+            log.warning("one rollout failed: %s", error.cause)
+            return Completion(error=f"the engine failed: {error.cause}")
+        if completion.token_ids or completion.error:
+            return completion
+        return Completion(error="the engine returned no token")
+
+    def cancel(self, call: Any) -> None:
+        ray.cancel(call)
+
+
+def _dead(error: BaseException) -> TrainError:
+    return TrainError(
+        "generate rollouts",
+        f"a rollout engine died ({' '.join(str(error).split())[:200]})",
+        "The worker's log has the cause; often memory ran out. The round can be started again.",
+        retryable=True,
+    )

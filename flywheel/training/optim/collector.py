@@ -17,13 +17,10 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, Self
-
-import ray
-from ray.exceptions import RayActorError, RayTaskError
+from typing import Any, Final, Protocol, Self
 
 from flywheel.config import AgentProgramSettings, Config
-from flywheel.errors import FlywheelError, TrainError
+from flywheel.errors import FlywheelError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.data.graded_rollouts import GradedRollouts
@@ -33,6 +30,22 @@ from flywheel.training.data.round_progress import Meter
 log = logging.getLogger(__name__)
 
 Grade = Callable[[Exchange], Verdict]
+
+
+class EngineCalls(Protocol):
+    """How engines are reached: a call is a rollout that one of them makes."""
+
+    def submit(self, engine: Any, request: RolloutRequest) -> Any:
+        """Begin a call."""
+
+    def ended(self, calls: Sequence[Any], *, seconds: float) -> list[Any]:
+        """The calls that have ended, after a wait of at most `seconds` for the first of them."""
+
+    def completion(self, call: Any) -> Completion:
+        """The result of a call that has ended. Raises FlywheelError if its engine can make no further one."""
+
+    def cancel(self, call: Any) -> None: ...
+
 
 MAX_OPEN: Final = 256
 """Rollouts that one of several engines has at a time: more than vLLM generates at once by default. The others wait
@@ -50,6 +63,7 @@ class Collector:
         grade: Grade,
         meter: Meter | None = None,
         store: GradedRollouts | None = None,
+        calls: EngineCalls | None = None,
     ) -> Self:
         """A collector by the settings of a round."""
         reward = settings.rollout.weights
@@ -61,6 +75,7 @@ class Collector:
             meter=meter,
             weights=RewardWeights(reward.rubric, reward.workflow),
             store=store,
+            calls=calls,
         )
 
     def __init__(
@@ -73,9 +88,17 @@ class Collector:
         meter: Meter | None = None,
         weights: RewardWeights | None = None,
         store: GradedRollouts | None = None,
+        calls: EngineCalls | None = None,
     ) -> None:
         """`meter` counts the completed rollouts. `weights` are for those of the user's agent, which are not graded if
-        the rubric has none. `store` gets each rollout, and may have some already."""
+        the rubric has none. `store` gets each rollout, and may have some already. Without `calls`, engines are actors
+        of Ray."""
+        if calls is None:
+            # Imported here: other engines work without Ray.
+            from flywheel.training.engine.ray_cluster import RayCalls
+
+            calls = RayCalls()
+        self._calls = calls
         self._engines = engines
         self._grade = grade
         self._meter = meter
@@ -125,7 +148,7 @@ class Collector:
             log.info("%d of %d rollouts were graded by an earlier worker", known, len(requests))
         grades: dict[int, Future[Rollout]] = {}
         places = [place for place, found in enumerate(rollouts) if found is None]
-        engines = _Dispatch(self._engines, requests, places, most_open)
+        engines = _Dispatch(self._engines, self._calls, requests, places, most_open)
 
         def graded(place: int, completion: Completion) -> None:
             work = partial(self._graded, requests[place], completion, on_rollout)
@@ -135,11 +158,9 @@ class Collector:
             self._check(engines)
             late = time.monotonic() > started + timeout
             # After the timeout, take all completed rollouts without waiting.
-            running = list(engines.running)
-            ready, _ = ray.wait(running, num_returns=len(running) if late else 1, timeout=0 if late else POLL_SECONDS)
-            for reference in ready:
-                place = engines.ended(reference)
-                completion = _fetch(reference)
+            for call in self._calls.ended(list(engines.running), seconds=0 if late else POLL_SECONDS):
+                place = engines.ended(call)
+                completion = self._calls.completion(call)
                 self._completed(len(completion.token_ids))
                 graded(place, completion)
             if late:
@@ -275,12 +296,13 @@ class _Dispatch:
     def __init__(
         self,
         engines: Sequence[Any],
+        calls: EngineCalls,
         requests: Sequence[RolloutRequest],
         places: Sequence[int],
         most_open: int | None = None,
     ) -> None:
         """`places` are those of the requests that engines have to do, at most `most_open` at a time."""
-        self._engines, self._requests = engines, requests
+        self._engines, self._calls, self._requests = engines, calls, requests
         self._waiting = deque(places)
         self._open = [0] * len(engines)
         self._most = MAX_OPEN if len(engines) > 1 else len(requests)
@@ -296,20 +318,20 @@ class _Dispatch:
             place = self._waiting.popleft()
             number = self._engine(self._requests[place].group)
             self._open[number] += 1
-            reference = self._engines[number].generate.remote(self._requests[place])
-            self.running[reference] = place, number
+            call = self._calls.submit(self._engines[number], self._requests[place])
+            self.running[call] = place, number
         return bool(self.running)
 
-    def ended(self, reference: Any) -> int:
+    def ended(self, call: Any) -> int:
         """The place of a request whose rollout has ended."""
-        place, number = self.running.pop(reference)
+        place, number = self.running.pop(call)
         self._open[number] -= 1
         return place
 
     def cancel(self) -> list[int]:
         """Give up all requests that have not ended. Returns their places."""
-        for reference in self.running:
-            ray.cancel(reference)
+        for call in self.running:
+            self._calls.cancel(call)
         places = [*(place for place, _ in self.running.values()), *self._waiting]
         self.running.clear()
         self._waiting.clear()
@@ -321,30 +343,6 @@ class _Dispatch:
         if known is None or self._open[known] >= min(share, self._most):
             known = self._of_group[group] = self._open.index(min(self._open))
         return known
-
-
-def _fetch(reference: Any) -> Completion:
-    try:
-        completion: Completion = ray.get(reference)
-    except RayActorError as error:
-        raise _dead(error) from error
-    except RayTaskError as error:
-        if "EngineDead" in type(error.cause).__name__:
-            raise _dead(error.cause) from error
-        log.warning("one rollout failed: %s", error.cause)
-        return Completion(error=f"the engine failed: {error.cause}")
-    return (
-        completion if completion.token_ids or completion.error else Completion(error="the engine returned no token")
-    )
-
-
-def _dead(error: BaseException) -> TrainError:
-    return TrainError(
-        "generate rollouts",
-        f"a rollout engine died ({' '.join(str(error).split())[:200]})",
-        "The worker's log has the cause; often memory ran out. The round can be started again.",
-        retryable=True,
-    )
 
 
 def _undecided(error: str) -> Verdict:

@@ -81,7 +81,7 @@ def answer(
 
     whole = collector.collect(
         requests(prompts, sides, spec, settings, samples),
-        most_open=settings.training.prompts_per_step * settings.training.group_size,
+        most_open=most_open(settings),
         on_rollout=write,
     )
     rollouts = whole.rollouts
@@ -106,6 +106,11 @@ def answer(
     at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
     missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
     return HeldOutAnswers(pairs, at_bound, (missed[0], missed[1]), (failed[0], failed[1]), values, whole.usage())
+
+
+def most_open(settings: Config) -> int:
+    """How many answers engines make at a time: about as many as rollouts of a training step."""
+    return settings.training.prompts_per_step * settings.training.group_size
 
 
 def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from flywheel.config import AgentProgramSettings, Config, JudgeBudget
 from flywheel.judge.grader import Grader, PendingJudgeCall
@@ -18,7 +18,9 @@ from flywheel.judge.usage import Allowance, Budget, BudgetSpentError, Purpose, U
 from flywheel.records.round import RoundSpec
 from flywheel.records.verdict import Exchange, Verdict
 from flywheel.system.http_client import NEVER
-from flywheel.training.optim.collector import Grade
+
+if TYPE_CHECKING:
+    from flywheel.training.optim.collector import Grade
 
 FIRST_SECONDS: Final = 1.0
 LONGEST_SECONDS: Final = 30.0

@@ -35,6 +35,7 @@ from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
+from flywheel.training.data.rollout_file import write_answers
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.stages import adapter_of
 from flywheel.training.engine import ray_cluster
@@ -44,14 +45,14 @@ from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
 from flywheel.training.optim.collector import Collector, Grade
-from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough
+from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough, most_open, requests
 from flywheel.training.optim.probe_measurement import make_probe
+from flywheel.training.optim.rollout_grading import Pause, has_judge, rubric_of, without_judge
 from flywheel.training.optim.round_steps import roll_out_only, step_requests
 from flywheel.training.optim.trainer import Trainer
 from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from flywheel.training.worker.rollout_grading import Pause, has_judge, rubric_of, without_judge
 from flywheel.training.worker.round_stages import Stages, ended_stages
 
 log = logging.getLogger("flywheel.training.worker")
@@ -78,7 +79,7 @@ class Round:
     def __init__(self, spec: RoundSpec, directory: Path, settings: Config, make_grade: MakeGrade) -> None:
         self.spec, self.directory, self.settings = spec, directory, settings
         self.metrics = Metrics(directory)
-        self.meter = Meter(directory, steps=settings.training.steps)
+        self.meter = Meter(directory, steps=0 if spec.evaluates else settings.training.steps)
         self.program = program_of(settings)
         if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
@@ -103,7 +104,8 @@ class Round:
         placement = place_on_gpus(
             rollout.engines,
             ray_cluster.gpus(),
-            with_trainer=not self.spec.debug and len(self.ended.stages) < len(training.stages),
+            with_trainer=not (self.spec.debug or self.spec.evaluates)
+            and len(self.ended.stages) < len(training.stages),
             tensor_parallel=rollout.tensor_parallel,
         )
         places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
@@ -241,6 +243,9 @@ class Round:
         if (train.inexact and not prompts) or (gate.inexact and len(held_out) < needed):
             # A result and not a failure: these tasks are marked, and the next round uses others.
             return self._too_few_exact(len(prompts), len(held_out))
+        if self.spec.evaluates:
+            self.left_out = gate.left_out
+            return self._evaluate(gate.prompts)
         if not prompts:
             raise TrainError(
                 f"train {self.spec.round_id}",
@@ -379,6 +384,20 @@ class Round:
             reward_first=debug.reward_first,
             reward_last=debug.reward_last,
         )
+
+    def _evaluate(self, prompts: list[Prompt]) -> RoundResult:
+        """Let one adapter, or the base model, answer the held-out tasks."""
+        if self.program is not None and prompts:
+            self._decide_reward(self._try_program(prompts))
+        adapter, settings = self._load(self.spec.parent), self.settings
+        asked = requests(prompts, (adapter,), self.spec, settings, settings.gate.samples_for(len(prompts)))
+        self.metrics.phase("evaluating", prompts=len(prompts))
+        self.meter.enter("evaluating", len(asked))
+        with self._timed("evaluate"), self._collector() as collector:
+            batch = collector.collect(asked, most_open=most_open(settings))
+        write_answers(self.directory, batch.rollouts)
+        self.usage = batch.usage()
+        return self._result("evaluated")
 
     def _compare(self, prompts: list[Prompt], candidate: LoadedAdapter, deployed: LoadedAdapter | None) -> Comparison:
         gate = self.settings.gate

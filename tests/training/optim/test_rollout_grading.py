@@ -15,7 +15,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.judge.usage import Allowance, Purpose, UsageFile
 from flywheel.records.verdict import Exchange
-from flywheel.training.worker.rollout_grading import Grading, PauseLimits
+from flywheel.training.optim.rollout_grading import Grading, PauseLimits
 from tests.factories.judge_server import JudgeServer
 from tests.waiting import wait_for
 

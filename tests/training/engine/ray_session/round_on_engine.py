@@ -13,8 +13,8 @@ from flywheel.records.round import RoundResult, RoundTask
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import StartedEngine
+from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.trainer import Trainer
-from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import Round
 from tests.training.worker.test_round import spec as round_spec
 

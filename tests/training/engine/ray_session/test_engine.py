@@ -24,9 +24,9 @@ from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.optim.trainer import AdapterSync
-from flywheel.training.worker.rollout_grading import build_grade
 from flywheel.training.worker.training_round import Round
 from tests.factories.task import round_task
 from tests.training.data.test_round_directory import POLICY

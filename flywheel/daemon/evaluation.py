@@ -1,0 +1,348 @@
+"""Evaluation: a model answers the tasks of a benchmark as in the gate, and its answers are measured.
+
+A base model and adapters answer in a worker process, as in a round; a model at an endpoint is asked from here. Each
+evaluation has a directory of its own, named by the hash of what is measured, with the graded answers as they come:
+one that was stopped goes on there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection
+
+from flywheel.config import AgentProgramSettings, Config, JudgePrices
+from flywheel.daemon import evaluation_log
+from flywheel.daemon.evaluation_answers import SCORE, Answers, answers_in
+from flywheel.daemon.file_round import RoundNames, adapter_in, base_model_of, read_tasks, require_packages, run_worker
+from flywheel.daemon.judging.judge_setup import judge_settings
+from flywheel.daemon.judging.judging_report import Cost, CostEstimator, JudgingEstimate
+from flywheel.daemon.rounds.planner import missing_base_model
+from flywheel.daemon.rounds.round_tasks import round_tasks
+from flywheel.errors import ConfigError
+from flywheel.judge.filters.chain import chain_of
+from flywheel.judge.grader import Grader
+from flywheel.judge.rubric import Rubric
+from flywheel.judge.usage import Purpose
+from flywheel.records.round import (
+    ANSWERS_FILE,
+    RESULT_FILE,
+    SPEC_FILE,
+    AdapterRef,
+    RoundResult,
+    RoundSpec,
+    RoundTask,
+)
+from flywheel.records.tool_calls import SharedRecordings
+from flywheel.sources.jsonl.data_set import trainer_python
+from flywheel.store import deployments, rounds, samples
+from flywheel.system.files import PRIVATE, json_line, make_private, write_atomic
+from flywheel.system.http_client import is_http_url
+from flywheel.system.lock import alone_in
+from flywheel.training.data.graded_rollouts import GradedRollouts
+from flywheel.training.data.prompts import Prompt
+from flywheel.training.data.rollout import RolloutBatch
+from flywheel.training.data.rollout_file import write_answers
+from flywheel.training.data.round_directory import clear, go_on, identity_of, is_of
+from flywheel.training.data.round_progress import Meter
+from flywheel.training.engine.remote_engine import (
+    LocalCalls,
+    RemoteApplication,
+    RemoteEngine,
+    RemoteModel,
+    event_loop,
+)
+from flywheel.training.optim.collector import Collector
+from flywheel.training.optim.held_out_evaluation import requests
+from flywheel.training.optim.rollout_grading import build_grade, has_judge, without_judge
+from flywheel.training.program.program_rollout import ProgramSetup
+from flywheel.training.recorded.recorded_rollout import ToolSetup
+
+HELD_OUT: Final = "held-out"
+BASE: Final = "base"
+_NAMES: Final = RoundNames("evaluation", "evaluate a model", "--benchmark", "--benchmark")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """What is measured: a base model, with an adapter or without, or a model at an endpoint."""
+
+    name: str
+    base_model: str = ""
+    adapter: AdapterRef | None = None
+    remote: RemoteModel | None = None
+
+    def json(self) -> dict[str, Any]:
+        if self.remote is not None:
+            return {"name": self.name, "base_url": self.remote.base_url}
+        sha256 = self.adapter.sha256 if self.adapter is not None else None
+        return {"name": self.name, "base_model": self.base_model, "adapter_sha256": sha256}
+
+
+def model_named(name: str, config: Config, conn: Connection | None) -> EvaluatedModel:
+    """The model that a command line names: `base`, an alias (what is deployed), a round's adapter, or a folder with
+    an adapter or a model. Without a state, `conn` is None. Raises ConfigError."""
+    attempted, base = f"evaluate {name}", config.model.base
+    if name == BASE:
+        return EvaluatedModel(BASE, base)
+    if name in config.aliases:
+        active = deployments.active(conn, name) if conn is not None else None
+        return _of_state(active.adapter if active is not None else None, name, config, conn)
+    folder = Path(name).expanduser().absolute()
+    if folder.is_dir():
+        if (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists():
+            return EvaluatedModel(folder.name, str(folder))
+        own = base_model_of(folder, attempted)
+        if own and not missing_base_model(own):
+            base = own
+        return EvaluatedModel(folder.name, base, adapter_in(folder, attempted))
+    if conn is not None and rounds.adapter(conn, name) is not None:
+        return _of_state(name, name, config, conn)
+    raise ConfigError(
+        attempted,
+        "there is no folder, no adapter in the state and no alias of this name",
+        f"Name one of them, `{BASE}`, or with --base-url the name that an endpoint has for its model."
+        f" Aliases: {', '.join(config.aliases)}.",
+    )
+
+
+def _of_state(adapter: str | None, name: str, config: Config, conn: Connection | None) -> EvaluatedModel:
+    if adapter is None or conn is None:
+        return EvaluatedModel(name, config.model.base)
+    row = rounds.adapter(conn, adapter)
+    shown = name if name == adapter else f"{name} ({adapter})"
+    return EvaluatedModel(shown, row.base_model if row is not None else "", rounds.adapter_ref(conn, adapter))
+
+
+def remote_model(base_url: str, model: str, api_key: str) -> RemoteModel:
+    """A model at an endpoint. Raises ConfigError."""
+    if not is_http_url(base_url):
+        hint = "Name the root of the API, such as http://127.0.0.1:8000/v1."
+        raise ConfigError(f"evaluate {model}", f"{base_url} is no HTTP URL", hint)
+    return RemoteModel(base_url.rstrip("/"), model, api_key)
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Whether a folder is the directory of an evaluation that has ended."""
+    return all((folder / name).is_file() for name in (SPEC_FILE, RESULT_FILE, ANSWERS_FILE))
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """Tasks to answer, and the results of other traces that answer their tools."""
+
+    name: str
+    tasks: tuple[RoundTask, ...]
+    shared: SharedRecordings = field(default_factory=SharedRecordings)
+
+
+def held_out_tasks(conn: Connection, config: Config, limit: int | None) -> Benchmark:
+    """The newest held-out tasks, at most `gate.max_tasks`. Raises ConfigError if there is none."""
+    ids = samples.held_out(conn, limit or config.gate.max_tasks, config.takes.gate)
+    found = round_tasks(conn, [], ids, config)
+    if not found.held_out:
+        why = "no held-out task is judged, and asked by the gate"
+        raise ConfigError("evaluate on held-out tasks", why, "Collect and judge more traces, or name a file.")
+    return Benchmark(HELD_OUT, tuple(found.held_out), found.shared_gate)
+
+
+def tasks_of_file(file: Path, config: Config, limit: int | None) -> Benchmark:
+    """The tasks of a file in any form that `flywheel train` reads. Raises ConfigError."""
+    found = read_tasks([file], _NAMES.data, config, trainer_python(None), compares=True)
+    return Benchmark(str(file), tuple(found[:limit]))
+
+
+def evaluation_settings(config: Config, answers: int) -> Config:
+    """The settings of an evaluation with so many answers to each task."""
+    gate = config.gate.model_copy(update={"samples": answers})
+    # No stage trains: none of its demands on tasks counts.
+    training = config.training.model_copy(update={"stages": ["grpo"]})
+    judge = judge_settings(config, chain_of(config))
+    return config.model_copy(update={"gate": gate, "training": training, "judge": judge})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation. `settings` are those of `evaluation_settings`."""
+
+    model: EvaluatedModel
+    benchmark: Benchmark
+    rubric: Rubric
+    settings: Config
+
+    @cached_property
+    def spec(self) -> RoundSpec:
+        """As the worker gets it."""
+        settings = self.settings
+        return RoundSpec(
+            round_id=_NAMES.round_id,
+            attempt=1,
+            seed=settings.training.seed,
+            debug=False,
+            base_model=self.model.base_model,
+            parent=self.model.adapter,
+            target=settings.target,
+            train=[],
+            held_out=list(self.benchmark.tasks),
+            rubric=self.rubric.model_dump(mode="json"),
+            settings=settings.model_dump(mode="json"),
+            evaluates=True,
+            shared_gate=self.benchmark.shared,
+        )
+
+    @cached_property
+    def directory(self) -> Path:
+        """Where its files are: equal evaluations have the same."""
+        remote, agent = self.model.remote, self.settings.rollout.agent
+        key = [identity_of(self.spec), remote and [remote.base_url, remote.model], _code_of(agent)]
+        name = hashlib.sha256(json_line(key)).hexdigest()[:16]
+        return self.settings.state_dir / evaluation_log.FOLDER / name
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was measured whole, and cannot come out otherwise: the weights and the tasks are the same. An
+        endpoint and the code of an agent may have changed."""
+        if self.model.remote is not None or isinstance(self.settings.rollout.agent, AgentProgramSettings):
+            return False
+        return is_evaluation(self.directory)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier run of it was stopped."""
+        return is_of(self.directory, self.spec)
+
+    def check(self) -> None:
+        """Raise FlywheelError, before anything is paid for, if the model cannot answer here."""
+        if self.model.remote is not None:
+            return
+        require_packages(_NAMES.attempted)
+        if why := missing_base_model(self.model.base_model):
+            hint = "Set model.base to a model's directory, or to its name on the hub."
+            raise ConfigError(f"evaluate {self.model.name}", why, hint)
+
+    def estimate(self, used: dict[str, int], prices: JudgePrices | None) -> Cost:
+        """What judging would cost, if answers are as long as the recorded ones. `used` is what earlier calls of the
+        judge used (`usage_of_judge`)."""
+        found = JudgingEstimate()
+        with closing(self.grader()) as grader:
+            for task in self.benchmark.tasks if has_judge(self.settings) else ():
+                exchange = replace(task.exchange, answer=task.exchange.reference, trajectory=task.steps)
+                for _ in range(self.settings.gate.samples or 1):
+                    found.add(grader.estimate(exchange))
+        return CostEstimator(used, prices).cost(found)
+
+    @property
+    def judge_hash(self) -> str:
+        """Names the judge among others."""
+        with closing(self.grader()) as grader:
+            return grader.judge_hash
+
+    def grader(self) -> Grader:
+        return Grader(self.rubric, self.settings.judge)
+
+    async def run(self) -> Answers:
+        """Let the model answer. A cancellation stops it; the next run goes on. Raises FlywheelError."""
+        make_private(self.directory)
+        if not self.is_known:
+            if self.model.remote is not None:
+                await _RemoteRun(self, self.model.remote).run()
+            else:
+                await run_worker(self.spec, self.directory, self.settings)
+        answers = await asyncio.to_thread(answers_in, self.directory)
+        if self.benchmark.name == HELD_OUT:
+            score = asdict(answers.summary(SCORE, self.settings.training.seed))
+            evaluation_log.add(self.settings.state_dir, self.model.json(), self.rubric.hash, score)
+        return answers
+
+
+def _code_of(agent: object) -> str:
+    """The hash of the file of the user's agent; empty without one. Of an agent in a package, its name counts."""
+    if not isinstance(agent, AgentProgramSettings):
+        return ""
+    file = agent.folder / (agent.workflow or "").rpartition(":")[0]
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(agent.workflow or agent.command)
+
+
+class _RemoteRun:
+    """Asks a model at an endpoint, with the code of a worker: the gate's requests, recorded tools and grading."""
+
+    def __init__(self, evaluation: Evaluation, model: RemoteModel) -> None:
+        self._evaluation, self._model = evaluation, model
+        self._collector: Collector | None = None
+
+    async def run(self) -> None:
+        """Raises FlywheelError."""
+        from flywheel.system.signals import in_daemon_thread
+
+        directory = self._evaluation.directory
+        write_atomic(directory / SPEC_FILE, self._evaluation.spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
+        try:
+            await in_daemon_thread(self._run)
+        finally:
+            if self._collector is not None:
+                self._collector.close()
+
+    def _run(self) -> None:
+        evaluation, spec = self._evaluation, self._evaluation.spec
+        directory, settings = evaluation.directory, evaluation.settings
+        with alone_in(directory):
+            go_on(directory, spec)
+            meter = Meter(directory, steps=0)
+            make_grade = build_grade if has_judge(settings) else without_judge
+            grade = make_grade(spec, directory, Purpose.GATES, meter.pause)
+            application = RemoteApplication(self._model, seconds=settings.rollout.timeout_seconds)
+            asked = requests(
+                [Prompt(task, ()) for task in spec.held_out], (None,), spec, settings, settings.gate.samples or 1
+            )
+            meter.enter("evaluating", len(asked))
+            began = time.monotonic()
+            with event_loop() as loop:
+
+                def done(work: Any) -> Any:
+                    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+                engine = RemoteEngine(application)
+                done(engine.start())
+                try:
+                    self._prepare(engine, done)
+                    store, calls = GradedRollouts(directory), LocalCalls(loop)
+                    self._collector = Collector.of(settings, [engine], grade, meter, store, calls)
+                    with self._collector as collector:
+                        batch = collector.collect(asked, most_open=settings.judge.max_thread)
+                finally:
+                    done(engine.stop())
+            self._write(batch, application, round(time.monotonic() - began, 3))
+
+    def _prepare(self, engine: RemoteEngine, done: Any) -> None:
+        """Tell the engine how tools answer, and start the user's agent if there is one. Raises ConfigError."""
+        spec, settings = self._evaluation.spec, self._evaluation.settings
+        rollout = settings.rollout
+        setup = ToolSetup(spec.shared_gate, "end", tuple(rollout.finish_tools), rollout.max_turns)
+        engine.use_tools(setup, setup)
+        if isinstance(rollout.agent, AgentProgramSettings):
+            alias = settings.model.alias
+            trained = spec.target or alias
+            program = ProgramSetup(
+                {trained: alias}, trained, rollout.max_turns, needs_reward=rollout.weights.workflow > 0
+            )
+            done(engine.use_program(spec.settings, program))
+
+    def _write(self, batch: RolloutBatch, application: RemoteApplication, seconds: float) -> None:
+        directory = self._evaluation.directory
+        write_answers(directory, batch.rollouts)
+        usage = {**batch.usage(), **application.usage}
+        result = RoundResult(
+            round_id=_NAMES.round_id,
+            outcome="evaluated",
+            usage=usage,
+            seconds={"evaluate": seconds, "total": seconds},
+        )
+        write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode(), mode=PRIVATE)
+        clear(directory, is_over=True)

@@ -1,0 +1,117 @@
+"""What engines of rollouts do alike, whichever model answers: sessions, recorded tools, the user's agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flywheel.config import Config
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.data.samples import CallTokens
+from flywheel.training.engine.endpoint import RolloutEndpoint
+from flywheel.training.engine.session import Session
+from flywheel.training.program import program_rollout
+from flywheel.training.program.program_pool import ProgramPool, program_of
+from flywheel.training.program.program_rollout import ProgramSetup
+from flywheel.training.recorded.recorded_rollout import ToolSetup, roll_out
+
+
+class RolloutEngine:
+    """Base class. One that derives from it sets `_application`, which answers chat requests, before the first
+    rollout."""
+
+    def __init__(self) -> None:
+        self._application: Any = None
+        self._endpoint = RolloutEndpoint()
+        self._tools = self._gate_tools = ToolSetup()
+        self._pool: ProgramPool | None = None
+        self._program = ProgramSetup({}, "", 0)
+
+    def _tokens_of_context(self, request: RolloutRequest) -> int:
+        """The context of a rollout, in tokens."""
+        raise NotImplementedError
+
+    def _texts(self, token_ids: Sequence[int]) -> Sequence[str]:
+        """The text of each token of a prompt."""
+        raise NotImplementedError
+
+    def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
+        """Set how tools answer in rollouts to learn from, and in those `as_served`."""
+        self._tools, self._gate_tools = training, gate
+
+    async def use_program(self, settings: Mapping[str, Any], setup: ProgramSetup) -> str:
+        """Start the user's agent of these settings (`Config`) for rollouts of tasks that it does. Returns its
+        signature. Raises ConfigError if it does not load."""
+        # Checked here, in its process: that makes the names of secrets known, which the agent must not see.
+        config = Config.model_validate(settings)
+        program = program_of(config)
+        if program is None:
+            raise ValueError("rollout.agent is no program")
+        self._program = setup
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+        self._pool = ProgramPool(program, workers=config.rollout.workers)
+        return await asyncio.to_thread(self._pool.start)
+
+    async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
+        session = self._session(request)
+        try:
+            return await roll_out(request, session, self._gate_tools if request.as_served else self._tools)
+        finally:
+            session.close()
+
+    async def _with_program(self, request: RolloutRequest) -> Completion:
+        if self._pool is None:
+            raise RuntimeError("use_program comes first")
+        setup = self._program
+        session = self._session(
+            request,
+            tokens=None if request.as_served else request.max_tokens,
+            turns=setup.max_turns,
+            model=setup.models[setup.trained],
+            frozen=setup.frozen,
+        )
+        url = self._endpoint.open(session)
+        try:
+            return await program_rollout.roll_out(request, session, url, self._pool.run, setup)
+        finally:
+            self._endpoint.close(url)
+
+    def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
+        """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""
+        return self._endpoint.open(self._session(request, tokens=request.max_tokens, turns=turns))
+
+    def close_session(self, url: str) -> tuple[CallTokens, ...]:
+        """End such a rollout. Returns its calls."""
+        return self._endpoint.close(url).calls
+
+    async def stop(self) -> None:
+        """End the endpoint and the user's agent."""
+        await self._endpoint.stop()
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+
+    def _session(
+        self,
+        request: RolloutRequest,
+        *,
+        tokens: int | None = None,
+        turns: int | None = None,
+        model: str = "policy",
+        frozen: Mapping[str, LoadedAdapter | None] | None = None,
+    ) -> Session:
+        return Session(
+            self._application,
+            request.adapter,
+            as_served=request.as_served,
+            temperature=request.temperature,
+            seed=request.seed,
+            context=self._tokens_of_context(request),
+            texts=self._texts,
+            tokens=tokens,
+            turns=turns,
+            turn_tokens=request.max_turn_tokens,
+            model=model,
+            frozen=frozen,
+        )

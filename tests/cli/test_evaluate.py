@@ -1,0 +1,317 @@
+"""`flywheel evaluate` of a model at an endpoint: what it is sent, failures, going on, comparisons and the bar."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from junitparser import JUnitXml
+
+from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_USAGE
+from tests.cli.conftest import Ran
+from tests.cli.filter_bench import Bench
+from tests.factories.model_endpoint import Endpoint, calls, says
+from tests.judge.rubric.steps import made
+
+ROOT = Path(__file__).parents[2]
+KEY = "a-secret-key-of-the-endpoint"
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+
+
+def question(request: dict[str, Any]) -> str:
+    return str(request["messages"][-1]["content"])
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint(lambda request, _: says("good: \\boxed{1}")) as server:
+        yield server
+
+
+@pytest.fixture
+def evaluate(bench: Bench, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Evaluates the model of the endpoint on ten questions."""
+    monkeypatch.setenv("MODEL_KEY", KEY)
+    benchmark(bench, 10)
+    bench.settings |= {"max_thread": 3}
+
+    def run(*arguments: str | Path, model: str = "small", url: str = endpoint.base_url) -> Ran:
+        named = ["--model", model, "--base-url", url, "--api-key-env", "MODEL_KEY"]
+        return bench("evaluate", *named, "--benchmark", bench.folder / "tasks.jsonl", *arguments)
+
+    return run
+
+
+def benchmark(bench: Bench, count: int, **more: Any) -> None:
+    rows = [{"task_id": f"t{n}", "main_query": f"What is {n} plus 1?", **more} for n in range(count)]
+    (bench.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_model_at_an_endpoint_is_measured(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    endpoint.reply = lambda request, _: says("bad" if "What is 3" in question(request) else "good: \\boxed{1}")
+    ran = evaluate("--json")
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert (found["answers"], found["accepted"], found["rejected"], found["undecided"]) == (10, 9, 1, 0)
+    assert found["model"] == {"name": "small", "base_url": endpoint.base_url}
+    score, correct = found["metrics"]["score"], found["metrics"]["correct"]
+    assert score["mean"] == pytest.approx(0.9)
+    assert (correct["mean"], correct["count"], correct["conversations"]) == (pytest.approx(0.9), 10, 10)
+    assert score["lower"] < 0.9 < score["upper"]
+    assert found["metrics"]["tool_selection_accuracy"]["mean"] is None
+    assert found["usage"]["calls"] == bench.judge.calls == 10
+    assert found["usage"]["tokens_generated"] == 50
+    assert KEY not in ran.out
+    assert {*endpoint.keys} == {f"Bearer {KEY}"}
+    assert {question(request) for request in endpoint.requests} == {f"What is {n} plus 1?" for n in range(10)}
+    # What some endpoints reject is not sent.
+    assert {name for request in endpoint.requests for name in request} == {"model", "messages", "stream"}
+    assert {request["model"] for request in endpoint.requests} == {"small"}
+
+
+def test_people_see_metrics_that_were_measured(evaluate: Callable[..., Ran]) -> None:
+    ran = evaluate()
+    assert ran.code == 0, ran.err
+    assert "small on " in ran.out
+    assert "10 answers to 10 tasks" in ran.out
+    assert "end_to_end_success" in ran.out
+    assert "tool_selection_accuracy" not in ran.out
+    ran = evaluate("--metrics", "tool_accuracy")
+    assert "tool_selection_accuracy  not measured" in ran.out
+    assert evaluate("--metrics", "retrieval").code == EXIT_CONFIG
+
+
+def test_an_endpoint_that_fails_one_call_in_ten_is_asked_again(
+    evaluate: Callable[..., Ran], endpoint: Endpoint
+) -> None:
+    faults = [(503, {}), (429, {"error": {"message": "slower"}}), (200, {"choices": []}), (200, b"<html>")]
+    endpoint.reply = lambda _, before: (
+        faults[before // 10 % len(faults)] if before % 10 == 4 else says("good: \\boxed{1}")
+    )
+    found = evaluate("--samples", "4", "--json").json
+    assert (found["answers"], found["accepted"], found["failed"]) == (40, 40, 0)
+    assert len(endpoint.requests) > 40
+
+
+def test_an_answer_that_fails_counts_0(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    too_long = 400, {"error": {"message": "the context is too short"}}
+    endpoint.reply = lambda request, _: too_long if "What is 3" in question(request) else says("good: \\boxed{1}")
+    junit = bench.folder / "report.xml"
+    found = evaluate("--json", "--junit", junit).json
+    assert (found["accepted"], found["rejected"], found["failed"]) == (9, 1, 1)
+    assert [found["metrics"][name]["mean"] for name in ("score", "correct", "end_to_end_success")] == [0.9] * 3
+    [failure] = [case for suite in JUnitXml.fromfile(str(junit)) for case in suite if case.result]
+    assert failure.name == "t3"
+    assert "the context is too short" in failure.result[0].message
+
+
+@pytest.mark.parametrize(
+    ("reply", "complaint"),
+    [
+        ((401, {"error": {"message": "bad key"}}), "environment variable that --api-key-env names"),
+        ((404, {"error": {"message": "no such model"}}), "Check --model and --base-url"),
+        ((200, b"<html>"), "8 calls in a row have failed"),
+    ],
+)
+def test_an_endpoint_that_never_answers_is_an_error(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench, reply: tuple[int, Any], complaint: str
+) -> None:
+    endpoint.reply = lambda *_: reply
+    ran = evaluate("--json")
+    assert ran.code == EXIT_UNAVAILABLE, ran.err
+    assert complaint in ran.err
+    assert complaint in ran.json["error"]
+    assert bench.judge.calls == 0
+
+
+def test_a_run_that_was_ended_by_its_endpoint_goes_on(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    benchmark(bench, 30)
+    endpoint.reply = lambda _, before: says("good: \\boxed{1}") if before < 5 else (403, {})
+    assert evaluate().code == EXIT_UNAVAILABLE
+    judged, asked = bench.judge.calls, len(endpoint.requests)
+    assert judged <= 5
+    endpoint.reply = lambda *_: says("good: \\boxed{1}")
+    ran = evaluate()
+    assert ran.code == 0, ran.err
+    assert "goes on with the answers of an earlier run" in ran.err
+    assert "30 accepted" in ran.out
+    # At most those that were in flight are asked again.
+    assert len(endpoint.requests) - asked <= 30 - judged + 3
+    assert bench.judge.calls <= 30 + 3
+    # A further run asks anew: the model behind the name may be another one.
+    before = len(endpoint.requests)
+    assert evaluate().code == 0
+    assert len(endpoint.requests) == before + 30
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    benchmark(bench, 40)
+
+    def reply(*_: Any) -> tuple[int, Any]:
+        time.sleep(0.2)
+        return says("good: \\boxed{1}")
+
+    endpoint.reply = reply
+    assert evaluate("--estimate").code == 0  # writes the configuration
+    command = [sys.executable, "-m", "flywheel", "evaluate", "-c", str(bench.folder / "flywheel.yaml"), "--model"]
+    command += ["small", "--base-url", endpoint.base_url, "--api-key-env", "MODEL_KEY"]
+    command += ["--benchmark", str(bench.folder / "tasks.jsonl")]
+    with subprocess.Popen(command, cwd=bench.folder, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        while bench.judge.calls < 8:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    judged, asked = bench.judge.calls, len(endpoint.requests)
+    ran = evaluate()
+    assert ran.code == 0, ran.err
+    assert "40 accepted" in ran.out
+    assert bench.judge.calls <= 40 + 3
+    assert len(endpoint.requests) - asked <= 40 - judged + 6
+
+
+def test_two_models_are_compared_on_the_same_tasks(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    benchmark(bench, 30)
+
+    def reply(request: dict[str, Any], _: int) -> tuple[int, Any]:
+        number = int(question(request).split()[2])
+        good = number % 3 == 0 if request["model"] == "small" else number % 3 < 2
+        return says("good: \\boxed{1}" if good else "bad")
+
+    endpoint.reply = reply
+    against = ("--against", "small", "--against-base-url", endpoint.base_url)
+    found = evaluate(*against, "--json", model="large").json
+    compared = found["against"]
+    assert (found["metrics"]["score"]["mean"], compared["metrics"]["score"]["mean"]) == (
+        pytest.approx(2 / 3),
+        pytest.approx(1 / 3),
+    )
+    difference = compared["differences"]["score"]
+    assert difference["difference"] == pytest.approx(1 / 3)
+    assert 0 < difference["lower"] < 1 / 3 < difference["upper"]
+    assert {flip["task_id"] for flip in compared["flips"]} == {f"t{n}" for n in range(30) if n % 3 == 1}
+    assert all(flip["ours"]["accepted"] and not flip["theirs"]["accepted"] for flip in compared["flips"])
+    # An earlier evaluation, by the directory of its files: no model is asked again for it.
+    before = len(endpoint.requests)
+    shown = evaluate("--against", found["directory"], model="small")
+    assert shown.code == 0, shown.err
+    assert len(endpoint.requests) == before + 30
+    assert "10 flip: 0 to accepted, 10 to rejected" in shown.out
+    assert re.search(r"score +-0\.333 \(-0\.\d+ to -0\.\d+\) on 30 tasks", shown.out)
+
+
+def test_tools_are_answered_from_recordings(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    truth = {"target_tools": ["search"], "optimal_steps": 1}
+    rows = [
+        {
+            "task_id": name,
+            "tools": [TOOL],
+            "messages": [
+                {"role": "user", "content": f"How cold is it in {name}?"},
+                *made("search", "{}", "7 °C"),
+                {"role": "assistant", "content": "good: \\boxed{7}"},
+            ],
+            "metadata": {"ground_truth": truth},
+        }
+        for name in ("Oslo", "Rome", "Bonn", "Nice")
+    ]
+    (bench.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def reply(request: dict[str, Any], _: int) -> tuple[int, Any]:
+        asked = next(each["content"] for each in request["messages"] if each["role"] == "user")
+        if request["messages"][-1]["role"] == "tool":
+            return says(f"good: \\boxed{{{request['messages'][-1]['content']}}}")
+        if "Rome" in asked:
+            return says("good: \\boxed{I guess}")
+        return calls("search", '{"where": "there"}' if "Bonn" in asked else "{}")
+
+    endpoint.reply = reply
+    found = evaluate("--json").json
+    assert (found["accepted"], found["failed"]) == (3, 1)
+    metrics = {name: each["mean"] for name, each in found["metrics"].items()}
+    # Bonn has a call that no recording answers: it failed.
+    assert metrics["tool_selection_accuracy"] == metrics["plan_success_rate"] == 0.5
+    assert metrics["end_to_end_success"] == 0.75
+    assert [request["tools"] for request in endpoint.requests if "tools" in request] == [[TOOL]] * len(
+        endpoint.requests
+    )
+
+
+def test_an_agent_of_ones_own_answers(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    (bench.folder / "agent.py").write_text(
+        "import json, urllib.request\n"
+        "async def run(task, model):\n"
+        "    model = task['openai']\n"
+        "    asked = [{'role': 'system', 'content': 'Add.'}, {'role': 'user', 'content': task['main_query']}]\n"
+        "    body = json.dumps({'model': model['model'], 'messages': asked}).encode()\n"
+        "    headers = {'Content-Type': 'application/json'}\n"
+        "    sent = urllib.request.Request(model['base_url'] + '/chat/completions', body, headers)\n"
+        "    with urllib.request.urlopen(sent) as answer:\n"
+        "        said = json.load(answer)['choices'][0]['message']['content']\n"
+        "    if '3' in task['main_query']:\n"
+        "        raise RuntimeError('the shop is closed')\n"
+        "    return {'response': said + ' (checked)'}\n"
+    )
+    ran = evaluate("--workflow", bench.folder / "agent.py:run", "--json")
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert (found["accepted"], found["rejected"], found["failed"]) == (9, 1, 1)
+    assert {request["messages"][0]["content"] for request in endpoint.requests} == {"Add."}
+    lines = [json.loads(line) for line in (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()]
+    assert {line["answer"] for line in lines if not line["error"]} == {"good: \\boxed{1} (checked)"}
+    [why] = {line["error"] for line in lines if line["error"]}
+    assert "the shop is closed" in why
+
+
+def test_the_bar_of_ci(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    endpoint.reply = lambda request, _: says("bad" if "What is 3" in question(request) else "good: \\boxed{1}")
+    assert evaluate("--fail-under", "0.9", "--quiet").out == ""
+    missed = evaluate("--fail-under", "0.95", "--summary", bench.folder / "summary.md")
+    assert missed.code == EXIT_QUALITY
+    assert "9 of 10 decided replies accepted" in missed.err
+    assert "below the quality bar" in (bench.folder / "summary.md").read_text()
+    assert evaluate("--fail-under", "0.9", "--confidence", "0.95").code == EXIT_QUALITY
+
+
+def test_a_judge_that_does_not_answer_is_no_bad_model(evaluate: Callable[..., Ran], bench: Bench) -> None:
+    bench.settings |= {"max_attempts": 1}
+    bench.judge.behave("401")
+    assert evaluate("--fail-under", "0.5").code == EXIT_UNAVAILABLE
+    bench.judge.behave("500")
+    ran = evaluate("--fail-under", "0.5", "--set", "training.judge_wait_seconds=0.1")
+    assert ran.code == EXIT_UNAVAILABLE, ran.err
+
+
+def test_an_estimate_asks_nobody(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
+    ran = evaluate(
+        "--estimate", "--samples", "2", "--set", "judge.prices={input_per_million: 1, output_per_million: 2}"
+    )
+    assert ran.code == 0, ran.err
+    assert "10 tasks, 20 answers to generate" in ran.out
+    assert "20 calls" in ran.out
+    assert "USD" in ran.out
+    assert (bench.judge.calls, endpoint.requests) == (0, [])
+    assert evaluate("--estimate", "--fail-under", "0.5").code == EXIT_USAGE
+
+
+def test_what_cannot_be_evaluated_is_named(evaluate: Callable[..., Ran], bench: Bench) -> None:
+    assert "no HTTP URL" in evaluate(url="localhost:8000").err
+    nothing = bench("evaluate", "--model", "r0009", "--benchmark", bench.folder / "tasks.jsonl")
+    assert nothing.code == EXIT_CONFIG
+    assert "no folder, no adapter in the state and no alias" in nothing.err
+    missing = bench("evaluate", "--model", "base", "--benchmark", "nowhere.jsonl")
+    assert missing.code == EXIT_CONFIG
+    assert "nowhere.jsonl" in missing.err

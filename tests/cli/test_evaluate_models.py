@@ -1,0 +1,132 @@
+"""`flywheel evaluate` of base models and adapters in a real worker, beside the gate's comparison of the same ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
+from flywheel.daemon.rounds.worker_process import WorkerProcess
+from tests.factories.config import BOXED_RUBRIC, write_yaml
+from tests.factories.judge_server import JudgeServer
+from tests.training.data.test_round_directory import POLICY
+
+ROOT = Path(__file__).parents[2]
+TASKS = 16
+SAMPLES = 3
+
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def right(question: str, answer: str) -> bool:
+    return bool(question) and "boxed" in answer
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    with JudgeServer(right) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path, judge: JudgeServer) -> Path:
+    """A folder with questions to learn from and others, and the configuration."""
+    asked = random.Random(1).sample(questions(), 48 + TASKS)
+    rows = [
+        {
+            "task_id": f"q{place}",
+            "messages": [
+                {"role": "system", "content": SYSTEM_PROMPT},
+                {"role": "user", "content": each.text},
+                {"role": "assistant", "content": f"\\boxed{{{each.answer}}}"},
+            ],
+        }
+        for place, each in enumerate(asked)
+    ]
+    for name, own in (("train.jsonl", rows[:48]), ("tasks.jsonl", rows[48:])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in own))
+    write_yaml(
+        tmp_path / "flywheel.yaml",
+        {
+            "state": {"dir": "state"},
+            "model": {"base": str(POLICY)},
+            "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 4},
+            "filter": {"rubric": str(BOXED_RUBRIC)},
+            "gate": {"samples": SAMPLES, "min_tasks": 8},
+            "rollout": {"max_model_len": 256, "max_completion_tokens": 64},
+            "serving": {"max_model_len": 256},
+            "training": {"lora": {"r": 8}},
+        },
+    )
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLYWHEEL_", "OPENAI_"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "flywheel", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def flywheel(folder: Path, *arguments: str | Path) -> Any:
+    process = start(folder, *arguments, "--json")
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def test_an_adapter_is_measured_as_the_gate_does(folder: Path, judge: JudgeServer) -> None:
+    options = ("--rubric", BOXED_RUBRIC, "--epochs", "3", "--learning-rate", "0.003", "--batch-size", "8")
+    files = ("--data", "train.jsonl", "--eval-data", "tasks.jsonl", "--output", "adapter")
+    gate = flywheel(folder, "train", "sft", *files, *options)["comparison"]
+    benchmark = ("--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
+    found = flywheel(folder, "evaluate", "--model", "adapter", "--against", "base", *benchmark)
+    assert found["model"]["base_model"] == str(POLICY)
+    assert (found["answers"], found["failed"]) == (TASKS * SAMPLES, 0)
+    ours, theirs = found["metrics"]["score"], found["against"]["metrics"]["score"]
+    # The same seeds: only the order in which answers were batched differs.
+    assert ours["mean"] == pytest.approx(gate["candidate_mean"], abs=0.15)
+    assert theirs["mean"] == pytest.approx(gate["deployed_mean"], abs=0.15)
+    difference = found["against"]["differences"]["score"]
+    assert difference["lower"] <= gate["gain"] <= difference["upper"]
+    assert gate["lower"] <= difference["difference"] <= gate["upper"]
+    assert difference["difference"] == pytest.approx(ours["mean"] - theirs["mean"])
+    # Both are known now: nobody is asked again.
+    calls = judge.calls
+    again = flywheel(folder, "evaluate", "--model", "adapter", "--against", "base", *benchmark)
+    assert judge.calls == calls
+    assert again["metrics"] == found["metrics"]
+    assert again["against"]["flips"] == found["against"]["flips"]
+    assert not list(folder.rglob("state.db"))
+
+
+def test_a_killed_evaluation_goes_on(folder: Path, judge: JudgeServer) -> None:
+    judge.delay_seconds = 0.2
+    evaluate = ("evaluate", "--model", "base", "--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
+    with start(folder, *evaluate) as process:
+        while judge.calls < 12:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    [directory] = (folder / "state" / "evaluations").iterdir()
+    # The worker outlives the command; killed, too, it leaves what it has graded.
+    for worker in WorkerProcess.strays(directory):
+        os.killpg(worker.pid, signal.SIGKILL)
+    judged = sum(1 for _ in (directory / "partial.jsonl").open())
+    assert 0 < judged < TASKS * SAMPLES
+    found = flywheel(folder, *evaluate)
+    assert found["answers"] == TASKS * SAMPLES
+    assert judge.calls <= TASKS * SAMPLES + 4
+    assert found["directory"] == str(directory)
