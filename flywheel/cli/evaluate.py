@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from flywheel.daemon.evaluation_answers import Answer, Answers
 
 HELD_OUT: Final = "held-out"
-FLIPS_SHOWN: Final = 10
+FLIPS_SHOWN: Final = 5
 EXCERPT: Final = 240
 """Characters of a question or an answer of a flip."""
 

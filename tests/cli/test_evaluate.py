@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 from junitparser import JUnitXml
 
+from flywheel.daemon import evaluation_log
 from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_USAGE
-from tests.cli.conftest import Ran
+from flywheel.store import gate_tests
+from tests.cli.conftest import Ran, Run
 from tests.cli.filter_bench import Bench
+from tests.cli.test_documented_json import compare, documented
+from tests.factories.config import BOXED_RUBRIC
+from tests.factories.judge_server import JudgeServer
 from tests.factories.model_endpoint import Endpoint, calls, says
+from tests.factories.state import read_state
 from tests.judge.rubric.steps import made
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +200,7 @@ def test_two_models_are_compared_on_the_same_tasks(
     endpoint.reply = reply
     against = ("--against", "small", "--against-base-url", endpoint.base_url)
     found = evaluate(*against, "--json", model="large").json
+    compare(found, documented("evaluate"), "evaluate")
     compared = found["against"]
     assert (found["metrics"]["score"]["mean"], compared["metrics"]["score"]["mean"]) == (
         pytest.approx(2 / 3),
@@ -315,3 +322,23 @@ def test_what_cannot_be_evaluated_is_named(evaluate: Callable[..., Ran], bench: 
     missing = bench("evaluate", "--model", "base", "--benchmark", "nowhere.jsonl")
     assert missing.code == EXIT_CONFIG
     assert "nowhere.jsonl" in missing.err
+
+
+def test_a_look_at_held_out_tasks_is_recorded(flywheel: Run, due_config: Callable[..., Path], tmp_path: Path) -> None:
+    with Endpoint(lambda *_: says("\\boxed{1}")) as endpoint, JudgeServer() as judge:
+        config = due_config(
+            judge={"base_url": judge.base_url, "model": "judge"}, filter={"rubric": str(BOXED_RUBRIC)}
+        )
+        named = ("--model", "small", "--base-url", endpoint.base_url, "--benchmark", "held-out", "-c", config)
+        ran = flywheel("evaluate", *named, "--json")
+        assert ran.code == 0, ran.err
+        assert flywheel("evaluate", *named, "--limit", "2").code == 0
+    assert (ran.json["benchmark"]["name"], ran.json["answers"]) == ("held-out", 4)
+    looks = evaluation_log.read(tmp_path / "state")
+    assert [each["score"]["count"] for each in looks] == [4, 2]
+    assert looks[0]["model"] == {"name": "small", "base_url": endpoint.base_url}
+    said = evaluation_log.sentence(looks)
+    assert said.startswith("Measured by hand on held-out tasks 2 times, last small at ")
+    # The gate's budget is untouched.
+    assert read_state(tmp_path / "state", gate_tests.spent, 10) == []
+    assert evaluation_log.read(tmp_path / "state", "of-another-adapter") == []

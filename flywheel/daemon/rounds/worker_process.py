@@ -131,8 +131,8 @@ def _is_worker(pid: int, round_dir: Path) -> bool:
 
 
 def result_of(round_dir: Path, code: int | None = None, *, name: str = "") -> RoundResult:
-    """The result that the worker left; errors call it `name`, or as its directory. Raises TrainError with the worker's own error if it wrote one, else with the
-    cause that its exit code shows and the last line of its log."""
+    """The result that the worker left. Raises TrainError with the worker's own error if it wrote one, else with the
+    cause that its exit code shows and the last line of its log; it has the `name`, or that of the directory."""
     path = round_dir / RESULT_FILE
     attempted = f"finish {name or round_dir.name}"
     if path.exists():

@@ -161,7 +161,7 @@ class RoundProgress(Frozen):
             parts.append(f"{self.rollouts:,} of {self.rollouts_planned:,} rollouts")
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
-        if self.tokens_per_second is not None:
+        if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.seconds_left is not None:
             parts.append(f"about {duration(self.seconds_left)} left")

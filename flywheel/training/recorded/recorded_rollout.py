@@ -317,7 +317,8 @@ async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: Chat
             loop.cut()
             break
         if reply.status != 200:
-            return f"the engine refused a message: {' '.join(reply.error.split())[:300]} (HTTP status {reply.status})"
+            why = " ".join(reply.error.split())[:300]
+            return f"the model's server refused a request: {why} (HTTP status {reply.status})"
         [choice] = reply.body["choices"]
         message = _sent_again(choice["message"], with_reasoning=task.sends_reasoning)
         loop.advance(message, tokens=session.generated - before, truncated=choice["finish_reason"] == "length")

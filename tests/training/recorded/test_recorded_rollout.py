@@ -190,7 +190,7 @@ def test_a_rollout_of_the_gate_is_cut_with_the_steps_it_has() -> None:
 
 def test_what_the_engine_refuses_costs_this_rollout() -> None:
     completion, _ = run(said(call("add", {"a": 1})), 400)
-    assert completion.error == "the engine refused a message: it is wrong (HTTP status 400)"
+    assert completion.error == "the model's server refused a request: it is wrong (HTTP status 400)"
     assert (completion.truncated, completion.missed, completion.turns) == (False, False, 1)
 
 
