@@ -156,7 +156,8 @@ class RoundProgress(Frozen):
         if self.phase != "starting":
             # While training, the number of the current step.
             step = min(self.step + 1, self.steps) if self.phase == "training" else self.step
-            parts.append(f"step {step} of {self.steps}")
+            if self.steps:
+                parts.append(f"step {step} of {self.steps}")
             parts.append(f"{self.rollouts:,} of {self.rollouts_planned:,} rollouts")
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
