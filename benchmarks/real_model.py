@@ -350,6 +350,7 @@ def _signed(found: Share) -> str:
 def main() -> None:
     parser = measurement.parser("real_model", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of figures (docs/benchmarks)")
+    parser.add_argument("--only", nargs="+", metavar="CELL", help="measure these alone, such as sft-grpo-32-s12")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell later than this")
     parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")
     options = parser.parse_args()
@@ -364,7 +365,8 @@ def main() -> None:
     base = small_model.for_this_machine()
     measured = {}
     try:
-        for cell in [Cell(("sft",), 8, SEEDS[0])] if options.quick else cells():
+        chosen = [cell for cell in cells() if options.only is None or cell.name in options.only]
+        for cell in [Cell(("sft",), 8, SEEDS[0])] if options.quick else chosen:
             known = read(options.results)
             if cell.name not in known and time.monotonic() < ends:
                 asked = [*DESK.draw(PROMPTS, cell.seed), *DEVELOPMENT.draw(COMPARED, cell.seed)]

@@ -39,7 +39,8 @@ SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
 GROUPS = {
     "rounds": ("training/worker/test_round.py", "training/worker/test_stages.py", "sources/studio/test_manners.py"),
     "vllm": ("serving/server/test_vllm.py", "serving/server/test_full_table.py", "judge/test_vllm.py",
-             "training/engine/test_chat_rendering.py", "training/engine/test_cpu_lora.py"),
+             "cli/test_evaluate_models.py", "cli/test_round_adapter.py", "training/engine/test_chat_rendering.py",
+             "training/engine/test_cpu_lora.py"),
     "ray": ("training/engine/ray_session/test_collector.py", "training/engine/ray_session/test_engine.py",
             "training/engine/ray_session/test_endpoint.py", "training/engine/ray_session/test_program_engine.py",
             "training/engine/ray_session/test_recorded_engine.py", "training/engine/ray_session/test_round_stages.py",

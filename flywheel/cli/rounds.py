@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -13,6 +13,7 @@ import typer
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
+    absolute,
     app,
     change_state,
     load_config,
@@ -56,19 +57,37 @@ def train_round(
         bool, typer.Option("--force", help="Start with fewer samples than trigger.min_samples.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask for confirmation.")] = False,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train nothing: compare this adapter, which another trainer made."),
+    ] = None,
+    trained_on: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --adapter: the data that it was trained on."),
+    ] = None,
     target: TargetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run one training round now."""
+    if trained_on is not None and adapter is None:
+        raise typer.BadParameter("it is the data of an adapter: give --adapter", param_hint="--trained-on")
+    if adapter is not None and (debug or force):
+        raise typer.BadParameter("it needs no samples: leave out --debug and --force", param_hint="--adapter")
     settings = load_config(config)
     if force and not debug:
         shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings, target), warn=False))
         _confirm(shortage, yes)
-    run = _debug(settings, target, quiet=as_json) if debug else _round(settings, force, target, quiet=as_json)
+    if debug:
+        run = _debug(settings, target, quiet=as_json)
+    else:
+        files = tuple(path and absolute(path) for path in (adapter, trained_on))
+        run = _round(settings, force, target, files, quiet=as_json)
     report = run_async(run)
     if as_json:
         print_json(report)
     else:
+        if adapter is not None:
+            typer.echo(escape_terminal(report["trigger"]))
         _print(escape_terminal(report))
     if report["state"] == "failed":
         raise typer.Exit(EXIT_FAILED)
@@ -99,7 +118,9 @@ def _confirm(shortage: str, yes: bool) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _round(config: Config, force: bool, target: str | None, *, quiet: bool) -> dict[str, Any]:
+async def _round(
+    config: Config, force: bool, target: str | None, files: Sequence[Path | None], *, quiet: bool
+) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.judging.judge_setup import rubric_of
     from flywheel.daemon.rounds.rounds import Rounds
@@ -110,20 +131,29 @@ async def _round(config: Config, force: bool, target: str | None, *, quiet: bool
     async with open_state(config, lock=True) as store:
         rounds = Rounds(store, config, rubric, Deployer(store, config))
         interruption = StopSignals(config.daemon.drain_seconds)
-        name = await interruption.during(_train(rounds, store, force, target, quiet=quiet), rounds.stop)
+        name = await interruption.during(_train(rounds, store, force, target, files, quiet=quiet), rounds.stop)
         if interruption.by is not None:
             raise interruption.error("finish the round", await store.read(left_of_round))
         status = await store.read(snapshot, config)
     return as_json(next(entry for entry in status.rounds if entry.round == name))
 
 
-async def _train(rounds: Rounds, store: Store, force: bool, target: str | None, *, quiet: bool) -> str:
-    """Continue the unfinished round or run a new one; its name, once it has ended or was stopped."""
+async def _train(
+    rounds: Rounds, store: Store, force: bool, target: str | None, files: Sequence[Path | None], *, quiet: bool
+) -> str:
+    """Continue the unfinished round or run a new one; its name, once it has ended or was stopped. `files` are another
+    trainer's adapter and its data."""
     from flywheel.cli import progress_bars
     from flywheel.store.rounds import by_name, live
 
+    adapter, trained_on = files
     if (row := await store.read(live)) is not None:
+        if adapter is not None:
+            hint = "`flywheel round` without --adapter finishes it."
+            raise TrainError(f"compare the adapter in {adapter}", f"{row.name} is {row.state}", hint)
         name = str(row.name)
+    elif adapter is not None:
+        name = await rounds.plan_candidate(adapter, trained_on, target)
     elif force:
         name = await rounds.plan("by hand", target)
     else:

@@ -54,7 +54,9 @@ def _print_round(story: dict[str, Any]) -> None:
     typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
     if target := story.get("target"):
         typer.echo(f"trained for: {target}")
-    typer.echo(f"continues: {story['parent'] or 'the base model'}")
+    # Without samples, the round has only compared another trainer's adapter with its parent.
+    trains = story["samples"] or story["left_out"] or not story["held_out"]
+    typer.echo(f"{'continues' if trains else 'compared with'}: {story['parent'] or 'the base model'}")
     if story["adapter"]:
         removed = ", its files were removed" if story["adapter"]["state"] == "removed" else ""
         typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…{removed})")
@@ -75,6 +77,8 @@ def _print_round(story: dict[str, Any]) -> None:
         _print_sampling(sampling)
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
+    if not trains:
+        return
     conversations = quantity(len(story["conversations"]), "conversation")
     typer.echo(f"made of {quantity(len(story['samples']), 'sample')} from {conversations}:")
     for sample in story["samples"]:

@@ -20,6 +20,8 @@ ANSWERS_FILE = "answers.jsonl"
 RESULT_FILE = "result.json"
 ERROR_FILE = "error.json"
 ADAPTER_DIR = "adapter"
+CANDIDATE_DIR = "candidate"
+CANDIDATE_FILE = "candidate.json"
 LOG_FILE = "worker.log"
 
 
@@ -97,6 +99,24 @@ class AdapterRef(Frozen):
     sha256: str
 
 
+class Candidate(AdapterRef):
+    """An adapter that another trainer made: a copy in the round's directory."""
+
+    source: str
+    """The folder that it was copied from."""
+    base: str
+    """What is known of the base model that it was trained on."""
+    exposure: str
+    """What is known of the held-out conversations that it was trained on."""
+    trained_on: str = ""
+    """The data that says so; empty without any."""
+
+    @property
+    def summary(self) -> str:
+        """Where it comes from, in one line."""
+        return "; ".join(filter(None, (f"an adapter of another trainer, {self.source}", self.base, self.exposure)))
+
+
 class FrozenTarget(Frozen):
     """A target that a round of another one does not train: its agent answers as it is deployed."""
 
@@ -119,6 +139,8 @@ class RoundSpec(Frozen):
     """The target that is trained, with `settings.model.alias`; empty without `targets`."""
     frozen: list[FrozenTarget] = []
     """The other targets."""
+    candidate: Candidate | None = None
+    """An adapter to compare with the parent: the round trains nothing and has no tasks for it."""
     train: list[RoundTask]
     held_out: list[RoundTask]
     left_out: dict[str, str] = {}
@@ -135,6 +157,11 @@ class RoundSpec(Frozen):
     """For training, of traces in the training split."""
     shared_gate: SharedRecordings = SharedRecordings()
     """For the gate, of all traces."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether an adapter is trained."""
+        return not self.debug and not self.evaluates and self.candidate is None
 
 
 class Score(Frozen):
@@ -292,13 +319,16 @@ class RoundResult(Frozen):
     """The result of a worker, written atomically when it ends."""
 
     round_id: str
-    outcome: Literal["trained", "refused", "debug", "evaluated"]
+    outcome: Literal["trained", "compared", "refused", "debug", "evaluated"]
+    """`compared`: nothing was trained, another trainer had made the adapter."""
     reason: str = ""
     adapter: AdapterRef | None = None
     """None after a debug round and after a refusal."""
     comparison: Comparison | None = None
     """None if nothing was compared, and so is the probe."""
     probe: Probe | None = None
+    candidate: Candidate | None = None
+    """Where the adapter comes from if another trainer made it."""
     left_out: dict[str, str] = {}
     """Tasks that were not trained on, by id, with the reason."""
     inexact: dict[str, str] = {}

@@ -308,6 +308,11 @@ def _hashed_permutations() -> Permutations:
     return Permutations(factors, offsets)
 
 
+def first_question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The first question of a conversation; empty without one."""
+    return next((str(message.get("content")) for message in messages if message.get("role") == "user"), "")
+
+
 def beginning_of(line: Mapping[str, Any]) -> int:
     """A 63-bit hash of how the conversation of a task line begins: system prompt, tools and first question.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flywheel.system.files import tree_sha256
 
@@ -44,12 +45,10 @@ def why_changed(folder: Path) -> str:
 def _why_unfit(folder: Path, base_model: str, max_rank: int) -> str:
     try:
         trained = json.loads((folder / "adapter_config.json").read_bytes())
-        rank, base = trained["r"], str(trained.get("base_model_name_or_path") or base_model)
+        rank, base = most_rank(trained), str(trained.get("base_model_name_or_path") or base_model)
         weights = folder / "adapter_model.safetensors"
-        with weights.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            tensors = json.loads(file.read(header))
-        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
+        header, tensors = header_of(weights)
+        end = max(entry["data_offsets"][1] for entry in tensors.values())
         if weights.stat().st_size != 8 + header + end:
             return f"{weights} is cut short"
         if rank > max_rank:
@@ -59,6 +58,21 @@ def _why_unfit(folder: Path, base_model: str, max_rank: int) -> str:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
         return f"{folder} holds no readable adapter ({type(error).__name__}: {error})"
     return ""
+
+
+def most_rank(config: Mapping[str, Any]) -> int:
+    """The largest rank of an adapter's matrices, as its `adapter_config.json` says."""
+    return max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+
+
+def header_of(weights: Path) -> tuple[int, dict[str, Any]]:
+    """The length of the header of a safetensors file in bytes, and its entries by tensor (`dtype`, `shape`,
+    `data_offsets`). Raises OSError, and ValueError for another file."""
+    with weights.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        tensors = json.loads(file.read(size))
+    tensors.pop("__metadata__", None)
+    return size, tensors
 
 
 def _raise(error: OSError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -185,21 +185,26 @@ def plan(
     trigger: str,
     seed: int,
     more: Sequence[int] = (),
+    place: Callable[[Path], None] | None = None,
     **values: Any,
 ) -> Row[Any]:
     """Plan a round and reserve its `samples`; those that are not free any more are left out. It has `more` tasks for
     training, which keep their states.
 
-    Its gate `test` asks the tasks `held_out`; `values` are further columns. Raises TrainError when another round is
-    unfinished or there is no sample.
+    Its gate `test` asks the tasks `held_out`; `values` are further columns. A round without samples compares an
+    adapter, which `place` puts into its directory. Raises TrainError when another round is unfinished or there is no
+    sample.
     """
     if (other := live(conn)) is not None:
         raise TrainError("plan a round", f"{other.name} is {other.state}", "Wait until it has finished.")
-    if not samples:
+    if not samples and place is None:
         raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
     number = first_free(conn, rounds.c.id)
     name = f"r{number:04d}"
     values |= {"id": number, "name": name, "live": 1, "seed": seed + number, "dir": str(rounds_dir / name)}
+    if place is not None:
+        # Before the round is stored. Of a number that is not, nobody reads the files.
+        place(rounds_dir / name)
     create(conn, RoundState.PLANNED, trigger, trigger=trigger, **values)
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
     rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in (*reserved, *more)]
@@ -326,7 +331,8 @@ def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base
         AdapterState.STAGED,
         name=result.adapter.name,
         round_id=round_row.id,
-        parent=round_row.parent,
+        # Another trainer's adapter does not go back to what it was compared with.
+        parent=round_row.parent if result.candidate is None else None,
         base_model=base_model,
         path=result.adapter.path,
         sha256=result.adapter.sha256,

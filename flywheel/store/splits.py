@@ -12,18 +12,20 @@ where exact repetitions are in both splits therefore, the held-out ones leave th
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Final
 
+import orjson
 from msgspec import Struct
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
 
 from flywheel.records.exclusion import Exclusion
-from flywheel.records.similarity import NEAR, jaccard
+from flywheel.records.similarity import NEAR, first_question, jaccard, normalised, prompt_signatures
 from flywheel.records.states import Split, TaskState
 from flywheel.records.task import Entry, split_of
-from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, sql_text
+from flywheel.store.gate_tests import conversation
+from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, rows_in, sql_text
 from flywheel.store.kernel.schema import conversations, recent_bands, signature_bands, tasks
 from flywheel.system.terminal import quantity
 
@@ -168,6 +170,42 @@ def _leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
             .where(tasks.c.beginning.in_(some), ~tasks.c.excluded.endswith(Exclusion.REPEATED.value))
             .values(excluded=func.ltrim(tasks.c.excluded + f" {Exclusion.REPEATED.value}"))
         )
+
+
+def held_out_alike(conn: Connection, beginnings: Collection[int], questions: Collection[str]) -> list[str]:
+    """The keys of the held-out tasks, the oldest first, whose conversations begin exactly as some data does
+    (`beginnings`), with one of its first `questions`, or nearly as one, by the rule of the split."""
+    by_band = defaultdict[int, list[frozenset[int]]](list)
+    signatures = prompt_signatures(list(questions))
+    for words, band in ((each.words, band) for each in signatures for band in each.bands):
+        by_band[band].append(frozenset(words))
+    held_out = Split.HELD_OUT.value
+    near = {
+        row.key
+        for row in (row for table in _BANDS for row in table.rows(conn, sorted(by_band)))
+        if row.split == held_out
+        and any(jaccard(frozenset(array("I", row.words)), each) >= NEAR for each in by_band[row.band])
+    }
+    # Conversations of a template have no bands: of them, only the same question is found.
+    packed, texts = {array("I", each.words).tobytes() for each in signatures}, set(map(normalised, questions))
+    all_words = select(conversations.c.key, conversations.c.words).where(conversations.c.split == held_out)
+    same = [key for key, words in conn.execute(all_words) if words and words in packed]
+    prompt = func.json_extract(tasks.c.payload, "$.prompt").label("prompt")
+    of_tasks = select(tasks.c.id, tasks.c.key, prompt).where(
+        tasks.c.split == held_out, tasks.c.state != TaskState.WITHDRAWN.value
+    )
+    joined = of_tasks.join(conversations, conversations.c.key == conversation())
+    found = [
+        *rows_in(conn, of_tasks, tasks.c.beginning, sorted(beginnings)),
+        *rows_in(conn, joined, conversations.c.key, sorted(near)),
+        *rows_in(conn, joined, conversations.c.like, sorted(near)),
+        *(
+            row
+            for row in rows_in(conn, joined, conversations.c.key, same)
+            if normalised(first_question(orjson.loads(row.prompt))) in texts
+        ),
+    ]
+    return list({row.id: row.key for row in sorted(found, key=lambda row: row.id)}.values())
 
 
 def empty_split(conn: Connection, train_ratio: float) -> str:

@@ -94,7 +94,10 @@ def _lineage(wanted: str, after: int, conn: Connection) -> tuple[str, dict[str, 
 
 def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
     adapter = rounds.adapter(conn, row.name)
-    line = [row.name, *(_line(conn, row.parent) if row.parent else [])]
+    held_out = len(rounds.samples_of(conn, row.id, Split.HELD_OUT))
+    # Without samples, the round has only compared another trainer's adapter with its parent.
+    goes_on = row.parent and (not held_out or rounds.samples_of(conn, row.id, Split.TRAIN))
+    line = [row.name, *(_line(conn, row.parent) if goes_on else [])]
     ids = {each.name: each.round_id for name in line[:SHOWN] if (each := rounds.adapter(conn, name)) is not None}
     ids[row.name] = row.id
     samples = lineage.samples(conn, list(ids.values()))
@@ -106,7 +109,7 @@ def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
         "line": [(name, samples[ids[name]] if name in ids else None) for name in line[:SHOWN]],
         "hidden": max(0, len(line) - SHOWN),
         "samples": samples[row.id],
-        "held_out": len(rounds.samples_of(conn, row.id, Split.HELD_OUT)),
+        "held_out": held_out,
         "younger": list(younger.items())[:SHOWN],
         "hidden_younger": max(0, len(younger) - SHOWN),
         "services": deployments.services(conn, [row.name])[row.name],

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon.judging.judge_setup import judge_settings
+from flywheel.daemon.rounds.candidate import candidate_in
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache, most_samples, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.round_tasks import RECORDED, RoundTasks, round_tasks
@@ -133,8 +135,16 @@ def _check(conn: Connection, config: Config, attempted: str) -> None:
         )
 
 
-def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
-    """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
+def plan(
+    conn: Connection,
+    config: Config,
+    rubric: Rubric,
+    rounds_dir: Path,
+    trigger: str,
+    place: Callable[[Path], None] | None = None,
+) -> Row[Any]:
+    """Reserve samples for a round and write it down; none for the comparison of an adapter, which `place` puts into
+    the round's directory. Raises TrainError when it cannot be."""
     _check(conn, config, "plan a round")
     takes, needed = config.takes, config.gate.min_tasks
     if (held_out := samples.count_held_out(conn, takes.gate, most=needed)) < needed:
@@ -143,17 +153,21 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     coming = next_test(conn, config)
     if coming.shortfall:
         raise TrainError("plan a round", coming.shortfall, _COLLECT.format("gate.min_power"))
-    most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
-    free = samples.free_samples(conn, most, takes.train) if choice is None else choice[:most]
+    free: Sequence[int] = ()
+    more: Sequence[int] = ()
+    if place is None:
+        most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
+        free = samples.free_samples(conn, most, takes.train) if choice is None else choice[:most]
+        if RECORDED & {*config.training.stages}:
+            more = samples.accepted_by_people(conn, most - len(free), takes.train)
     return rounds.plan(
         conn,
         rounds_dir,
         free,
         coming.tasks,
         coming.test,
-        more=samples.accepted_by_people(conn, most - len(free), takes.train)
-        if RECORDED & {*config.training.stages}
-        else (),
+        more=more,
+        place=place,
         trigger=trigger,
         target=config.target,
         seed=config.training.seed,
@@ -178,7 +192,8 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
 
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
-    """The specification of a planned round for its worker. Raises TrainError when no task is left to train on."""
+    """The specification of a planned round for its worker. Raises TrainError when no task is left to train on, or an
+    adapter to compare cannot be read."""
     train, held_out = (rounds.samples_of(conn, row.id, split) for split in (Split.TRAIN, Split.HELD_OUT))
     return _spec(
         conn,
@@ -190,6 +205,7 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
         attempt=row.attempt,
         seed=row.seed,
         debug=False,
+        candidate=None if train else candidate_in(Path(row.dir), row.name),
         test=gate_tests.of_round(conn, row.id),
     )
 
@@ -222,14 +238,15 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
 def _spec(
     conn: Connection, config: Config, rubric: Rubric, parent: str | None, tasks: RoundTasks, **values: Any
 ) -> RoundSpec:
-    if not tasks.train:
+    trains = values.get("candidate") is None
+    if trains and not tasks.train:
         why = next(iter(tasks.left_out.values()))
         raise TrainError(
             f"start {values['round_id']}",
             f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
             "Check rollout.agent, rollout.tools.uncalled and rollout.finish_tools.",
         )
-    if config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
+    if trains and config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
         log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)
         config = _of_size(config, most)
     # Rollouts are graded as tasks are: with the chain's judge settings.

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +26,7 @@ from flywheel.config import Config, JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
-from flywheel.daemon.rounds import planner
+from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
@@ -31,7 +34,7 @@ from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
-from flywheel.records.round import RoundResult
+from flywheel.records.round import CANDIDATE_DIR, RoundResult
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import Condition
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
@@ -182,13 +185,36 @@ class Rounds:
         when that is not possible or not allowed."""
         await apply_model_rules(self._store, self._config)
         chosen = await self._store.read(planner.next_with_samples, self._config, target)
+        return await self._plan(self._targets[chosen.target], trigger)
+
+    async def plan_candidate(self, folder: Path, trained_on: Path | None, target: str | None = None) -> str:
+        """Plan a round that compares the adapter in a folder, which another trainer made, with what serves; returns
+        its name. `trained_on` is the data that it was trained on. Raises ConfigError for data that cannot be read,
+        and TrainError for an adapter that cannot serve, or was trained on held-out conversations."""
+        attempted = f"compare the adapter in {folder} with what serves"
+        if target is None and len(self._targets) > 1:
+            why = f"there are several targets: {', '.join(self._targets)}"
+            raise TrainError(attempted, why, "Name one with --target.")
+        chosen = await self._store.read(planner.next_with_samples, self._config, target)
         own = self._targets[chosen.target]
+        data, exposure = None, candidate.UNKNOWN
+        if trained_on is not None:
+            data = await asyncio.to_thread(candidate.TrainingData.read, trained_on, own.config)
+            exposure = await self._store.read(data.exposure, attempted)
+        stage = self._config.state_dir / "rounds" / f".{CANDIDATE_DIR}"
+        try:
+            made = await asyncio.to_thread(candidate.take, folder, stage, own.config, exposure, data, attempted)
+            return await self._plan(own, f"by hand: {made.summary}", partial(candidate.place, stage))
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+    async def _plan(self, own: _TargetRounds, trigger: str, place: Callable[[Path], None] | None = None) -> str:
         if shortfall := await self._store.read(self._shortfall, own):
             raise TrainError("start a round", shortfall, "Or lower judge.min_kappa.")
         if spent := await self._store.read(self._spent):
             raise TrainError("start a round", spent, "Or raise it.")
         directory = self._config.state_dir / "rounds"
-        row = await self._store.write(planner.plan, own.config, own.rubric, directory, trigger)
+        row = await self._store.write(planner.plan, own.config, own.rubric, directory, trigger, place)
         log.info("%s is planned%s: %s", row.name, f" for {row.target}" if row.target else "", trigger)
         await self._note("")
         return str(row.name)
@@ -250,7 +276,10 @@ class Rounds:
             return False
         pid = self._worker.pid
         await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
-        log.info("%s trains on %d samples (process %d)", row.name, len(spec.train), pid)
+        if spec.candidate is not None:
+            log.info("%s compares %s (process %d)", row.name, spec.candidate.summary, pid)
+        else:
+            log.info("%s trains on %d samples (process %d)", row.name, len(spec.train), pid)
         return True
 
     async def _watch(self, row: Row[Any]) -> None:

@@ -263,6 +263,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         **_target(row),
         **{key: row[key] for key in _ROUND},
         "adapter": adapter and {key: adapter[key] for key in ("name", "path", "sha256", "state", "base_model")},
+        "candidate": result.get("candidate"),
         "comparison": comparison and {key: value for key, value in comparison.items() if key != "scores"},
         "versions": result.get("versions", {}),
         "usage": result.get("usage", {}),

@@ -155,6 +155,7 @@ def identity_of(spec: RoundSpec) -> dict[str, str]:
         "tasks": [made[name] for name in ("train", "held_out", "left_out", "shared", "shared_gate")],
         "rubric": spec.rubric,
         "settings": settings,
+        **({"candidate": made["candidate"]} if spec.candidate is not None else {}),
     }
     return {name: sha256(json_line(part)).hexdigest() for name, part in parts.items()}
 

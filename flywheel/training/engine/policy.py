@@ -20,7 +20,7 @@ from flywheel.config import LoraSettings
 from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
-from flywheel.serving.adapter_files import why_unloadable
+from flywheel.serving.adapter_files import most_rank, why_unloadable
 from flywheel.system.files import sync_directory
 from flywheel.training.data.rollout import LoadedAdapter
 
@@ -61,6 +61,12 @@ def check_parent(parent: AdapterRef | None) -> None:
         _check(parent, f"continue from adapter {parent.name}", hint)
 
 
+def check_candidate(candidate: AdapterRef | None) -> None:
+    """The same for an adapter that another trainer made, which is compared with the parent."""
+    if candidate is not None:
+        _check(candidate, f"compare {candidate.name}", "Start another round with the adapter.")
+
+
 def check_frozen(frozen: Sequence[FrozenTarget]) -> None:
     """The same for the adapters of the targets that the round does not train."""
     for each in frozen:
@@ -77,7 +83,7 @@ def _check(adapter: AdapterRef, attempted: str, hint: str) -> None:
 def rank(adapters: Iterable[AdapterRef | None], lora: LoraSettings) -> int:
     """The largest LoRA rank that the round's engines load; adapters that exist keep their own rank."""
     configs = [Path(adapter.path) / "adapter_config.json" for adapter in adapters if adapter is not None]
-    return max([lora.r, *(int(json.loads(config.read_text())["r"]) for config in configs)])
+    return max([lora.r, *(most_rank(json.loads(config.read_text())) for config in configs)])
 
 
 def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:

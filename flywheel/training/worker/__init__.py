@@ -34,7 +34,14 @@ from flywheel.system.log import output_to
 from flywheel.system.signals import Stopped, catch_signals
 from flywheel.training.data.round_directory import clear, finished, go_on, read_spec, settings_of, write_error
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.policy import check_base, check_frozen, check_parent, check_quantization, other_form
+from flywheel.training.engine.policy import (
+    check_base,
+    check_candidate,
+    check_frozen,
+    check_parent,
+    check_quantization,
+    other_form,
+)
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.worker.training_round import MakeGrade, Round
 
@@ -45,14 +52,15 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
     """Run the whole round and stop all of its processes. Raises FlywheelError."""
     started = time.monotonic()
     settings = settings_of(spec)
-    if not spec.train and not spec.evaluates:
+    if not spec.train and (spec.trains or spec.debug):
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
     check_base(spec.base_model)
     check_parent(spec.parent)
-    if settings.ray.address is None and not spec.debug and not spec.evaluates:
+    check_candidate(spec.candidate)
+    if settings.ray.address is None and spec.trains:
         # On a cluster the trainer checks its own node.
         check_quantization(settings.model.trainer_quantization)
-    if spec.parent and not spec.evaluates and (form := other_form(spec.parent, settings.training.lora)):
+    if spec.parent and (spec.trains or spec.debug) and (form := other_form(spec.parent, settings.training.lora)):
         log.warning(
             "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"
             " base model first (`flywheel rollback --to base`)",

@@ -79,7 +79,7 @@ class Round:
     def __init__(self, spec: RoundSpec, directory: Path, settings: Config, make_grade: MakeGrade) -> None:
         self.spec, self.directory, self.settings = spec, directory, settings
         self.metrics = Metrics(directory)
-        self.meter = Meter(directory, steps=0 if spec.evaluates else settings.training.steps)
+        self.meter = Meter(directory, steps=settings.training.steps if spec.trains or spec.debug else 0)
         self.program = program_of(settings)
         if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
@@ -104,8 +104,7 @@ class Round:
         placement = place_on_gpus(
             rollout.engines,
             ray_cluster.gpus(),
-            with_trainer=not (self.spec.debug or self.spec.evaluates)
-            and len(self.ended.stages) < len(training.stages),
+            with_trainer=self.spec.trains and len(self.ended.stages) < len(training.stages),
             tensor_parallel=rollout.tensor_parallel,
         )
         places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
@@ -114,7 +113,7 @@ class Round:
             engine = EngineSettings(
                 model=self.spec.base_model,
                 max_model_len=rollout.max_model_len,
-                max_lora_rank=rank([self.spec.parent, *(each.adapter for each in self.frozen)], training.lora),
+                max_lora_rank=rank(self._adapters(), training.lora),
                 more_adapters=len(self.frozen),
                 seed=self.spec.seed,
                 gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
@@ -192,10 +191,13 @@ class Round:
         """The targets that the user's agent may ask beside the one that is trained."""
         return self.spec.frozen if self.program is not None else []
 
+    def _adapters(self) -> list[AdapterRef | None]:
+        """Those that exist before the round: of the parent, of a candidate, of the other targets."""
+        return [self.spec.parent, self.spec.candidate, *(each.adapter for each in self.frozen)]
+
     def _needed(self) -> list[Path]:
-        """Paths of base model, parent and the user's agent that actors read; a name on a hub is not a path."""
-        adapters = [self.spec.parent, *(each.adapter for each in self.frozen)]
-        named = [self.spec.base_model, *(adapter.path for adapter in adapters if adapter is not None)]
+        """Paths of base model, adapters and the user's agent that actors read; a name on a hub is not a path."""
+        named = [self.spec.base_model, *(adapter.path for adapter in self._adapters() if adapter is not None)]
         if self.program is not None:
             named += self.program.files
         return [Path(name) for name in named if Path(name).is_absolute()]
@@ -231,7 +233,7 @@ class Round:
             self.start()
             self._use_tools()
             self._use_program()
-            train = self.asked(self.spec.train)
+            train = self.asked(self.spec.train) if self.spec.train else Asked([], {})
             gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
         prompts, self.left_out = train.prompts, self.spec.left_out | train.left_out
         held_out = gate.prompts[-self.settings.gate.max_tasks :]
@@ -243,10 +245,7 @@ class Round:
         if (train.inexact and not prompts) or (gate.inexact and len(held_out) < needed):
             # A result and not a failure: these tasks are marked, and the next round uses others.
             return self._too_few_exact(len(prompts), len(held_out))
-        if self.spec.evaluates:
-            self.left_out = gate.left_out
-            return self._evaluate(gate.prompts)
-        if not prompts:
+        if not prompts and (self.spec.trains or self.spec.debug):
             raise TrainError(
                 f"train {self.spec.round_id}",
                 f"none of its {len(self.spec.train)} tasks leaves room for a completion in rollout.max_model_len",
@@ -255,11 +254,18 @@ class Round:
         if is_compared:
             # Checked before hours are spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, needed)
-        log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
+        if prompts:
+            log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
         about: dict[str, str] = {}
         if self.program is not None:
             with self._timed("trial"):
-                about = self._decide_reward(self._try_program(prompts))
+                asked_now = prompts or self.asked(self.spec.held_out).prompts
+                about = self._decide_reward(self._try_program(asked_now))
+        if self.spec.evaluates:
+            self.left_out = gate.left_out
+            return self._evaluate(gate.prompts)
+        if (candidate := self.spec.candidate) is not None:
+            return self._gated(Path(candidate.path), held_out, about, outcome="compared", candidate=candidate)
         self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out), **about)
         if self.spec.debug:
             return self._debug(prompts)
@@ -285,14 +291,25 @@ class Round:
         if trained.refusal:
             return self._result("refused", reason=trained.refusal, **figures)
         assert trained.adapter is not None
-        copy_adapter(Path(trained.adapter.path), self.directory / ADAPTER_DIR)
-        adapter = adapter_of(self.spec.round_id, self.directory / ADAPTER_DIR)
+        made = Path(trained.adapter.path)
         if not is_compared:
-            return self._result("trained", adapter=adapter, **figures)
+            return self._result("trained", adapter=self._kept(made), **figures)
+        return self._gated(made, held_out, {}, outcome="trained", **figures)
+
+    def _kept(self, made: Path) -> AdapterRef:
+        """The adapter in a folder as that of the round."""
+        copy_adapter(made, self.directory / ADAPTER_DIR)
+        return adapter_of(self.spec.round_id, self.directory / ADAPTER_DIR)
+
+    def _gated(self, made: Path, held_out: list[Prompt], about: Mapping[str, str], **figures: Any) -> RoundResult:
+        """The result, with other `figures`, of the adapter in the folder `made`, compared with the parent. `about` is
+        for `metrics.jsonl`."""
+        adapter = self._kept(made)
         with self._timed("evaluate"):
-            self.metrics.phase("evaluating", prompts=len(held_out))
-            rewards = {"reward_first": trained.reward_first, "reward": trained.reward_last}
-            self.meter.enter("evaluating", gate_rollouts, step=trained.steps, **rewards)
+            self.metrics.phase("evaluating", prompts=len(held_out), **about)
+            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
+            rewards = {"reward_first": figures.get("reward_first"), "reward": figures.get("reward_last")}
+            self.meter.enter("evaluating", gate_rollouts, step=figures.get("steps", 0), **rewards)
             candidate, deployed = self._load(adapter), self._load(self.spec.parent)
             comparison = self._compare(held_out, candidate, deployed)
             probe = make_probe(
@@ -302,7 +319,7 @@ class Round:
                 deployed,
                 max_model_len=self.about.context,
             )
-        return self._result("trained", adapter=adapter, comparison=comparison, probe=probe, **figures)
+        return self._result(adapter=adapter, comparison=comparison, probe=probe, **figures)
 
     @overload
     def _load(self, adapter: AdapterRef) -> LoadedAdapter: ...
@@ -387,8 +404,6 @@ class Round:
 
     def _evaluate(self, prompts: list[Prompt]) -> RoundResult:
         """Let one adapter, or the base model, answer the held-out tasks."""
-        if self.program is not None and prompts:
-            self._decide_reward(self._try_program(prompts))
         adapter, settings = self._load(self.spec.parent), self.settings
         asked = requests(prompts, (adapter,), self.spec, settings, settings.gate.samples_for(len(prompts)))
         self.metrics.phase("evaluating", prompts=len(prompts))
