@@ -213,13 +213,21 @@ class LocalCalls:
 
 @contextlib.contextmanager
 def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own, which ends with the context."""
+    """An event loop in a thread of its own, which ends with the context. What still runs in it is cancelled."""
+
+    async def cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="endpoint-loop", daemon=True)
     thread.start()
     try:
         yield loop
     finally:
+        asyncio.run_coroutine_threadsafe(cancel_all(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
