@@ -184,9 +184,10 @@ def _walked(
         if isinstance(value, BaseModel):
             yield from _walked(value, path, file, document)
             continue
-        if isinstance(value, list) and value and all(isinstance(item, BaseModel) for item in value):
-            for index, item in enumerate(value):
-                yield from _walked(item, (*path, index), file, document)
+        items = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+        if items and all(isinstance(item, BaseModel) for item in items.values()):
+            for key, item in items.items():
+                yield from _walked(item, (*path, key), file, document)
             continue
         origin = DEFAULT
         if name in section.model_fields_set:

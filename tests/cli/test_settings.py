@@ -50,6 +50,15 @@ def test_each_setting_has_its_value_in_effect_and_its_origin(
     assert any(line.split() == ["judge.max_thread", "3", f"{file}:3"] for line in lines)
 
 
+def test_settings_by_name_are_shown_each(flywheel: Run, tmp_path: Path) -> None:
+    file = tmp_path / "flywheel.yaml"
+    file.write_text("targets:\n  a: {}\n  b:\n    rubric: own.yaml\n")
+    found = settings(flywheel("config", "show", "--json"))
+    assert found["targets.a.rubric"] == (None, "default")
+    assert found["targets.b.rubric"] == (str(tmp_path / "own.yaml"), f"{file}:4")
+    assert "targets.b.rubric" in flywheel("config", "show").out
+
+
 def test_every_key_is_shown(flywheel: Run) -> None:
     def keys(model: Any, above: str = "") -> set[str]:
         inner = {name: getattr(model, name) for name in type(model).model_fields}
