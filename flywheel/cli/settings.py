@@ -62,6 +62,10 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         print_rows(stdout(), ("key of Trinity-RFT", "value", "here"), rows, wide=WIDE, fold=("value", "here"))
         return
     settings = load_config(config)
+    if settings.gate.suites:
+        from flywheel.daemon.rounds.suites import tasks_of_suites
+
+        tasks_of_suites(settings)  # refused as by the commands that use them
     in_effect = [*settings_of(settings, path)]
     root = settings.project
     if as_json:

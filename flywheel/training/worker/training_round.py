@@ -28,6 +28,8 @@ from flywheel.records.round import (
     RoundSpec,
     RoundTask,
     Sampling,
+    Suite,
+    SuiteComparison,
     SystemPrompt,
 )
 from flywheel.serving.server.vllm_command import chat_arguments
@@ -42,7 +44,7 @@ from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
-from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
+from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough
 from flywheel.training.optim.probe_measurement import make_probe
@@ -82,6 +84,7 @@ class Round:
         self.program = program_of(settings)
         if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
+        self._grade_by = make_grade
         self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
         self.grade = make_grade(spec, directory, purpose, self.meter.pause)
@@ -96,6 +99,7 @@ class Round:
         self.about = StartedEngine("none", 0)
         self.left_out: dict[str, str] = {}
         self.inexact: dict[str, str] = {}
+        self.suites: list[tuple[Suite, list[Prompt]]] = []
 
     def start(self) -> None:
         """Start engines and trainer side by side."""
@@ -213,6 +217,15 @@ class Round:
         """The held-out tasks that the server would answer."""
         return asked_as_served(*self._encoded(tasks), context=self.about.context)
 
+    def _asked_of(self, suite: Suite) -> list[Prompt]:
+        """The tasks of a suite that the server would answer. Raises TrainError if they are too few for its margin."""
+        found = self.asked_as_served(suite.tasks)
+        for task, why in found.left_out.items():
+            log.warning("%s is not asked: %s", task, why)
+        if suite.margin is not None:
+            check_enough(found.prompts, self.spec, self.settings.gate.min_tasks, suite)
+        return found.prompts
+
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
         [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
         if tasks and len(refused) == len(tasks):
@@ -250,6 +263,7 @@ class Round:
         if is_compared:
             # Checked before hours are spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, needed)
+            self.suites = [(suite, self._asked_of(suite)) for suite in self.spec.suites]
         log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
         about: dict[str, str] = {}
         if self.program is not None:
@@ -259,7 +273,8 @@ class Round:
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
-            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out) if is_compared else 0
+            compared = [held_out, *(prompts for _, prompts in self.suites)] if is_compared else []
+            gate_rollouts = sum(2 * self.settings.gate.samples_for(len(each)) * len(each) for each in compared)
             running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
             trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
             if self.trainer is not None:
@@ -387,12 +402,7 @@ class Round:
             answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector, self.directory)
         self.usage = add_usage(self.usage, answers.usage)
 
-        def paired(pairs: Pairs) -> list[Paired]:
-            return [
-                Paired(prompt.task.task_id, *sides, prompt.task.conversation)
-                for prompt, sides in zip(prompts, pairs, strict=True)
-            ]
-
+        paired = partial(_paired, prompts)
         compared = partial(
             compare,
             samples=gate.samples_for(len(prompts)),
@@ -417,6 +427,7 @@ class Round:
         return whole.model_copy(
             update={
                 "criteria": criteria,
+                "suites": [self._compare_on(*each, (candidate, deployed)) for each in self.suites],
                 "candidate_missed": candidate_missed,
                 "deployed_missed": deployed_missed,
                 "candidate_failed": candidate_failed,
@@ -425,8 +436,22 @@ class Round:
             }
         )
 
-    def _collector(self) -> Collector:
-        return Collector.of(self.settings, self.engines, self.grade, self.meter, GradedRollouts(self.directory))
+    def _compare_on(
+        self, suite: Suite, prompts: list[Prompt], sides: tuple[LoadedAdapter, LoadedAdapter | None]
+    ) -> SuiteComparison:
+        with self._collector(suite) as collector:
+            answers = answer(prompts, sides, self.spec, self.settings, collector, self.directory)
+        self.usage = add_usage(self.usage, answers.usage)
+        confidence, seed = self.settings.gate.confidence, self.spec.seed
+        return compare_suite(suite.name, _paired(prompts, answers.rewards), confidence=confidence, seed=seed)
+
+    def _collector(self, suite: Suite | None = None) -> Collector:
+        """It grades by the round's rubric, or by that of the suite."""
+        grade = self.grade
+        if suite is not None and suite.rubric != self.spec.rubric and has_judge(self.settings):
+            own = self.spec.model_copy(update={"rubric": suite.rubric})
+            grade = self._grade_by(own, self.directory, Purpose.GATES, self.meter.pause)
+        return Collector.of(self.settings, self.engines, grade, self.meter, GradedRollouts(self.directory))
 
     def _sampling(self, steps: int, system_prompts: Mapping[str, int]) -> Sampling:
         rollout, training = self.settings.rollout, self.settings.training
@@ -460,3 +485,10 @@ class Round:
             device=self.about.device,
             **fields,
         )
+
+
+def _paired(prompts: Sequence[Prompt], pairs: Pairs) -> list[Paired]:
+    return [
+        Paired(prompt.task.task_id, *sides, prompt.task.conversation)
+        for prompt, sides in zip(prompts, pairs, strict=True)
+    ]
