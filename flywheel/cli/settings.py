@@ -62,6 +62,10 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         print_rows(stdout(), ("key of Trinity-RFT", "value", "here"), rows, wide=WIDE, fold=("value", "here"))
         return
     settings = load_config(config)
+    if settings.gate.suites:
+        from flywheel.daemon.rounds.suites import tasks_of_suites
+
+        tasks_of_suites(settings)  # refused as by the commands that use them
     in_effect = [*settings_of(settings, path)]
     root = settings.project
     if as_json:
@@ -184,9 +188,10 @@ def _walked(
         if isinstance(value, BaseModel):
             yield from _walked(value, path, file, document)
             continue
-        if isinstance(value, list) and value and all(isinstance(item, BaseModel) for item in value):
-            for index, item in enumerate(value):
-                yield from _walked(item, (*path, index), file, document)
+        items = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+        if items and all(isinstance(item, BaseModel) for item in items.values()):
+            for key, item in items.items():
+                yield from _walked(item, (*path, key), file, document)
             continue
         origin = DEFAULT
         if name in section.model_fields_set:

@@ -99,11 +99,12 @@ def source_condition(source: Mapping[str, Any]) -> str:
 
 
 def criterion_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """The result of the gate for each criterion. Rounds of early versions have none."""
+    """The result of the gate for each criterion and each suite. Rounds of early versions have none."""
+    suites = ({**each, "criterion": f"suite {each['name']}"} for each in comparison.get("suites", []))
     return [
         f"  {each['criterion']}: {each['deployed_mean']:.3f} → {each['candidate_mean']:.3f} on"
         f" {quantity(each['tasks'], 'task')}, gain {each['gain']:+.3f} ({each['lower']:+.3f} … {each['upper']:+.3f})"
-        for each in comparison.get("criteria", [])
+        for each in (*comparison.get("criteria", []), *suites)
     ]
 
 

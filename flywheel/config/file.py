@@ -114,6 +114,10 @@ class Config(Section):
                 " it is not asked: nothing could ever be promoted",
             ),
             (
+                any(suite.rubric for suite in gate.suites.values()) and not rollout.weights.rubric,
+                "`gate.suites`: a suite has a rubric, and with rollout.reward.rubric 0 no rubric is asked",
+            ),
+            (
                 gate.max_tasks < gate.min_tasks,
                 f"`gate`: max_tasks {gate.max_tasks} is below min_tasks {gate.min_tasks}: nothing could ever be"
                 " promoted",

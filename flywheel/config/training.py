@@ -550,6 +550,20 @@ FEWEST_ANSWERS, MOST_ANSWERS = 3, 8
 """Number of answers per adapter, and bounds per task, if `samples` is not set."""
 
 
+class SuiteSettings(Section):
+    """A fixed set of tasks on which a candidate is compared as well, so that it does not forget what they ask for."""
+
+    file: UserPath
+    """The tasks, in any form that `flywheel train sft --data` reads. Rounds train on none of them, nor on tasks that
+    begin nearly alike."""
+    rubric: UserPath | None = None
+    """Path of the rubric for them. Default: that of the round."""
+    margin: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The largest acceptable loss in score (0…1): a candidate is promoted only if the lower bound of its gain on the
+    suite, at `gate.confidence`, is above minus the margin. Suites with too few tasks for that are refused. Default:
+    the suite is reported and prevents nothing."""
+
+
 class GateSettings(Section):
     max_tasks: int = Field(default=200, gt=0)
     """Maximum number of held-out tasks that both adapters answer; the newest are used."""
@@ -570,10 +584,20 @@ class GateSettings(Section):
     """Minimum power: no round starts whose gate would detect a gain of 10 points (0.1) with a smaller probability. 0:
     every round starts."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Confidence of the intervals of single criteria (`non_inferiority_margins`); they use nothing of `alpha`."""
+    """Confidence of the intervals of single criteria (`non_inferiority_margins`) and of suites; they use nothing of
+    `alpha`."""
     non_inferiority_margins: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
     """Criteria that must not get worse, with the largest acceptable loss of each (0…1): a candidate is promoted only
     if the lower bound of each one's gain is above minus its margin. Default: none; the rubric's weights decide."""
+    suites: dict[str, SuiteSettings] = {}
+    """Fixed sets of tasks that candidate and deployed adapter also answer, by name (letters, digits and `_.-`)."""
+
+    @model_validator(mode="after")
+    def _has_names(self) -> Self:
+        for name in self.suites:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+                raise ValueError(f"suites: `{name}` is no name of a suite: use letters, digits and `_.-`")
+        return self
 
     def samples_for(self, tasks: int) -> int:
         """Number of answers per adapter and task, for this number of tasks."""

@@ -9,23 +9,23 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon.judging.judge_setup import rubric_of
-from flywheel.daemon.rounds.round_tasks import round_task
+from flywheel.daemon.rounds.file_tasks import rows, task_of
 from flywheel.daemon.rounds.rounds import WorkerWatch
+from flywheel.daemon.rounds.suites import apart_from, suites_of
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.serving.adapter_files import why_unloadable
-from flywheel.sources.jsonl.data_set import DataSet, answer_of, lines_of, trainer_python
-from flywheel.sources.jsonl.record import DataRow, rows_of
+from flywheel.sources.jsonl.data_set import DataSet, answer_of, trainer_python
+from flywheel.sources.jsonl.record import DataRow
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
 from flywheel.training.gate.gate import alpha_of, decide
@@ -114,7 +114,13 @@ def spec_of(
     """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
     that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
     as ask each task so often. Raises ConfigError."""
+    rubric = rubric_of(settings) if compares else None
+    suites = suites_of(settings, rubric) if rubric is not None else []
     train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python)
+    train, left_out = apart_from(suites, train)
+    if not train:
+        why = f"all of {names.data} is left out: {next(iter(left_out.values()))}"
+        raise ConfigError(names.attempted, why, "Name other tasks: those of a suite are not trained on.")
     batch = min(settings.training.prompts_per_step, len(train))
     steps = settings.training.steps if epochs is None else math.ceil(epochs * len(train) / batch)
     fitted = settings.training.model_copy(update={"prompts_per_step": batch, "steps": steps})
@@ -128,9 +134,11 @@ def spec_of(
         parent=adapter_in(parent, names.attempted) if parent is not None else None,
         train=train,
         held_out=asked,
-        rubric=rubric_of(settings).model_dump(mode="json") if compares else {},
+        left_out=left_out,
+        rubric=rubric.model_dump(mode="json") if rubric is not None else {},
         settings=settings.model_dump(mode="json"),
         test=GateTest(epoch=1, number=1, alpha=alpha_of(settings.gate.alpha, 1)) if compares else None,
+        suites=suites,
     )
 
 
@@ -279,7 +287,7 @@ def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, 
     stages = config.training.stages
     tasks: dict[str, RoundTask] = {}
     ties = 0
-    for attempted, row in _rows([*map(DataSet.of, datasets)], name, config, python):
+    for attempted, row in rows(map(DataSet.of, datasets), name, config, python):
         if stages == ["sft"] and not row.task["answer"].strip():
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
@@ -289,7 +297,7 @@ def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, 
         if "dpo" in stages and _is_tie(row, config.training.dpo.margin):
             ties += 1
             continue
-        task = _task_of(row, config)
+        task = task_of(row, config)
         key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{len(tasks)}"
         tasks[key] = task.model_copy(update={"task_id": key})
     paths = ", ".join(DataSet.of(each).path for each in datasets)
@@ -302,33 +310,9 @@ def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, 
     return list(tasks.values())
 
 
-def _rows(datasets: list[DataSet], name: str, config: Config, python: Path) -> Iterator[tuple[str, DataRow]]:
-    """The rows of all data sets, each with what is attempted."""
-    # A workflow gets the whole line, and may need no question.
-    needs_question = not isinstance(config.rollout.agent, AgentProgramSettings)
-    for each in datasets:
-        attempted = f"read {name} {each.path}"
-        with lines_of(each, python, attempted) as lines:
-            for row in rows_of(lines, Path(each.path), attempted, needs_question=needs_question):
-                yield attempted, row
-
-
 def _is_tie(row: DataRow, margin: float) -> bool:
     if row.worse is None:
         return False
     is_same = all(row.worse["metadata"][key] == row.task["metadata"][key] for key in ("answer", "trajectory_json"))
     # Scores such as 0.3 and 0.2 differ by 0.1.
     return is_same or (row.difference is not None and round(row.difference, 9) < margin)
-
-
-def _task_of(row: DataRow, config: Config) -> RoundTask:
-    # As accepted ones: their answers are to be imitated. The judge gets none of them.
-    task = round_task(row.task, config, is_accepted=True)
-    right = {"metadata": {"reference": row.task["answer"], **task.exchange.line.get("metadata", {})}}
-    worse = round_task(row.worse, config, is_accepted=True).reply if row.worse is not None else ()
-    return task.model_copy(
-        update={
-            "exchange": replace(task.exchange, reference="", line=right),
-            "rejected": worse if "dpo" in config.training.stages else (),
-        }
-    )

@@ -62,11 +62,24 @@ class RoundTask(Frozen):
     """The steps that failed, as in `metadata.errors_json`."""
     sends_reasoning: bool = False
     """Whether the agent sends the model's reasoning again with later calls."""
+    suite: str = ""
+    """The suite whose task it is; empty for tasks of the round itself."""
 
     @property
     def has_pair(self) -> bool:
         """Whether it has a better and a worse recorded reply."""
         return bool(self.reply and self.rejected)
+
+
+class Suite(Frozen):
+    """A fixed set of tasks that candidate and deployed adapter also answer; none of them is trained on."""
+
+    name: str
+    tasks: list[RoundTask]
+    """Their ids begin with the suite's name and a slash."""
+    rubric: dict[str, Any]
+    margin: float | None
+    """The largest acceptable loss; None if the suite is only reported."""
 
 
 class GateTest(Frozen):
@@ -157,6 +170,8 @@ class RoundSpec(Frozen):
     """For training, of traces in the training split."""
     shared_gate: SharedRecordings = SharedRecordings()
     """For the gate, of all traces."""
+    suites: list[Suite] = []
+    """In the order of the settings; empty for a round that compares nothing."""
 
     @property
     def trains(self) -> bool:
@@ -178,6 +193,22 @@ class CriterionComparison(Frozen):
     criterion: str
     tasks: int
     """Tasks with a value for both adapters: after a failed required check the judge is not called."""
+    candidate_mean: float
+    deployed_mean: float
+    gain: float
+    lower: float
+    upper: float
+
+
+class SuiteComparison(Frozen):
+    """The comparison on the tasks of one suite, by its rubric's score."""
+
+    name: str
+    tasks: int
+    """Tasks of which all answers of both adapters have a score."""
+    conversations: int
+    undecided: int
+    """The other tasks."""
     candidate_mean: float
     deployed_mean: float
     gain: float
@@ -209,6 +240,8 @@ class Comparison(Frozen):
     scores: list[Score]
     criteria: list[CriterionComparison] = []
     """In the order of the rubric."""
+    suites: list[SuiteComparison] = []
+    """In the order of the settings."""
     candidate_missed: int = 0
     """Answers of the candidate that ended by a miss: a call without a recorded result. They score 0."""
     deployed_missed: int = 0
@@ -236,6 +269,10 @@ class DecisionReason(StrEnum):
     """a criterion with a margin was evaluated on fewer tasks than `gate.min_tasks`"""
     WORSE_ON_CRITERION = "worse_on_criterion"
     """a criterion is not shown to lose less than its margin"""
+    FEW_ON_SUITE = "few_on_suite"
+    """fewer tasks of a suite with a margin than `gate.min_tasks` are decided"""
+    WORSE_ON_SUITE = "worse_on_suite"
+    """the candidate is not shown to lose less than the margin on a suite"""
 
 
 class GateDecision(Frozen):
@@ -246,12 +283,16 @@ class GateDecision(Frozen):
     reason_code: DecisionReason
     criterion: str = ""
     """The criterion that prevented a promotion."""
+    suite: str = ""
+    """The suite that prevented it."""
     min_tasks: int
     min_gain: float
     confidence: float
-    """That of the intervals of single criteria."""
+    """That of the intervals of single criteria and suites."""
     margins: dict[str, float] = {}
     """The largest acceptable loss of each criterion that has a margin."""
+    suite_margins: dict[str, float] = {}
+    """The same of each suite."""
 
 
 class Recording(Frozen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_origin
 
 import yaml
 from pydantic import BaseModel, Tag, ValidationError
@@ -261,12 +261,14 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
     current: type[BaseModel] | None = model
     choices: dict[str, type[BaseModel]] = {}
     known: list[str] = []
+    is_name = False
     for part in location:
         if part in choices:
             current, choices = choices[str(part)], {}
             continue
         path.append(str(part))
-        if isinstance(part, int):
+        if isinstance(part, int) or is_name:
+            is_name = False
             continue
         fields = current.model_fields if current else {}
         # Users cannot write keys that are hidden from the JSON Schema: only the program sets them.
@@ -278,6 +280,8 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         field = fields.get(str(part))
         sections = sections_in(field.annotation) if field else {}
         current = next(iter(sections.values()), None)
+        # Sections by name: the next part is a name.
+        is_name = current is not None and field is not None and get_origin(field.annotation) is dict
         choices = {tag: section for tag, section in sections.items() if tag}
     return path, known
 

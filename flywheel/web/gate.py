@@ -19,7 +19,14 @@ from flywheel.config import Config, GateSettings
 from flywheel.daemon import evaluation_log
 from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.errors import StoreError
-from flywheel.records.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
+from flywheel.records.round import (
+    EVALUATION_FILE,
+    Comparison,
+    CriterionComparison,
+    GateDecision,
+    Score,
+    SuiteComparison,
+)
 from flywheel.records.states import LIVE_ROUND, RoundState
 from flywheel.store.views import gate_outcomes, task_list
 from flywheel.store.views.gate_outcomes import GateOutcome
@@ -98,7 +105,9 @@ def known(outcome: GateOutcome, gate: GateSettings) -> GateOutcome:
     if decision.promote or decision.reason != outcome.reason:
         return outcome
     margins = {name: margin for name, margin in decision.margins.items() if name == decision.criterion}
-    return replace(outcome, decision=decision.model_copy(update={"margins": margins}))
+    of_suites = {name: margin for name, margin in decision.suite_margins.items() if name == decision.suite}
+    found = decision.model_copy(update={"margins": margins, "suite_margins": of_suites})
+    return replace(outcome, decision=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +137,17 @@ class Bar:
 
 
 def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
-    """The total and each criterion, with the limits of the decision."""
-    margins = decision.margins if decision is not None else {}
+    """The total, each criterion and each suite, with the limits of the decision."""
+    margins, of_suites = (decision.margins, decision.suite_margins) if decision is not None else ({}, {})
     needed = decision.min_tasks if decision is not None else 0
 
-    def bar(name: str, each: Comparison | CriterionComparison, limit: float | None, *, total: bool = False) -> Bar:
+    def bar(
+        name: str,
+        each: Comparison | CriterionComparison | SuiteComparison,
+        limit: float | None,
+        *,
+        total: bool = False,
+    ) -> Bar:
         means = each.deployed_mean, each.candidate_mean
         return Bar(name, each.tasks, *means, each.gain, each.lower, each.upper, limit, needed, total)
 
@@ -141,6 +156,10 @@ def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
         *(
             bar(each.criterion, each, -margins[each.criterion] if each.criterion in margins else None)
             for each in comparison.criteria
+        ),
+        *(
+            bar(f"Suite {each.name}", each, -of_suites[each.name] if each.name in of_suites else None)
+            for each in comparison.suites
         ),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Final
 
-from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision
+from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision, SuiteComparison
 from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK, ServingPeriod
 from flywheel.store.views.gate_outcomes import GateOutcome
@@ -89,7 +89,7 @@ def _better(outcome: GateOutcome, seen: Comparison, decision: GateDecision | Non
     )
     bound = f", above {decision.min_gain:g}" if decision is not None else ""
     shown = f"{scores}, and the lower bound of the gain {seen.gain:+.3f} is {seen.lower:+.3f}{bound}"
-    margins = decision.margins if decision is not None else {}
+    margins = [*decision.margins, *(f"suite {name}" for name in decision.suite_margins)] if decision else []
     kept = f"; {' and '.join(margins)} lost less than the margin" if margins else ""
     since = "; it has been rolled back since" if outcome.reason.endswith(_ROLLED_BACK) else ""
     return f"{shown}{kept}{since}"
@@ -122,6 +122,18 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
             margin = decision.margins.get(decision.criterion, 0.0)
             bounds = f" ({found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f})" if found is not None else ""
             return f"{total}: {decision.criterion}{bounds} is not shown to lose less than its margin of {margin:g}."
+        case DecisionReason.FEW_ON_SUITE:
+            suite = _suite(seen, decision)
+            tasks = quantity(suite.tasks if suite is not None else 0, "task")
+            return (
+                f"{total}: of the suite {decision.suite}, {tasks} decided are too few to show that it loses less than"
+                f" its margin of {decision.suite_margins[decision.suite]:g} (gate.min_tasks is {decision.min_tasks})."
+            )
+        case DecisionReason.WORSE_ON_SUITE:
+            suite = _suite(seen, decision)
+            bounds = f" ({suite.gain:+.3f}, {suite.lower:+.3f} to {suite.upper:+.3f})" if suite is not None else ""
+            margin = decision.suite_margins[decision.suite]
+            return f"{total}: on the suite {decision.suite}{bounds} it may lose more than its margin of {margin:g}."
     if seen.upper < 0:
         return f"{name} was rejected because it is worse than {other}: {gain}, all of it below 0."
     if seen.gain <= 0:
@@ -139,6 +151,10 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
 
 def _criterion(comparison: Comparison, decision: GateDecision) -> CriterionComparison | None:
     return next((each for each in comparison.criteria if each.criterion == decision.criterion), None)
+
+
+def _suite(comparison: Comparison, decision: GateDecision) -> SuiteComparison | None:
+    return next((each for each in comparison.suites if each.name == decision.suite), None)
 
 
 def _obstacle(reason: str, decision: GateDecision) -> str:

@@ -50,6 +50,31 @@ def test_each_setting_has_its_value_in_effect_and_its_origin(
     assert any(line.split() == ["judge.max_thread", "3", f"{file}:3"] for line in lines)
 
 
+def test_settings_by_name_are_shown_each(flywheel: Run, tmp_path: Path) -> None:
+    file = tmp_path / "flywheel.yaml"
+    (tmp_path / "suite.jsonl").write_text('{"question": "1+1?"}\n')
+    file.write_text(
+        "targets:\n  a: {}\n  b:\n    rubric: own.yaml\ngate:\n  suites:\n    sums:\n      file: suite.jsonl\n"
+    )
+    found = settings(flywheel("config", "show", "--json"))
+    assert found["targets.a.rubric"] == (None, "default")
+    assert found["targets.b.rubric"] == (str(tmp_path / "own.yaml"), f"{file}:4")
+    assert found["gate.suites.sums.file"] == (str(tmp_path / "suite.jsonl"), f"{file}:8")
+    assert "targets.b.rubric" in flywheel("config", "show").out
+
+
+def test_a_suite_that_is_too_small_is_refused_with_the_size_that_is_needed(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "suite.jsonl").write_text('{"question": "1+1?"}\n')
+    (tmp_path / "flywheel.yaml").write_text("gate: {suites: {sums: {file: suite.jsonl, margin: 0.1}}}\n")
+    for command in (["config", "show"], ["round"], ["run", "--once"]):
+        ran = flywheel(*command)
+        assert ran.code == 78, ran.err
+        assert "suite.jsonl has 1 different conversation, and 41 are needed" in ran.err
+    found = {each["name"]: each for each in flywheel("doctor", "--json").json["checks"]}
+    assert found["suite"]["result"] == "failed"
+    assert "and 41 are needed" in found["suite"]["found"]
+
+
 def test_every_key_is_shown(flywheel: Run) -> None:
     def keys(model: Any, above: str = "") -> set[str]:
         inner = {name: getattr(model, name) for name in type(model).model_fields}
@@ -186,6 +211,7 @@ RIGHT: list[dict[str, Any]] = [
     {"retention": {"keep_days": None}},
     {"training": {"lora": {"target_modules": ["q_proj"]}}},
     {"gate": {"non_inferiority_margins": {"a": 0.1}}},
+    {"gate": {"suites": {"a": {"file": "a.jsonl", "margin": 0.1}}}},
 ]
 
 

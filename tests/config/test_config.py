@@ -47,6 +47,7 @@ def load_text(folder: Path, text: str | bytes) -> Config:
             {"serving": {"probe_tolerance": 0.1}},
             r"`serving`: .*probe_tolerance is no setting: the proof of an adapter's weights measures its own error",
         ),
+        ({"targets": {"a": {"rubrik": "r"}}}, r"unknown key `targets\.a\.rubrik` \(did you mean `rubric`\?\)"),
         ({"judgement": {}}, r"unknown key `judgement` \(did you mean `judge`\?\)"),
         ({"trigger": {"min_samples": "many"}}, r"`trigger\.min_samples`: it must be a whole number, not `many`"),
         ({"training": {"group_size": 3}}, r"`training\.group_size`: .*4"),

@@ -44,6 +44,8 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
         ),
         ({"retention": {"keep_days": 1e12}}, r"`retention\.keep_days`: .*36500"),
         ({"gate": {"non_inferiority_margins": {"safe": 0}}}, r"`gate\.non_inferiority_margins\.safe`"),
+        ({"gate": {"suites": {"a": {"file": "a.jsonl", "margin": 0}}}}, r"`gate\.suites\.a\.margin`"),
+        ({"gate": {"suites": {"a": {"margin": 0.1}}}}, r"`gate\.suites\.a\.file`"),
         ({"gate": {"max_tasks": 4}}, r"max_tasks 4 is below min_tasks 8: nothing could ever be promoted"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, r"warmup_steps 5 is not below steps 5"),
         ({"training": {"lora": {"alpha": 0}}}, r"`training\.lora\.alpha`"),

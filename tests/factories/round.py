@@ -20,6 +20,7 @@ from flywheel.records.round import (
     RoundResult,
     RoundSpec,
     Score,
+    SuiteComparison,
 )
 from flywheel.records.states import AdapterState, DeploymentState, RoundState
 from flywheel.store import gate_tests
@@ -35,6 +36,7 @@ BOXED = {"version": 1, "id": "boxed", "criteria": [{"id": "boxed", "type": "cont
 AT = "2026-11-22T10:00:00.000+00:00"
 GATE = GateSettings(min_tasks=8)
 GUARDED = GateSettings(min_tasks=8, non_inferiority_margins={"safe": 0.05})
+KEEPING = GateSettings.model_validate({"suites": {"math": {"file": "/math.jsonl", "margin": 0.05}}})
 
 
 def round_spec(**values: Any) -> RoundSpec:
@@ -52,6 +54,11 @@ def criterion(name: str, gain: float = 0.0, *, half: float = 0.04, tasks: int = 
         criterion=name, tasks=tasks, candidate_mean=0.8 + gain, deployed_mean=0.8, gain=gain, lower=gain - half,
         upper=gain + half,
     )  # fmt: skip
+
+
+def suite(name: str, gain: float = 0.0, *, half: float = 0.04, tasks: int = 20) -> SuiteComparison:
+    figures = criterion(name, gain, half=half, tasks=tasks).model_dump(exclude={"criterion"})
+    return SuiteComparison(name=name, conversations=tasks, undecided=0, **figures)
 
 
 def comparison(

@@ -19,7 +19,17 @@ from flywheel.store.views import gate_outcomes
 from flywheel.training.gate.gate import decide
 from flywheel.web.gate import known, of_live, of_next
 from flywheel.web.server import application
-from tests.factories.round import GATE, GUARDED, comparison, criterion, put_answers, put_deployment, put_tested_round
+from tests.factories.round import (
+    GATE,
+    GUARDED,
+    KEEPING,
+    comparison,
+    criterion,
+    put_answers,
+    put_deployment,
+    put_tested_round,
+    suite,
+)
 from tests.factories.state import open_state
 from tests.factories.task import task_keys
 from tests.factories.trace import put_replies, replies_on
@@ -90,6 +100,20 @@ def test_a_decision_with_its_evidence(filled: tuple[Config, list[str]]) -> None:
     assert "0.50 → 0.25" in losses
     assert "deployed · score 0.00" in gains, "the pair of the seed at which the candidate was better"
     assert "deployed · score 1.00" in losses
+
+
+async def test_suites_are_rows_beside_the_criteria(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    forgot = comparison(suites=[suite("math", -0.2), suite("tone", -0.2)])
+    async with open_state(config.state_dir) as store:
+        await store.write(put_tested_round, 1, RoundState.REJECTED, tmp_path, forgot, gate=KEEPING)
+    page = client(config).get("/gate/r0001").text
+    rows = {name: page.partition(f"Suite {name}")[2].partition("</tr>")[0] for name in ("math", "tone")}
+    assert "not above -0.05" in rows["math"]
+    assert "-0.200" in rows["math"]
+    assert "worse" in rows["tone"]
+    assert "suite math loses less than 0.05" in page
+    assert "95 % for each criterion and suite" in page
 
 
 def test_the_answers_of_both_sides_about_a_task(filled: tuple[Config, list[str]]) -> None:

@@ -15,7 +15,16 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.views import gate_outcomes
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.web.gate_sentence import later, sentence
-from tests.factories.round import AT, GUARDED, comparison, criterion, put_deployment, put_tested_round
+from tests.factories.round import (
+    AT,
+    GUARDED,
+    KEEPING,
+    comparison,
+    criterion,
+    put_deployment,
+    put_tested_round,
+    suite,
+)
 
 GAIN = "(99.5 % interval"
 CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
@@ -80,6 +89,28 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
         RoundState.REJECTED,
         {"seen": comparison(criteria=[]), "gate": GUARDED},
         "safe was evaluated on 0 tasks",
+    ),
+    "promoted with a suite": (
+        RoundState.PROMOTED,
+        {"seen": comparison(suites=[suite("math")]), "gate": KEEPING},
+        "is +0.100, above 0; suite math lost less than the margin.",
+    ),
+    "vetoed by a suite": (
+        RoundState.REJECTED,
+        {"seen": comparison(suites=[suite("math", -0.2)]), "gate": KEEPING},
+        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: on the suite"
+        " math (-0.200, -0.240 to -0.160) it may lose more than its margin of 0.05.",
+    ),
+    "vetoed, as too little of a suite was decided": (
+        RoundState.REJECTED,
+        {"seen": comparison(suites=[suite("math", tasks=1)]), "gate": KEEPING},
+        "but was rejected: of the suite math, 1 task decided are too few to show that it loses less than its margin"
+        " of 0.05 (gate.min_tasks is 8).",
+    ),
+    "vetoed, as a suite was never asked": (
+        RoundState.REJECTED,
+        {"seen": comparison(), "gate": KEEPING},
+        "of the suite math, 0 tasks decided are too few",
     ),
     "refused": (
         RoundState.REJECTED,

@@ -15,12 +15,14 @@ import orjson
 from flywheel.cli.doctor import Finding, Result
 from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.judging.judge_setup import check_independence, judge_settings, rubric_of, rubric_of_target
+from flywheel.daemon.rounds.suites import suites_of
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.judge.client import KEY_REJECTED, EndpointConfig, JudgeClient, JudgeEndpoint, endpoints_of, settings_for
 from flywheel.judge.filters.chain import Chain, chain_of
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.rubric.file import contradictions, read_rubric
 from flywheel.system.http_client import HttpAnswer
+from flywheel.system.terminal import quantity
 
 TIMEOUT_SECONDS: Final = 10.0
 """Longest wait for a list of models."""
@@ -55,6 +57,7 @@ def check_judge(config: Config, *, ask: bool = False) -> Iterator[Finding]:
         for name, own in config.by_target().items():
             if name and config.targets[name].rubric is not None:
                 yield replace(_rubric(own, rubric_of_target(own, rubric), None), subject=name)
+        yield from _suites(config, rubric)
     except ConfigError as error:
         yield Finding.from_error("rubric", error)
     try:
@@ -77,6 +80,16 @@ def _rubric(config: Config, rubric: Rubric, chain: Chain | None) -> Finding:
         remedy = f"flywheel rubric check {config.filter.rubric}"
         return Finding("rubric", Result.WARNING, f"{text}; {'; '.join(map(str, wrong))}", remedy)
     return Finding("rubric", Result.OK, text)
+
+
+def _suites(config: Config, rubric: Rubric) -> Iterator[Finding]:
+    try:
+        for suite in suites_of(config, rubric):
+            margin = f"margin {suite.margin:g}" if suite.margin is not None else "reported only"
+            text = f"{quantity(len(suite.tasks), 'task')}, {margin}"
+            yield Finding("suite", Result.OK, text, subject=suite.name)
+    except ConfigError as error:
+        yield Finding.from_error("suite", error)
 
 
 def _listed(who: EndpointConfig, settings: JudgeSettings) -> Finding:

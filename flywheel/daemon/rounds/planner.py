@@ -21,10 +21,11 @@ from flywheel.daemon.rounds.candidate import candidate_in
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache, most_samples, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.round_tasks import RECORDED, RoundTasks, round_tasks
+from flywheel.daemon.rounds.suites import apart_from
 from flywheel.errors import TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric import Rubric
-from flywheel.records.round import FrozenTarget, RoundSpec
+from flywheel.records.round import FrozenTarget, RoundSpec, Suite
 from flywheel.records.states import RoundState, Split
 from flywheel.serving.server.model_parsers import folder_of
 from flywheel.store import deployments, gate_tests, rounds, samples
@@ -191,22 +192,28 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     return rounds.go_on_from(conn, row.name, **_of_now(conn, config, rubric))
 
 
-def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
+def spec_of(
+    conn: Connection, row: Row[Any], config: Config, rubric: Rubric, suites: Sequence[Suite] = ()
+) -> RoundSpec:
     """The specification of a planned round for its worker. Raises TrainError when no task is left to train on, or an
     adapter to compare cannot be read."""
     train, held_out = (rounds.samples_of(conn, row.id, split) for split in (Split.TRAIN, Split.HELD_OUT))
+    tasks = round_tasks(conn, train, held_out, config)
+    tasks.train, near = apart_from(suites, tasks.train)
+    tasks.left_out |= near
     return _spec(
         conn,
         config,
         rubric,
         row.parent,
-        round_tasks(conn, train, held_out, config),
+        tasks,
         round_id=row.name,
         attempt=row.attempt,
         seed=row.seed,
         debug=False,
         candidate=None if train else candidate_in(Path(row.dir), row.name),
         test=gate_tests.of_round(conn, row.id),
+        suites=list(suites),
     )
 
 
@@ -244,7 +251,7 @@ def _spec(
         raise TrainError(
             f"start {values['round_id']}",
             f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
-            "Check rollout.agent, rollout.tools.uncalled and rollout.finish_tools.",
+            "Check rollout.agent, rollout.tools.uncalled, rollout.finish_tools and gate.suites.",
         )
     if trains and config.project is not None and config.training.prompts_per_step > (most := len(tasks.train)):
         log.info("each step asks all %d tasks: the file asks for %d", most, config.training.prompts_per_step)

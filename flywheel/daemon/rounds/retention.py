@@ -205,7 +205,7 @@ def _remove(directory: Path) -> int:
     spec = directory / SPEC_FILE
     # Most of its bytes are its tasks, which are in the state. What is no specification stays as it is.
     with _explained(directory), contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        write_json(spec, {**json.loads(spec.read_bytes()), "train": [], "held_out": []})
+        write_json(spec, {**json.loads(spec.read_bytes()), "train": [], "held_out": [], "suites": []})
     for path in _leftovers(directory):
         # Another process may remove it too.
         with _explained(directory), contextlib.suppress(FileNotFoundError):

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Row
 
@@ -28,13 +28,14 @@ from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
+from flywheel.daemon.rounds.suites import suites_of
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
-from flywheel.records.round import CANDIDATE_DIR, RoundResult
+from flywheel.records.round import CANDIDATE_DIR, RoundResult, Suite
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import Condition
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
@@ -123,8 +124,15 @@ class _TargetRounds:
 
     config: Config
     rubric: Rubric
+    suites: list[Suite]
     deployer: Deployer
     available_samples: AvailableSamplesCache
+
+    @classmethod
+    def of(cls, config: Config, rubric: Rubric, deployer: Deployer) -> Self:
+        """With the files that the settings name; `rubric` is for targets without their own. Raises ConfigError."""
+        own = rubric_of_target(config, rubric)
+        return cls(config, own, suites_of(config, own), deployer.of(config), AvailableSamplesCache(config))
 
 
 class Rounds:
@@ -135,16 +143,13 @@ class Rounds:
     ) -> None:
         """`budget` also counts what this run uses for judging tasks. Targets use `rubric` unless they have their own.
 
-        Raises ConfigError for a wrong rubric.
+        Raises ConfigError for a wrong rubric or suite.
         """
         self._store = store
         self._budget = budget or Budget(config.judge.budget)
         self._config = config
         self._rubric = rubric
-        self._targets = {
-            name: _TargetRounds(own, rubric_of_target(own, rubric), deployer.of(own), AvailableSamplesCache(own))
-            for name, own in config.by_target().items()
-        }
+        self._targets = {name: _TargetRounds.of(own, rubric, deployer) for name, own in config.by_target().items()}
         self._worker: WorkerProcess | None = None
         self._stopping = asyncio.Event()
         self._detaching = asyncio.Event()
@@ -266,7 +271,7 @@ class Rounds:
         try:
             own = self._target_of(row)
             row = await self._store.write(planner.begin, row, own.config, own.rubric)
-            spec = await self._store.read(planner.spec_of, row, own.config, own.rubric)
+            spec = await self._store.read(planner.spec_of, row, own.config, own.rubric, own.suites)
             for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
                 log.warning("%s: an unrecorded worker (process %d) is stopped", row.name, stray.pid)
                 await stray.stop()

@@ -233,7 +233,7 @@ def _unreadable(path: Path, error: OSError) -> StoreError:
 
 
 def read_answers(path: Path, tasks: Collection[str]) -> list[dict[str, Any]] | None:
-    """The answers about these tasks in their order; None without the file, which retention removes.
+    """The answers about these held-out tasks in their order; None without the file, which retention removes.
 
     Only lines about these tasks are parsed. The incomplete last line of a running round is left out. Raises
     StoreError.
@@ -245,7 +245,7 @@ def read_answers(path: Path, tasks: Collection[str]) -> list[dict[str, Any]] | N
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n") and any(task in line for task in wanted):
                     answer = _answer(line, path, number)
-                    if answer["task_id"] in tasks:
+                    if answer["task_id"] in tasks and "suite" not in answer:
                         found.append(answer)
     except FileNotFoundError:
         return None
@@ -328,9 +328,12 @@ def append_rollouts(
 
 
 def append_answer(directory: Path, rollout: Rollout, candidate: LoadedAdapter | None) -> None:
-    """Append an answer of the gate, which is the candidate's or else that of the deployed adapter."""
+    """Append an answer of the gate, which is the candidate's or else that of the deployed adapter. One about a
+    suite's task names the suite."""
+    task = rollout.request.prompt.task
     line = {
-        "task_id": rollout.request.prompt.task.task_id,
+        "task_id": task.task_id,
+        **({"suite": task.suite} if task.suite else {}),
         "side": "candidate" if rollout.request.adapter == candidate else "deployed",
         "seed": rollout.request.seed,
         **_graded(rollout),

@@ -152,7 +152,7 @@ def identity_of(spec: RoundSpec) -> dict[str, str]:
     parts = {
         "base model": [spec.base_model, spec.seed],
         "parent": [made["parent"], made["frozen"]],
-        "tasks": [made[name] for name in ("train", "held_out", "left_out", "shared", "shared_gate")],
+        "tasks": [made[name] for name in ("train", "held_out", "left_out", "shared", "shared_gate", "suites")],
         "rubric": spec.rubric,
         "settings": settings,
         **({"candidate": made["candidate"]} if spec.candidate is not None else {}),

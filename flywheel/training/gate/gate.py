@@ -11,7 +11,15 @@ from statistics import NormalDist
 from typing import Final
 
 from flywheel.config import GateSettings
-from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision, GateTest, SpentTest
+from flywheel.records.round import (
+    Comparison,
+    CriterionComparison,
+    DecisionReason,
+    GateDecision,
+    GateTest,
+    SpentTest,
+    SuiteComparison,
+)
 from flywheel.system.terminal import percent, quantity
 
 GAIN: Final = 0.1
@@ -72,6 +80,19 @@ def power(conversations: int, spread: float, alpha: float, gain: float = GAIN) -
     return 1 - _NORMAL.cdf((needed * (1 - 1 / (4 * freedom)) - shown) / math.sqrt(1 + needed**2 / (2 * freedom)))
 
 
+def power_on_suite(conversations: int, tasks: int, margin: float, gate: GateSettings) -> float:
+    """The probability that a candidate that is as good passes the non-inferiority test of a suite with so many tasks;
+    0 if they are fewer than `gate.min_tasks`.
+
+    Its interval has two artificial conversations (`compare_criterion`), one with the gain 1 and one with the loss 1.
+    """
+    if tasks < gate.min_tasks:
+        return 0.0
+    whole = conversations + 2
+    variance = (conversations * expected_spread(gate.samples_for(tasks)) ** 2 + 2) / whole
+    return power(whole, math.sqrt(variance), (1 - gate.confidence) / 2, gain=margin)
+
+
 def _t_quantile(z: float, freedom: int) -> float:
     """Student's quantile for the normal quantile z."""
     terms = (
@@ -85,7 +106,7 @@ def _t_quantile(z: float, freedom: int) -> float:
 def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     """Promote only if the lower bound of the gain's interval is above `min_gain`.
 
-    A criterion with a margin must also be shown to be worse by less than the margin.
+    A criterion or suite with a margin must also be shown to be worse by less than the margin.
     """
     figures = (
         f"gain {comparison.gain:+.3f}, {percent(comparison.confidence)} interval {comparison.lower:+.3f} to"
@@ -97,22 +118,27 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     if missed := misses_of(comparison):
         figures += f"; {missed}"
 
-    def decision(reason_code: DecisionReason, reason: str, criterion: str = "") -> GateDecision:
+    suite_margins = {name: suite.margin for name, suite in gate.suites.items() if suite.margin is not None}
+
+    def decision(reason_code: DecisionReason, reason: str, criterion: str = "", suite: str = "") -> GateDecision:
         return GateDecision(
             promote=reason_code is DecisionReason.BETTER,
             reason=reason,
             reason_code=reason_code,
             criterion=criterion,
+            suite=suite,
             min_tasks=gate.min_tasks,
             min_gain=gate.min_gain,
             confidence=gate.confidence,
             margins=gate.non_inferiority_margins,
+            suite_margins=suite_margins,
         )
 
     if comparison.tasks < gate.min_tasks:
         why = f"not enough evidence: fewer than {_count(gate.min_tasks)} decided ({figures})"
         return decision(DecisionReason.FEW_TASKS, why)
-    if worse := [each for each in comparison.criteria if each.upper < 0]:
+    every: list[CriterionComparison | SuiteComparison] = [*comparison.criteria, *comparison.suites]
+    if worse := [each for each in every if each.upper < 0]:
         figures += f"; worse in {', '.join(_of_criterion(each) for each in worse)}"
     if comparison.lower <= gate.min_gain:
         needed = "0" if gate.min_gain == 0 else f"{gate.min_gain:g}"
@@ -122,6 +148,10 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
         if objection := _objection(comparison, criterion, margin, gate.min_tasks):
             reason_code, why = objection
             return decision(reason_code, f"{why} ({figures})", criterion)
+    for name, margin in suite_margins.items():
+        if objection := _objection_of_suite(comparison, name, margin, gate.min_tasks):
+            reason_code, why = objection
+            return decision(reason_code, f"{why} ({figures})", suite=name)
     return decision(DecisionReason.BETTER, f"better: {figures}")
 
 
@@ -159,8 +189,25 @@ def _objection(
     return DecisionReason.WORSE_ON_CRITERION, why
 
 
-def _of_criterion(found: CriterionComparison) -> str:
-    return f"{found.criterion} ({found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f})"
+def _objection_of_suite(
+    comparison: Comparison, name: str, margin: float, min_tasks: int
+) -> tuple[DecisionReason, str] | None:
+    """Why non-inferiority on a suite is not shown; None if it is."""
+    found = next((each for each in comparison.suites if each.name == name), None)
+    if found is None or found.tasks < min_tasks:
+        tasks, undecided = (found.tasks, found.undecided) if found is not None else (0, 0)
+        why = f"not enough evidence on suite {name}: fewer than {quantity(min_tasks, 'task')} decided"
+        return DecisionReason.FEW_ON_SUITE, f"{why} ({tasks}, {undecided} more undecided)"
+    if found.lower > -margin:
+        return None
+    lost = "lost" if found.upper < 0 else "may have lost"
+    why = f"suite {name} {lost}: gain {found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f}"
+    return DecisionReason.WORSE_ON_SUITE, f"{why}: the lower bound is not above {-margin:g}"
+
+
+def _of_criterion(found: CriterionComparison | SuiteComparison) -> str:
+    name = found.criterion if isinstance(found, CriterionComparison) else f"suite {found.name}"
+    return f"{name} ({found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f})"
 
 
 def _count(tasks: int) -> str:

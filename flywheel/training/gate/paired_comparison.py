@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from scipy import stats
 
-from flywheel.records.round import Comparison, CriterionComparison, Score
+from flywheel.records.round import Comparison, CriterionComparison, Score, SuiteComparison
 
 FEWEST_RESAMPLES: Final = 9999
 MOST_RESAMPLES: Final = 5_000_000
@@ -204,6 +204,19 @@ def compare_criterion(
         gain=_mean(gains),
         lower=lower,
         upper=upper,
+    )
+
+
+def compare_suite(name: str, tasks: Sequence[Paired], *, confidence: float, seed: int) -> SuiteComparison:
+    """The comparison of rewards on a suite, with the interval of `compare_criterion`. As in `compare`, a task with an
+    undecided answer is excluded and counted."""
+    decided = [task for task in tasks if _score(task) is not None]
+    found = compare_criterion(name, decided, takes_away=False, confidence=confidence, seed=seed)
+    return SuiteComparison(
+        name=name,
+        conversations=len(by_conversation([(task.conversation, task.task_id, 0.0) for task in decided])[0]),
+        undecided=len(tasks) - len(decided),
+        **found.model_dump(exclude={"criterion"}),
     )
 
 

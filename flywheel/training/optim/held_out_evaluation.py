@@ -10,7 +10,7 @@ from typing import get_args
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import RoundSpec
+from flywheel.records.round import RoundSpec, Suite
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
@@ -45,15 +45,19 @@ class HeldOutAnswers:
     usage: dict[str, int]
 
 
-def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int) -> None:
-    """Raise TrainError when too few held-out tasks can be asked for the gate to promote a candidate."""
+def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int, suite: Suite | None = None) -> None:
+    """Raise TrainError when too few held-out tasks, or tasks of a suite, can be asked for the gate to promote a
+    candidate."""
     if len(prompts) >= needed:
         return
+    given, more = f"its {len(spec.held_out)} held-out tasks", "Collect and judge more traces"
+    if suite is not None:
+        given, more = f"the {len(suite.tasks)} tasks of the suite {suite.name}", "Add tasks to its file"
     raise TrainError(
         f"train {spec.round_id}",
-        f"of its {len(spec.held_out)} held-out tasks {len(prompts)} can be asked, and gate.min_tasks is {needed}: the"
+        f"of {given} {len(prompts)} can be asked, and gate.min_tasks is {needed}: the"
         " others leave no room for a completion, are refused by the chat template, or are the same again",
-        "Collect and judge more traces, raise serving.max_model_len, or lower gate.min_tasks. The log names them.",
+        f"{more}, raise serving.max_model_len, or lower gate.min_tasks. The log names them.",
     )
 
 
@@ -91,9 +95,10 @@ def answer(
     pairs = _paired(_scores(rollouts, samples), samples)
     decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
     if decided < gate.min_tasks <= len(prompts):
+        kind = f"tasks of the suite {suite}" if (suite := prompts[0].task.suite) else "held-out tasks"
         raise TrainError(
             f"compare {spec.round_id} with what serves",
-            f"of {len(prompts)} held-out tasks only {decided} have all their verdicts, and gate.min_tasks is"
+            f"of {len(prompts)} {kind} only {decided} have all their verdicts, and gate.min_tasks is"
             f" {gate.min_tasks}; {whole.undecided} of {len(rollouts)} answers are undecided",
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
@@ -148,12 +153,13 @@ def requests(
     samples: int,
 ) -> list[RolloutRequest]:
     """For each prompt, the requests of each adapter, sampled as the server does and within its limits. A sample's
-    seed depends on task and number, not on the adapter."""
+    seed depends on task and number, not on the adapter. A suite's task has other seeds than a held-out one of the
+    same id, so that stored answers are never taken for each other's."""
     return [
         RolloutRequest(
             prompt=prompt,
             group=group,
-            seed=seed_of(spec.seed, "held-out", prompt.task.task_id, sample),
+            seed=seed_of(spec.seed, "suite" if prompt.task.suite else "held-out", prompt.task.task_id, sample),
             temperature=settings.gate.temperature,
             max_tokens=None,
             adapter=side,

@@ -28,6 +28,8 @@ from flywheel.records.round import (
     RoundSpec,
     RoundTask,
     Sampling,
+    Suite,
+    SuiteComparison,
     SystemPrompt,
 )
 from flywheel.serving.server.vllm_command import chat_arguments
@@ -43,7 +45,7 @@ from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
-from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
+from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough, most_open, requests
 from flywheel.training.optim.probe_measurement import make_probe
@@ -83,6 +85,7 @@ class Round:
         self.program = program_of(settings)
         if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
+        self._grade_by = make_grade
         self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
         self.grade = make_grade(spec, directory, purpose, self.meter.pause)
@@ -97,6 +100,7 @@ class Round:
         self.about = StartedEngine("none", 0)
         self.left_out: dict[str, str] = {}
         self.inexact: dict[str, str] = {}
+        self.suites: list[tuple[Suite, list[Prompt]]] = []
 
     def start(self) -> None:
         """Start engines and trainer side by side."""
@@ -217,6 +221,15 @@ class Round:
         """The held-out tasks that the server would answer."""
         return asked_as_served(*self._encoded(tasks), context=self.about.context)
 
+    def _asked_of(self, suite: Suite) -> list[Prompt]:
+        """The tasks of a suite that the server would answer. Raises TrainError if they are too few for its margin."""
+        found = self.asked_as_served(suite.tasks)
+        for task, why in found.left_out.items():
+            log.warning("%s is not asked: %s", task, why)
+        if suite.margin is not None:
+            check_enough(found.prompts, self.spec, self.settings.gate.min_tasks, suite)
+        return found.prompts
+
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
         [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
         if tasks and len(refused) == len(tasks):
@@ -254,6 +267,7 @@ class Round:
         if is_compared:
             # Checked before hours are spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, needed)
+            self.suites = [(suite, self._asked_of(suite)) for suite in self.spec.suites]
         if prompts:
             log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
         about: dict[str, str] = {}
@@ -270,7 +284,7 @@ class Round:
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
-            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out) if is_compared else 0
+            gate_rollouts = self._gate_rollouts(held_out) if is_compared else 0
             running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
             trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
             if self.trainer is not None:
@@ -307,9 +321,8 @@ class Round:
         adapter = self._kept(made)
         with self._timed("evaluate"):
             self.metrics.phase("evaluating", prompts=len(held_out), **about)
-            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
             rewards = {"reward_first": figures.get("reward_first"), "reward": figures.get("reward_last")}
-            self.meter.enter("evaluating", gate_rollouts, step=figures.get("steps", 0), **rewards)
+            self.meter.enter("evaluating", self._gate_rollouts(held_out), step=figures.get("steps", 0), **rewards)
             candidate, deployed = self._load(adapter), self._load(self.spec.parent)
             comparison = self._compare(held_out, candidate, deployed)
             probe = make_probe(
@@ -320,6 +333,11 @@ class Round:
                 max_model_len=self.about.context,
             )
         return self._result(adapter=adapter, comparison=comparison, probe=probe, **figures)
+
+    def _gate_rollouts(self, held_out: list[Prompt]) -> int:
+        """How many answers the gate compares, those of suites included."""
+        compared = [held_out, *(prompts for _, prompts in self.suites)]
+        return sum(2 * self.settings.gate.samples_for(len(each)) * len(each) for each in compared)
 
     @overload
     def _load(self, adapter: AdapterRef) -> LoadedAdapter: ...
@@ -421,12 +439,7 @@ class Round:
             answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector, self.directory)
         self.usage = add_usage(self.usage, answers.usage)
 
-        def paired(pairs: Pairs) -> list[Paired]:
-            return [
-                Paired(prompt.task.task_id, *sides, prompt.task.conversation)
-                for prompt, sides in zip(prompts, pairs, strict=True)
-            ]
-
+        paired = partial(_paired, prompts)
         compared = partial(
             compare,
             samples=gate.samples_for(len(prompts)),
@@ -451,6 +464,7 @@ class Round:
         return whole.model_copy(
             update={
                 "criteria": criteria,
+                "suites": [self._compare_on(*each, (candidate, deployed)) for each in self.suites],
                 "candidate_missed": candidate_missed,
                 "deployed_missed": deployed_missed,
                 "candidate_failed": candidate_failed,
@@ -459,8 +473,22 @@ class Round:
             }
         )
 
-    def _collector(self) -> Collector:
-        return Collector.of(self.settings, self.engines, self.grade, self.meter, GradedRollouts(self.directory))
+    def _compare_on(
+        self, suite: Suite, prompts: list[Prompt], sides: tuple[LoadedAdapter, LoadedAdapter | None]
+    ) -> SuiteComparison:
+        with self._collector(suite) as collector:
+            answers = answer(prompts, sides, self.spec, self.settings, collector, self.directory)
+        self.usage = add_usage(self.usage, answers.usage)
+        confidence, seed = self.settings.gate.confidence, self.spec.seed
+        return compare_suite(suite.name, _paired(prompts, answers.rewards), confidence=confidence, seed=seed)
+
+    def _collector(self, suite: Suite | None = None) -> Collector:
+        """It grades by the round's rubric, or by that of the suite."""
+        grade = self.grade
+        if suite is not None and suite.rubric != self.spec.rubric and has_judge(self.settings):
+            own = self.spec.model_copy(update={"rubric": suite.rubric})
+            grade = self._grade_by(own, self.directory, Purpose.GATES, self.meter.pause)
+        return Collector.of(self.settings, self.engines, grade, self.meter, GradedRollouts(self.directory))
 
     def _sampling(self, steps: int, system_prompts: Mapping[str, int]) -> Sampling:
         rollout, training = self.settings.rollout, self.settings.training
@@ -494,3 +522,10 @@ class Round:
             device=self.about.device,
             **fields,
         )
+
+
+def _paired(prompts: Sequence[Prompt], pairs: Pairs) -> list[Paired]:
+    return [
+        Paired(prompt.task.task_id, *sides, prompt.task.conversation)
+        for prompt, sides in zip(prompts, pairs, strict=True)
+    ]

@@ -81,7 +81,10 @@ def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
     directory.mkdir(parents=True)
     for name in (*STAYS, "rollouts.jsonl", "worker.log"):
         (directory / name).write_text("x" * 100)
-    write_json(directory / "spec.json", {"round_id": directory.name, "train": [{"query": "?"}], "held_out": [1]})
+    write_json(
+        directory / "spec.json",
+        {"round_id": directory.name, "train": [{"query": "?"}], "held_out": [1], "suites": [1]},
+    )
     if adapter:
         (directory / "adapter").mkdir()
         (directory / "adapter" / "weights").write_text(directory.name)
@@ -118,7 +121,7 @@ async def test_what_a_round_was_told_and_measured_stays_and_the_rest_goes(state:
         assert {path.name for path in state.directory(f"r{number:04d}").iterdir()} == STAYS
         assert await history(state.store, number) == ["removing files", "files removed"]
     spec = json.loads((state.directory("r0001") / "spec.json").read_text())
-    assert spec == {"round_id": "r0001", "train": [], "held_out": []}, "the state has the tasks"
+    assert spec == {"round_id": "r0001", "train": [], "held_out": [], "suites": []}, "the state has the tasks"
     assert await adapter_state(state.store, "r0001") == "removed"
     story = await state.store.read(lineage.why, "r0001")
     assert story["adapter"]["state"] == "removed"

@@ -27,6 +27,15 @@ def test_the_answers_about_some_tasks(tmp_path: Path) -> None:
     assert read_answers(path, set()) == []
 
 
+def test_answers_about_a_suite_are_not_those_about_a_held_out_task_of_the_same_id(tmp_path: Path) -> None:
+    put_answers(tmp_path, ["math/t-1"])
+    path = tmp_path / "evaluation.jsonl"
+    of_suite = path.read_bytes().replace(b'{"task_id"', b'{"suite":"math","task_id"')
+    path.write_bytes(path.read_bytes() + of_suite)
+    assert of_suite.count(b'"suite"') == 4
+    assert len(read_answers(path, {"math/t-1"}) or ()) == 4
+
+
 def test_a_file_that_retention_removed_has_no_answers(tmp_path: Path) -> None:
     assert read_answers(tmp_path / "evaluation.jsonl", {"t-1"}) is None
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config import GateSettings
-from flywheel.records.round import Comparison, CriterionComparison, DecisionReason
+from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, SuiteComparison
 from flywheel.training.gate.gate import decide
 
 GATE = GateSettings(min_tasks=8, min_gain=0.0)
@@ -134,6 +134,90 @@ def test_no_margin_makes_up_for_a_total_that_is_not_better() -> None:
     assert decide(seen, GUARDED).reason.startswith("not shown to be better")
 
 
+def suite(
+    name: str = "math", *, gain: float = 0.0, lower: float = -0.04, tasks: int = 50, undecided: int = 0
+) -> SuiteComparison:
+    return SuiteComparison(
+        name=name,
+        tasks=tasks,
+        conversations=tasks,
+        undecided=undecided,
+        candidate_mean=0.9 + gain,
+        deployed_mean=0.9,
+        gain=gain,
+        lower=lower,
+        upper=gain + (gain - lower),
+    )
+
+
+def on_suites(*suites: SuiteComparison, **values: float) -> Comparison:
+    return comparison(**values).model_copy(update={"suites": list(suites)})  # type: ignore[arg-type]
+
+
+def keeping(**margins: float | None) -> GateSettings:
+    return GateSettings.model_validate(
+        {"suites": {name: {"file": f"/{name}.jsonl", "margin": margin} for name, margin in margins.items()}}
+    )
+
+
+KEEPING = keeping(math=0.05, other=None)
+
+
+def test_a_suite_that_is_forgotten_stops_what_is_better_on_the_held_out_tasks() -> None:
+    lost = on_suites(suite(gain=-0.2, lower=-0.3))
+    decision = decide(lost, KEEPING)
+    assert not decision.promote
+    assert decision.reason.startswith(
+        "suite math lost: gain -0.200, -0.300 to -0.100: the lower bound is not above -0.05 (gain +0.200"
+    )
+    reported = decide(lost, keeping(math=None))
+    assert reported.promote
+    assert reported.reason.endswith("; worse in suite math (-0.200, -0.300 to -0.100)")
+    assert decide(on_suites(suite(lower=-0.06)), KEEPING).reason.startswith("suite math may have lost: gain +0.000")
+
+
+def test_a_suite_of_which_too_little_is_decided_is_not_shown_to_be_kept() -> None:
+    few = decide(on_suites(suite(tasks=7, undecided=43)), KEEPING)
+    assert few.reason.startswith(
+        "not enough evidence on suite math: fewer than 8 tasks decided (7, 43 more undecided) (gain +0.200"
+    )
+    assert decide(on_suites(suite("other", tasks=0)), keeping(other=None)).promote
+
+
+@given(
+    lower=st.floats(-1, 1),
+    of_suites=st.dictionaries(
+        st.sampled_from("abcd"),
+        st.tuples(st.floats(-1, 1), st.integers(0, 20), st.none() | st.floats(0.01, 1)),
+    ),
+    missing=st.sets(st.sampled_from("abcd")),
+)
+def test_only_a_candidate_that_is_better_and_keeps_each_suite_with_a_margin_is_promoted(
+    lower: float, of_suites: dict[str, tuple[float, int, float | None]], missing: set[str]
+) -> None:
+    gate = keeping(**{name: margin for name, (_, _, margin) in of_suites.items()})
+    seen = on_suites(
+        *(
+            suite(name, lower=bound, tasks=tasks, gain=max(bound, 0.0))
+            for name, (bound, tasks, _) in of_suites.items()
+            if name not in missing
+        ),
+        lower=lower,
+    )
+    kept = [
+        name not in missing and tasks >= gate.min_tasks and bound > -margin
+        for name, (bound, tasks, margin) in of_suites.items()
+        if margin is not None
+    ]
+    decision = decide(seen, gate)
+    assert decision.promote == (lower > gate.min_gain and all(kept))
+    without = decide(seen, GATE)
+    assert without.promote == (lower > GATE.min_gain), "a suite that is not configured blocks nothing"
+    if lower > gate.min_gain and not all(kept):
+        assert decision.suite in of_suites
+        assert decision.reason_code in (DecisionReason.FEW_ON_SUITE, DecisionReason.WORSE_ON_SUITE)
+
+
 def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
     grounds = {
         DecisionReason.BETTER: (comparison(), GATE),
@@ -141,10 +225,14 @@ def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
         DecisionReason.NOT_BETTER: (comparison(lower=0.0), GATE),
         DecisionReason.FEW_ON_CRITERION: (comparison(), GUARDED),
         DecisionReason.WORSE_ON_CRITERION: (with_criteria(criterion(lower=-0.05)), GUARDED),
+        DecisionReason.FEW_ON_SUITE: (comparison(), KEEPING),
+        DecisionReason.WORSE_ON_SUITE: (on_suites(suite(lower=-0.05)), KEEPING),
     }
     for reason_code, (seen, gate) in grounds.items():
         decision = decide(seen, gate)
         assert decision.reason_code is reason_code
         assert decision.criterion == ("safe" if "criterion" in reason_code else "")
+        assert decision.suite == ("math" if "suite" in reason_code else "")
+        assert decision.suite_margins == ({"math": 0.05} if gate is KEEPING else {})
         limits = (decision.min_tasks, decision.min_gain, decision.confidence, decision.margins)
         assert limits == (gate.min_tasks, gate.min_gain, gate.confidence, gate.non_inferiority_margins)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,8 @@ from scipy import stats
 from benchmarks.gate import Traffic, promotes_one
 from flywheel.config import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison
-from flywheel.training.gate.gate import alpha_of
-from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
+from flywheel.training.gate.gate import alpha_of, expected_spread, power_on_suite
+from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
 
 
 def made(*pairs: tuple[tuple[float | None, ...], tuple[float | None, ...]]) -> list[Paired]:
@@ -225,3 +227,33 @@ def test_rounds_on_conversations_of_many_tasks_promote_no_more() -> None:
     gate = GateSettings(alpha=0.05, samples=2)
     crowded = Traffic(16, tasks=8, alike=True)
     assert sum(promotes_one(crowded, gate, seed, rounds=1) for seed in range(150)) <= 15
+
+
+def test_a_suite_is_compared_as_a_criterion_is_on_the_tasks_that_are_wholly_decided() -> None:
+    decided = in_conversations([0.4, 0.3, -0.2, 0.5], 2)
+    found = compare_suite("math", [*decided, Paired("a", (1, None), (0, 0))], confidence=0.95, seed=1)
+    assert (found.name, found.tasks, found.conversations, found.undecided) == ("math", 8, 4, 1)
+    alone = looked(decided)
+    assert (found.candidate_mean, found.deployed_mean, found.gain, found.lower, found.upper) == (
+        alone.candidate_mean, alone.deployed_mean, alone.gain, alone.lower, alone.upper,
+    )  # fmt: skip
+    nothing = compare_suite("math", [], confidence=0.95, seed=1)
+    assert (nothing.tasks, nothing.conversations, nothing.lower, nothing.upper) == (0, 0, -1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("margin", "samples"), [(0.1, 8), (0.2, 2)])
+def test_half_of_the_candidates_that_are_as_good_keep_a_suite_that_is_just_large_enough(
+    margin: float, samples: int
+) -> None:
+    """Differences of conversations as `expected_spread` assumes them. A power that leaves out the artificial
+    conversations of the interval would take 26 instead of 41 for a margin of 0.1, where one in five passes."""
+    gate = GateSettings(samples=samples)
+    size = next(n for n in range(1, 1000) if power_on_suite(n, n, margin, gate) >= 0.5)
+    rng = random.Random(1)
+    passed = 0
+    for seed in range(100):
+        gains = [max(-1.0, min(1.0, rng.gauss(0, expected_spread(samples)))) for _ in range(size)]
+        found = compare_suite("s", in_conversations(gains, 1), confidence=gate.confidence, seed=seed)
+        passed += found.lower > -margin
+    assert 35 <= passed <= 65

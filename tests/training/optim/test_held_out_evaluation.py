@@ -13,10 +13,13 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import Comparison, GateTest, RoundSpec
+from flywheel.judge.usage import Purpose
+from flywheel.records.round import Comparison, GateTest, RoundSpec, Suite
 from flywheel.records.verdict import CriterionResult
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.rollout_file import read_answers
+from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, answer
 from flywheel.training.worker.training_round import Round
 from tests.training.data.rollouts import missed, prompt, rollout, verdict
@@ -149,3 +152,62 @@ def test_both_sides_are_asked_with_the_same_seeds(tmp_path: Path) -> None:
     seeds = [[each.seed for each in requests if (each.adapter is None) is deployed] for deployed in (False, True)]
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 4
+
+
+def test_a_task_of_a_suite_is_asked_with_other_seeds_than_a_held_out_one_of_the_same_id(tmp_path: Path) -> None:
+    """Answers that an earlier worker stored are found by weights, task and seed."""
+    held_out = prompt("math/t-1")
+    of_suite = replace(held_out, task=held_out.task.model_copy(update={"suite": "math"}))
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
+    seeds = []
+    for each in (held_out, of_suite):
+        noted = Noted()
+        answer([each], (CANDIDATE, None), spec_of(settings), settings, noted, tmp_path)  # type: ignore[arg-type]
+        seeds.append({request.seed for request in noted.requests})
+    assert [len(each) for each in seeds] == [2, 2]
+    assert not seeds[0] & seeds[1]
+    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [line.get("suite") for line in lines] == [None] * 4 + ["math"] * 4
+    assert len(read_answers(tmp_path / "evaluation.jsonl", {"math/t-1"}) or ()) == 4
+
+
+class Wavering(Noted):
+    """The same, but for an answer of the candidate to t-1, which is undecided."""
+
+    def collect(
+        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
+    ) -> RolloutBatch:
+        whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
+        return RolloutBatch((Rollout(requests[0], whole[0].completion, verdict(None)), *whole[1:]))
+
+
+def test_the_comparison_has_each_suite_graded_by_its_own_rubric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a task with an undecided answer is counted and left out, as in the gate."""
+    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
+    rubric = {"version": 1, "id": "right", "criteria": [{"id": "right", "type": "contains", "value": "seven"}]}
+    test = GateTest(epoch=1, number=1, alpha=0.25)
+    spec = spec_of(settings).model_copy(update={"test": test, "rubric": rubric})
+    graded_by = []
+
+    def make_grade(own: RoundSpec, _directory: Path, purpose: Purpose, _pause: object) -> Grade:
+        graded_by.append((own.rubric["id"], purpose))
+        return lambda work: verdict(1.0)
+
+    found = Round(spec, tmp_path, settings, make_grade)
+    prompts = [prompt(f"t-{place}", (place,)) for place in range(1, 9)]
+    suites = [
+        Suite(name=name, tasks=[], rubric={**rubric, "id": own}, margin=None)
+        for name, own in (("same", "right"), ("other", "other"))
+    ]
+    found.suites = [(suites[0], prompts), (suites[1], prompts[:2])]
+    collectors = [Noted(), Wavering(), Noted()]
+    monkeypatch.setattr(Collector, "of", lambda *_: nullcontext(collectors.pop(0)))
+    whole = found._compare(prompts, CANDIDATE, None)
+    assert (whole.tasks, whole.gain) == (8, 0.0)
+    same, other = whole.suites
+    assert (same.name, same.tasks, same.undecided) == ("same", 7, 1)
+    assert (other.name, other.tasks, other.conversations, other.undecided) == ("other", 2, 2, 0)
+    assert other.gain == pytest.approx(other.candidate_mean - other.deployed_mean)
+    assert graded_by == [("right", Purpose.GATES), ("other", Purpose.GATES)]
