@@ -11,7 +11,7 @@ import platform
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -170,3 +170,9 @@ def report(result: Mapping[str, Any], machine_before: Mapping[str, str], *, as_j
     for key, value in result.items():
         print(f"{key:24} {value:,.3f}" if isinstance(value, float) else f"{key:24} {value}")
     print("on " + ", ".join(f"{key} {value}" for key, value in machine_before.items()))
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table of the documentation; all columns but the first are of figures."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

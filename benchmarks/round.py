@@ -259,7 +259,9 @@ def _round_table(found: Mapping[str, Any]) -> str:
         for kind, name in names.items()
     ]
     waits = ("waits for sync", "for engines", "for the judge")
-    first = _markdown(("run", "first sync to last update", *waits, "gate", "processor seconds", "load before"), rows)
+    first = measurement.markdown(
+        ("run", "first sync to last update", *waits, "gate", "processor seconds", "load before"), rows
+    )
     values = [
         ("judge calls × latency / slots", f"{found['judge_floor_s']:.1f} s"),
         ("generation and updates alone", f"{found['compute_floor_s']:.1f} s"),
@@ -268,7 +270,7 @@ def _round_table(found: Mapping[str, Any]) -> str:
         ("start of the process to the first sync", f"{found['startup_s']:.1f} s"),
         ("end of its work to the end of the process", f"{found['shutdown_s']:.1f} s"),
     ]
-    return f"{first}\n\n{_markdown(('figure', 'value'), values)}"
+    return f"{first}\n\n{measurement.markdown(('figure', 'value'), values)}"
 
 
 def _trl_table(found: Mapping[str, Any]) -> str:
@@ -279,12 +281,7 @@ def _trl_table(found: Mapping[str, Any]) -> str:
         )
         rows.append((row["tokens"], f"{1000 * row['latency']:.0f} ms", *training, *start[1:]))
     heads = ("tokens", "judge", "`overlap: 0`", "`overlap: 1`", "TRL", "start", "TRL's start")
-    return _markdown(heads, rows)
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return measurement.markdown(heads, rows)
 
 
 def main() -> None:

@@ -1,0 +1,184 @@
+"""What the trainer does on one NVIDIA GPU, without Ray, engines and judge: `python -m benchmarks.gpu`.
+
+The model has the sizes of Qwen3-0.6B and random weights, in bfloat16. A step has 64 samples, a prompt of 512 random
+tokens and a completion of 256 to 768 each: SFT as replies, DPO as 32 pairs, GRPO as rollouts whose log-probabilities
+are those of the unquantised model. Settings are Flywheel's defaults. `grpo_4bit` and `grpo_8bit` are
+`model.trainer_quantization`, if bitsandbytes is installed.
+
+`step_s` is the median over the steps after the first, `tokens_per_s` are tokens of prompts and completions without
+padding, each counted once, `held_gib` is memory before the first step, `peak_gib` the most (both of torch's tensors).
+`logprobs` are mean absolute differences of log-probabilities, in nats. `memory` is a step that runs out of memory and
+is repeated in smaller micro-batches, with the gradient's difference from that of small micro-batches.
+
+A part that fails says so, and the program ends with 1. `--quick` uses a tiny model, on the CPU if there is no GPU.
+`--table` prints the tables of the documentation from the file of figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import measurement
+from flywheel.system.files import write_atomic
+
+RESULTS: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "gpu.json"
+SIZES: Final = {
+    "vocab_size": (151_936, 512),
+    "hidden_size": (1024, 64),
+    "intermediate_size": (3072, 128),
+    "num_hidden_layers": (28, 2),
+    "num_attention_heads": (16, 4),
+    "num_key_value_heads": (8, 2),
+    "head_dim": (128, 16),
+}
+"""Of Qwen3-0.6B, and of a quick run's model."""
+PACKAGES: Final = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
+CASES: Final = {
+    "sft": "SFT",
+    "dpo": "DPO",
+    "grpo": "GRPO",
+    "grpo_4bit": "GRPO, `trainer_quantization: 4bit`",
+    "grpo_8bit": "GRPO, `trainer_quantization: 8bit`",
+}
+
+
+def parts(scratch: Path, *, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is measured, by name. All rollouts need what the first part measures."""
+    from benchmarks import gpu_training as training
+
+    model = {name: values[quick] for name, values in SIZES.items()}
+    size = training.Size(model, 16, (8, 24), 2, 3) if quick else training.Size(model, 512, (256, 768), 8, 6)
+    base, samples = training.make_model(size, scratch / "model"), training.make_samples(size)
+    quantizations = ("4bit", "8bit") if training.DEVICE == "cuda" and find_spec("bitsandbytes") else ()
+    unquantised: list[list[float]] = []
+
+    def logprobs() -> dict[str, Any]:
+        of = partial(training.logprobs_of, base, samples=samples)
+        exact = of(size.settings(precision="float32"))
+        unquantised[:] = of(size.settings())
+        differences = {"unquantised": {"from_float32": training.gap(unquantised, exact)}}
+        for each in quantizations:
+            values = of(size.settings(trainer_quantization=each))
+            both = {"from_float32": exact, "from_unquantised": unquantised}
+            differences[each] = {name: training.gap(values, other) for name, other in both.items()}
+        return differences
+
+    def case(name: str) -> dict[str, Any]:
+        stage, _, quantization = name.partition("_")
+        rows = training.rollouts(samples, unquantised) if stage == "grpo" else samples
+        settings, folder = size.settings(trainer_quantization=quantization or None), scratch / name
+        folder.mkdir()
+        return training.Run(stage, settings, base, folder, rows).train()
+
+    def memory() -> dict[str, Any]:
+        # Two groups show it as well as all of them.
+        rows = training.rollouts(samples, unquantised)[: 2 * training.GROUP]
+        return training.memory_shortage(size, base, scratch / "memory", rows, limited=not quick)
+
+    cases = [name for name in CASES if "_" not in name or name.partition("_")[2] in quantizations]
+    return {"logprobs": logprobs, **{name: partial(case, name) for name in cases}, "memory": memory}
+
+
+def machine() -> dict[str, str]:
+    """Besides what all benchmarks say: the GPU and the versions of packages."""
+    import torch
+
+    found = {name: version(name) for name in PACKAGES if find_spec(name)}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"gpu": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"}
+    return measurement.machine() | found
+
+
+def read(results: Path) -> dict[str, Any]:
+    """The figures, if there are any."""
+    return json.loads(results.read_text()) if results.is_file() else {}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The tables of the documentation, as Markdown. A part that failed is left out."""
+    good = {name: each for name, each in found.items() if "failed" not in each}
+    rows: list[tuple[object, ...]] = []
+    for name, title in CASES.items():
+        if name not in good:
+            continue
+        each = good[name]
+        memory = [_number(each[of], ".1f") for of in ("held_gib", "peak_gib")]
+        changed = f"{each['tensors_changed']} of {each['tensors']}"
+        speed = f"{each['step_s']:.2f}", f"{each['tokens_per_s']:,}", *memory
+        rows.append((title, *speed, each["base"], each["autocast"], each["adapter"], changed))
+    heads = ("stage", "seconds a step", "tokens a second", "GiB before", "GiB at most")
+    made = [measurement.markdown((*heads, "frozen weights", "autocast", "adapter", "tensors changed"), rows)]
+    if "logprobs" in good:
+        against = ("from_float32", "from_unquantised")
+        gaps = []
+        for name, each in good["logprobs"].items():
+            run = good.get("grpo" if name == "unquantised" else f"grpo_{name}", {})
+            values = (*map(each.get, against), run.get("logprob_gap"))
+            gaps.append((name, *(_number(value, ".4f") for value in values)))
+        heads = ("base", "from float32, nats", "from unquantised, nats", "`logprob_gap` of the first step")
+        made.append(measurement.markdown(heads, gaps))
+    if "memory" in good:
+        each = good["memory"]
+        values = [
+            ("limit of memory, GiB", _number(each["limit_gib"], ".1f")),
+            ("tokens of the pass that was asked for", f"{each['asked_tokens']:,}"),
+            ("passes that were repeated, tokens", ", ".join(f"{tokens:,}" for tokens in each["repeated_tokens"])),
+            ("tokens that sufficed", f"{each['sufficed_tokens']:,}"),
+            ("difference of its gradient from that of small micro-batches", f"{each['gradient_difference']:.1e}"),
+            ("the same, without a shortage", f"{each['gradient_difference_undisturbed']:.1e}"),
+        ]
+        made.append(measurement.markdown(("figure", "value"), values))
+    return "\n\n".join(made)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def main() -> None:
+    parser = measurement.parser("gpu", __doc__)
+    parser.add_argument("--results", type=Path, help=f"write them there, too; of --table: {RESULTS.name}")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="measure these parts, and keep the others' figures")
+    parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")
+    options = parser.parse_args()
+    if options.table:
+        print(table(read(options.results or RESULTS)))
+        return
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    import torch
+
+    if not options.quick and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU; --quick runs on a CPU")
+    before, found = machine(), read(options.results) if options.only and options.results else {}
+    before = found.pop("machine", {}) | before
+    with measurement.folders(options.dir) as (_, scratch):
+        for name, part in parts(scratch, quick=options.quick).items():
+            is_asked = not options.only or name in options.only
+            if not is_asked and name != "logprobs":
+                continue
+            try:
+                figures = part()
+                if is_asked or name not in found:
+                    found[name] = figures
+            except Exception as error:
+                # The other parts are measured all the same: a GPU may be there only once.
+                traceback.print_exc()
+                found[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            if options.results:
+                write_atomic(options.results, f"{json.dumps(found | {'machine': before}, indent=1)}\n".encode())
+    measurement.report(found, before, as_json=options.json)
+    if failed := [name for name, each in found.items() if "failed" in each]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The trainer's benchmark on a GPU: a quick run on whatever this machine has, and its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import RESULTS, read, table
+from tests.benchmarks.test_quick_runs import result_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
+CASE: dict[str, Any] = {
+    "step_s": 1.5,
+    "tokens": 65_536,
+    "tokens_per_s": 43_691,
+    "held_gib": 1.2,
+    "peak_gib": 9.9,
+    "base": "bfloat16",
+    "adapter": "float32",
+    "autocast": "bfloat16",
+    "tensors": 392,
+    "tensors_changed": 392,
+    "logprob_gap": 0.0123,
+}
+FIGURES: dict[str, Any] = {
+    "grpo": CASE,
+    "grpo_8bit": {"failed": "RuntimeError: no kernel"},
+    "logprobs": {"unquantised": {"from_float32": 0.004}, "8bit": {"from_float32": 0.02, "from_unquantised": 0.03}},
+    "memory": {
+        "limit_gib": None,
+        "asked_tokens": 81_920,
+        "repeated_tokens": [81_920, 40_960],
+        "sufficed_tokens": 20_480,
+        "gradient_difference": 0.0021,
+        "gradient_difference_undisturbed": 0.002,
+    },
+    "machine": {"gpu": "one"},
+}
+
+
+def test_tables_have_the_figures_of_the_parts_that_succeeded() -> None:
+    cases, logprobs, memory = table(FIGURES).split("\n\n")
+    assert cases.endswith("| GRPO | 1.50 | 43,691 | 1.2 | 9.9 | bfloat16 | bfloat16 | float32 | 392 of 392 |")
+    assert "8bit" not in cases
+    assert "| unquantised | 0.0040 |  | 0.0123 |" in logprobs and "| 8bit | 0.0200 | 0.0300 |  |" in logprobs
+    assert "| passes that were repeated, tokens | 81,920, 40,960 |" in memory and "| 2.1e-03 |" in memory
+
+
+def test_the_page_shows_the_tables_of_the_committed_figures() -> None:
+    if found := read(RESULTS):
+        assert not [name for name, each in found.items() if "failed" in each]
+        for lines in table(found).split("\n\n"):
+            assert lines in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.training
+@pytest.mark.slow
+def test_a_quick_run(tmp_path: Path) -> None:
+    """Each stage trains its adapter in float32, and a step that runs out of memory has the right gradient."""
+    result = result_of("gpu", "--quick", "--dir", str(tmp_path), "--results", str(tmp_path / "gpu.json"))
+    for name in ("sft", "dpo", "grpo"):
+        figures = result[name]
+        assert (figures["adapter"], figures["loss_finite"]) == ("float32", True), name
+        assert figures["tensors_changed"] == figures["tensors"] > 0
+        assert figures["step_s"] > 0 and figures["tokens_per_s"] > 0
+    # The engine's log-probabilities are those of the model that is trained, by another computation.
+    assert 0 < result["logprobs"]["unquantised"]["from_float32"] < 0.1
+    assert result["grpo"]["logprob_gap"] < 0.1
+    memory = result["memory"]
+    assert memory["repeated_tokens"][0] == memory["asked_tokens"] > memory["sufficed_tokens"]
+    assert 0 < memory["gradient_difference"] < 0.05
+    assert memory["gradient_difference"] < 3 * memory["gradient_difference_undisturbed"]
+    written = read(tmp_path / "gpu.json")
+    assert {**result, "machine": written["machine"]} == written
+    assert table(written)
