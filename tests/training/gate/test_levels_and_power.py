@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from scipy import stats
 
+from flywheel.config import GateSettings
 from flywheel.records.round import SpentTest
-from flywheel.training.gate.gate import alpha_of, expected_spread, following_test, power
+from flywheel.training.gate.gate import alpha_of, expected_spread, following_test, power, power_on_suite
 
 
 def spent(epoch: int = 1, number: int = 1, conversations: int = 50, spread: float | None = None) -> SpentTest:
@@ -58,6 +61,16 @@ def test_past_comparisons_tell_how_much_scores_vary() -> None:
     assert expected_spread(8, [spent(conversations=50, spread=0.0)]) > 0.6 * assumed, "one comparison proves little"
     assert expected_spread(2, calm) / expected_spread(8, calm) == pytest.approx(expected_spread(2) / assumed)
     assert expected_spread(8, [spent()]) == assumed, "of an earlier Flywheel's comparisons it is not known"
+
+
+def test_the_sizes_of_suites_that_the_page_names_are_those_that_are_needed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "explanation" / "gate.md").read_text()
+    table = page.partition("| margin | conversations |")[2].partition("\n\n")[0]
+    sizes = {float(margin): int(size) for margin, size in re.findall(r"\| ([\d.]+) \| (\d+) \|", table)}
+    assert len(sizes) == 4
+    gate = GateSettings()
+    for margin, size in sizes.items():
+        assert next(n for n in range(1, 1000) if power_on_suite(n, n, margin, gate) >= 0.5) == size
 
 
 def test_the_budget_needs_no_science_library() -> None:
