@@ -1,0 +1,80 @@
+"""What `flywheel evaluate` measures: models by their names, and when an evaluation is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.daemon.evaluation import (
+    Benchmark,
+    EvaluatedModel,
+    Evaluation,
+    evaluation_settings,
+    is_evaluation,
+    model_named,
+    remote_model,
+)
+from flywheel.errors import ConfigError
+from flywheel.judge.rubric.file import load_rubric
+from tests.factories.config import BOXED_RUBRIC, make_config
+from tests.factories.task import round_task
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return evaluation_settings(make_config(tmp_path, model={"base": "org/base", "alias": "agent"}), 2)
+
+
+def folder(path: Path, **files: object) -> Path:
+    path.mkdir()
+    for name, content in files.items():
+        file = path / name.replace("__", ".")
+        file.write_bytes(b"") if content is None else file.write_text(json.dumps(content))
+    return path
+
+
+def test_models_are_named_as_people_name_them(config: Config, tmp_path: Path) -> None:
+    assert model_named("base", config, None) == EvaluatedModel("base", "org/base")
+    # Nothing is deployed: the alias is the base model.
+    assert model_named("agent", config, None) == EvaluatedModel("agent", "org/base")
+    model = folder(tmp_path / "whole", config__json={})
+    assert model_named(str(model), config, None) == EvaluatedModel("whole", str(model))
+    about = {"base_model_name_or_path": str(model)}
+    adapter = folder(tmp_path / "ours", adapter_config__json=about, adapter_model__safetensors=None)
+    found = model_named(str(adapter), config, None)
+    assert (found.base_model, found.adapter and found.adapter.path) == (str(model), str(adapter))
+    for wrong in ("r0007", str(folder(tmp_path / "empty"))):
+        with pytest.raises(ConfigError):
+            model_named(wrong, config, None)
+    with pytest.raises(ConfigError, match="no HTTP URL"):
+        remote_model("localhost:8000", "m", "")
+
+
+def test_only_what_cannot_come_out_otherwise_is_known(config: Config) -> None:
+    benchmark, rubric = Benchmark("b.jsonl", (round_task("a"), round_task("b"))), load_rubric(BOXED_RUBRIC)
+    here = Evaluation(EvaluatedModel("base", "org/base"), benchmark, rubric, config)
+    there = Evaluation(
+        EvaluatedModel("m", remote=remote_model("http://h/v1", "m", "secret")), benchmark, rubric, config
+    )
+    for each in (here, there):
+        each.directory.mkdir(parents=True)
+        for name in ("spec.json", "result.json", "answers.jsonl"):
+            (each.directory / name).touch()
+        assert is_evaluation(each.directory)
+    assert here.is_known
+    assert not there.is_known
+    # The key is in no file, and not in the name of the directory.
+    again = Evaluation(
+        EvaluatedModel("m", remote=remote_model("http://h/v1", "m", "other")), benchmark, rubric, config
+    )
+    assert again.directory == there.directory
+    others = (
+        Evaluation(EvaluatedModel("base", "org/other"), benchmark, rubric, config),
+        Evaluation(here.model, Benchmark("b.jsonl", (round_task("a"),)), rubric, config),
+        Evaluation(here.model, benchmark, rubric.model_copy(update={"threshold": 0.9}), config),
+        Evaluation(here.model, benchmark, rubric, evaluation_settings(config, 3)),
+    )
+    assert len({here.directory, there.directory, *(each.directory for each in others)}) == 6
