@@ -109,7 +109,7 @@ class ModelSettings(Section):
     trainer_quantization: Quantization | None = None
     """Holds the trainer's frozen base model in `4bit` or `8bit` (bitsandbytes, the extra `quantized`), to save memory
     of its GPU. Engines, gate and server keep `base` as it is. A round is refused without a GPU, and fails if the
-    first step's `logprob_gap` is above 0.2. Experimental: it has not been run on a GPU yet."""
+    first step's `logprob_gap` is above 0.2. Experimental: of rounds on a GPU, only its trainer has been run."""
 
 
 class TargetSettings(Section):

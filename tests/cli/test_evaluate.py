@@ -84,6 +84,15 @@ def test_a_model_at_an_endpoint_is_measured(evaluate: Callable[..., Ran], endpoi
     assert {request["model"] for request in endpoint.requests} == {"small"}
 
 
+def test_answers_in_parts_are_read_as_text(evaluate: Callable[..., Ran], endpoint: Endpoint) -> None:
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "bad"}]}
+    endpoint.reply = lambda *_: says("", content=[thought, {"type": "text", "text": "good: \\boxed{1}"}])
+    found = evaluate("--json").json
+    assert (found["accepted"], found["failed"]) == (10, 0)
+    lines = (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()
+    assert {json.loads(line)["answer"].strip() for line in lines} == {"good: \\boxed{1}"}
+
+
 def test_people_see_metrics_that_were_measured(evaluate: Callable[..., Ran]) -> None:
     ran = evaluate()
     assert ran.code == 0, ran.err

@@ -22,7 +22,7 @@ from flywheel.errors import EndpointError, FlywheelError
 from flywheel.records.trace import get_path
 from flywheel.system.http_client import CallError, ModelHttpClient, retrying
 from flywheel.system.signals import in_daemon_thread
-from flywheel.training.data.rollout import Completion, RolloutRequest
+from flywheel.training.data.rollout import Completion, RolloutRequest, text_of
 from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.engine.served_application import Limits
 
@@ -140,9 +140,12 @@ def _in_form_of_vllm(body: bytes) -> dict[str, Any]:
     """A response with empty token ids. Raises CallError if it is no chat completion."""
     try:
         found = json.loads(body)
-        [choice] = found["choices"]
+        choice, *_ = found["choices"]
         message = choice["message"]
         content, calls = message.get("content"), message.get("tool_calls") or []
+        if isinstance(content, list):
+            # Some endpoints return parts, those of thoughts among them.
+            message = {**message, "content": (content := text_of(content))}
         are_calls = all(isinstance(get_path(each, "function", "name"), str) for each in calls)
         if not isinstance(content, str | None) or not are_calls:
             raise ValueError
