@@ -130,3 +130,27 @@ def test_a_killed_evaluation_goes_on(folder: Path, judge: JudgeServer) -> None:
     assert found["answers"] == TASKS * SAMPLES
     assert judge.calls <= TASKS * SAMPLES + 4
     assert found["directory"] == str(directory)
+
+
+AGENT = """
+import json, urllib.request
+
+
+async def run(task, model):
+    model = task["openai"]
+    body = json.dumps({"model": model["model"], "messages": task["prompt"], "max_tokens": 16}).encode()
+    sent = urllib.request.Request(model["base_url"] + "/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(sent) as answer:
+        said = json.load(answer)["choices"][0]["message"]["content"]
+    return {"response": said + " boxed"}
+"""
+
+
+def test_an_agent_of_ones_own_answers_with_a_model_of_ours(folder: Path, judge: JudgeServer) -> None:
+    (folder / "agent.py").write_text(AGENT)
+    tasks = ("--benchmark", "tasks.jsonl", "--limit", "6")
+    found = flywheel(folder, "evaluate", "--model", "base", "--workflow", "agent.py:run", *tasks)
+    assert (found["answers"], found["failed"]) == (6, 0)
+    lines = [json.loads(line) for line in (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()]
+    assert all(line["answer"].endswith(" boxed") and line["program"] for line in lines)
+    assert judge.calls
