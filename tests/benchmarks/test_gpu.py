@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,17 @@ def test_a_quick_run(tmp_path: Path) -> None:
     written = read(tmp_path / "gpu.json")
     assert {**result, "machine": written["machine"]} == written
     assert table(written)
+
+
+@pytest.mark.training
+@pytest.mark.slow
+def test_single_parts_keep_the_figures_of_others(tmp_path: Path) -> None:
+    """Those of a session that had more packages, too."""
+    results = tmp_path / "gpu.json"
+    kept = FIGURES | {"grpo_8bit": CASE, "machine": {"bitsandbytes": "0.50"}}
+    results.write_text(json.dumps(kept))
+    result = result_of("gpu", "--quick", "--only", "sft", "--dir", str(tmp_path), "--results", str(results))
+    written = read(results)
+    assert written["sft"] == result["sft"] and written["machine"].items() > kept["machine"].items()
+    for name in ("grpo", "grpo_8bit", "logprobs", "memory"):
+        assert written[name] == kept[name], name
