@@ -148,7 +148,7 @@ def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypat
     told = shown.split("Commands:")[1]
     assert "..." not in told
     commands = re.findall(r"^  ([a-z-]+)  ", told, re.MULTILINE)
-    assert commands[:4] == ["run", "ingest", "filter", "round"]
+    assert commands[:5] == ["run", "ingest", "filter", "evaluate", "round"]
     assert all(len(line) <= 80 for line in told.splitlines())
     for group in ("tasks", "rubric"):
         assert "..." not in flywheel(group, "--help").out.split("Commands:")[1]
