@@ -24,6 +24,7 @@ from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch, RolloutRequest, reply
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.ray_cluster import RayCalls
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import answer
@@ -182,7 +183,9 @@ def test_the_engine_with_the_fewest_open_rollouts_is_next(monkeypatch: pytest.Mo
         return SimpleNamespace(generate=SimpleNamespace(remote=generate))
 
     requests = [request(group, seed) for group in range(6) for seed in range(4)]
-    engines = collector_module._Dispatch([engine_named("a"), engine_named("b")], requests, range(len(requests)))
+    engines = collector_module._Dispatch(
+        [engine_named("a"), engine_named("b")], RayCalls(), requests, range(len(requests))
+    )
     assert engines.submit()
     # Groups stay together where each engine then has no more than its share.
     assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4}
