@@ -71,7 +71,7 @@ class PauseLimits:
             self._pause(why)
             try:
                 for seconds in _delays():
-                    self._sleep(min(seconds, end - self._clock()))
+                    self._sleep(max(0.0, min(seconds, end - self._clock())))
                     if is_back():
                         self.answered()
                         log.warning("the judge is back: the round goes on")

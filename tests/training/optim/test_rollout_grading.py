@@ -223,3 +223,14 @@ def test_half_a_line_of_a_dead_worker_spoils_no_other(tmp_path: Path, grading: C
     grading()(answer(2))
     assert [each.calls for each in file.read(0)[0]] == [1, 1]
     wait_for(lambda: file.read(whole)[0], "the second line", seconds=5)
+
+
+def test_a_wait_that_is_over_while_it_is_told_is_no_error() -> None:
+    now, waits = [0.0], list[float]()
+
+    def pause(why: str) -> None:
+        now[0] += 5.0 if why else 0.0
+
+    limits = PauseLimits(1.0, pause, clock=lambda: now[0], sleep=waits.append)
+    assert not limits.until_back(0, "it is away", lambda: False)
+    assert waits == [0.0]
