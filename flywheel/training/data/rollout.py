@@ -474,10 +474,19 @@ def add_usage(total: dict[str, int], more: dict[str, int]) -> dict[str, int]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    try:
+        return math.fsum(values) / len(values) if values else None
+    except OverflowError:
+        # Rewards of the user's agent may be any finite numbers.
+        return math.fsum(value / len(values) for value in values)
 
 
 def deviation(values: Sequence[float]) -> float | None:
     """Population standard deviation."""
     center = mean(values)
-    return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
+    if center is None:
+        return None
+    try:
+        return math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
+    except OverflowError:
+        return math.hypot(*(v - center for v in values)) / math.sqrt(len(values))

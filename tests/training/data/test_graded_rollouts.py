@@ -25,6 +25,8 @@ from flywheel.training.data.rollout import (
     RewardWeights,
     Rollout,
     RolloutBatch,
+    deviation,
+    mean,
 )
 from flywheel.training.data.rollout_file import append_rollouts, rollout_line
 from flywheel.training.data.samples import Sample
@@ -203,3 +205,9 @@ def test_log_probabilities_rewards_and_advantages_are_stored_exactly() -> None:
     line = json.loads(json.dumps(rollout_line(Rollout(request(0), completion, None), 1, 1 / 3)))
     assert line["samples"][0]["logprobs"][1] == value
     assert line["advantage"] == 1 / 3
+
+
+def test_figures_of_huge_rewards_do_not_overflow() -> None:
+    assert deviation([0.0, 1.9e154]) == pytest.approx(0.95e154)
+    assert mean([1.7e308, 1.7e308]) == pytest.approx(1.7e308)
+    assert deviation([1.0, 3.0]) == 1.0
