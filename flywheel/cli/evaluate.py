@@ -33,9 +33,10 @@ from flywheel.cli.quality_bar import (
     QualityBar,
     SummaryOption,
 )
-from flywheel.cli.recorded_metrics import MetricsOption, lines_of
+from flywheel.cli.recorded_metrics import MetricsOption, lines_of, requested_metrics
 from flywheel.cli.tables import estimate_basis, estimated, money, short_path, spent
 from flywheel.errors import EXIT_USAGE, ConfigError, FlywheelError
+from flywheel.records.states import Split
 from flywheel.system.terminal import escape_terminal, excerpt, quantity
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from flywheel.daemon.evaluation import Evaluation
     from flywheel.daemon.evaluation_answers import Answer, Answers
 
-HELD_OUT: Final = "held-out"
+HELD_OUT: Final = Split.HELD_OUT.value
 FLIPS_SHOWN: Final = 5
 EXCERPT: Final = 240
 """Characters of a question or an answer of a flip."""
@@ -181,7 +182,6 @@ async def _plan(asked: _Asked, config: Config, metrics: str | None) -> _Plan:
 def _planned(asked: _Asked, config: Config, metrics: str | None, conn: Connection | None) -> _Plan:
     from flywheel.daemon import evaluation
     from flywheel.daemon.judging.judge_setup import rubric_of, rubric_of_target
-    from flywheel.judge.agent_metrics import METRICS, metric_names
     from flywheel.store.verdicts import usage_of_judge
 
     targets = config.by_target()
@@ -193,9 +193,7 @@ def _planned(asked: _Asked, config: Config, metrics: str | None, conn: Connectio
     settings = evaluation.evaluation_settings(own, asked.samples)
     rubric = rubric_of_target(own, rubric_of(own))
     criteria = [criterion.id for criterion in rubric.every]
-    every = [*METRICS, *criteria]
-    requested = [name.strip() for name in (metrics or "").split(",") if name.strip()]
-    names = metric_names(every if requested in ([], ["all"]) else requested, criteria)
+    names = requested_metrics(metrics or "all", criteria)
     if asked.benchmark == HELD_OUT:
         assert conn is not None
         benchmark = evaluation.held_out_tasks(conn, settings, asked.limit)
@@ -222,7 +220,7 @@ def _planned(asked: _Asked, config: Config, metrics: str | None, conn: Connectio
     used = dict.fromkeys(("calls", "prompt_tokens", "completion_tokens", "estimated_tokens"), 0)
     if conn is not None:
         used = usage_of_judge(conn, ours.judge_hash)
-    return _Plan(ours, theirs, earlier, ("score", *names), bool(requested), used)
+    return _Plan(ours, theirs, earlier, ("score", *names), metrics is not None, used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +238,11 @@ class _Plan:
     def estimate(self) -> dict[str, Any]:
         from flywheel.cli.filter import cost_json
 
-        sides = [each for each in (self.ours, self.theirs) if each is not None and not each.is_known]
-        settings = self.ours.settings
-        answers = len(self.ours.benchmark.tasks) * (settings.gate.samples or 1) * len(sides)
-        costs = [cost_json(each.estimate(self.used, settings.judge.prices)) for each in sides]
-        total = costs[0] if costs else cost_json(self.ours.estimate(self.used, None))
-        if len(costs) > 1:
-            # Both sides have the same tasks.
-            total = {name: _twice(value) if name != "learned_from" else value for name, value in total.items()}
-        return {"tasks": len(self.ours.benchmark.tasks), "answers": answers, **total}
+        # Both have the same tasks and the same judge.
+        models = sum(each is not None and not each.is_known for each in (self.ours, self.theirs))
+        tasks = len(self.ours.benchmark.tasks)
+        answers = models * tasks * (self.ours.settings.gate.samples or 1)
+        return {"tasks": tasks, "answers": answers, **cost_json(self.ours.estimate(self.used, models))}
 
     async def run(self, *, quiet: bool) -> _Report:
         answers = await _answers(self.ours, quiet=quiet)
@@ -260,12 +254,6 @@ class _Plan:
 
             theirs = answers_in(self.earlier)
         return _Report(self, answers, theirs)
-
-
-def _twice(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {**value, "amount": 2 * value["amount"]}
-    return value if value is None else 2 * value
 
 
 async def _answers(evaluation: Evaluation, *, quiet: bool) -> Answers:

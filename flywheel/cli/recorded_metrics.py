@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
-
-CONFIDENCE: Final = 0.95
 
 MetricsOption = Annotated[
     str | None,
@@ -20,16 +18,21 @@ MetricsOption = Annotated[
 ]
 
 
+def requested_metrics(requested: str, criteria: Sequence[str]) -> tuple[str, ...]:
+    """The full names of metrics, given names separated by commas or `all`, and the ids of the rubric's criteria.
+    Raises ConfigError for another name."""
+    from flywheel.judge.agent_metrics import METRICS, metric_names
+
+    names = [name.strip() for name in requested.split(",") if name.strip()]
+    return metric_names([*METRICS, *criteria] if names == ["all"] else names, criteria)
+
+
 class RecordedMetrics:
     """The metrics of the replies that are judged."""
 
     def __init__(self, requested: str, criteria: Sequence[str]) -> None:
         """`criteria` are the ids of the rubric's, which are metrics as well. Raises ConfigError for another name."""
-        from flywheel.judge.agent_metrics import METRICS, metric_names
-
-        names = [name.strip() for name in requested.split(",") if name.strip()]
-        self._names = metric_names([*METRICS, *criteria] if names == ["all"] else names, criteria)
-        self._values: dict[str, list[Any]] = {name: [] for name in self._names}
+        self._values: dict[str, list[Any]] = {name: [] for name in requested_metrics(requested, criteria)}
         self.wrong: list[str] = []
         """Why the ground truth of tasks cannot be used."""
 
@@ -61,7 +64,7 @@ class RecordedMetrics:
 
     def as_json(self, seed: int) -> dict[str, dict[str, Any]]:
         """Mean, standard deviation, counts and interval of each metric, by name; null where nothing was measured."""
-        from flywheel.training.gate.metric_summary import summarise
+        from flywheel.training.gate.metric_summary import CONFIDENCE, summarise
 
         return {
             name: asdict(summarise(values, confidence=CONFIDENCE, seed=seed)) for name, values in self._values.items()

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from flywheel.config import AgentProgramSettings, Config, JudgePrices
+from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon import evaluation_log
 from flywheel.daemon.evaluation_answers import SCORE, Answers, answers_in
 from flywheel.daemon.file_round import RoundNames, adapter_in, base_model_of, read_tasks, require_packages, run_worker
@@ -40,12 +40,14 @@ from flywheel.records.round import (
     RoundSpec,
     RoundTask,
 )
+from flywheel.records.states import Split
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.store import deployments, rounds, samples
 from flywheel.system.files import PRIVATE, json_line, make_private, write_atomic
 from flywheel.system.http_client import is_http_url
 from flywheel.system.lock import alone_in
+from flywheel.system.signals import in_daemon_thread
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import RolloutBatch
@@ -65,7 +67,7 @@ from flywheel.training.optim.rollout_grading import build_grade, has_judge, with
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 
-HELD_OUT: Final = "held-out"
+HELD_OUT: Final = Split.HELD_OUT.value
 BASE: Final = "base"
 _NAMES: Final = RoundNames("evaluation", "evaluate a model", "--benchmark", "--benchmark")
 
@@ -227,16 +229,17 @@ class Evaluation:
             hint = "Set model.base to a model's directory, or to its name on the hub."
             raise ConfigError(f"evaluate {self.model.name}", why, hint)
 
-    def estimate(self, used: dict[str, int], prices: JudgePrices | None) -> Cost:
-        """What judging would cost, if answers are as long as the recorded ones. `used` is what earlier calls of the
-        judge used (`usage_of_judge`)."""
-        found = JudgingEstimate()
+    def estimate(self, used: dict[str, int], models: int) -> Cost:
+        """What judging the answers of so many models would cost, if they are as long as the recorded ones. `used` is
+        what earlier calls of the judge used (`usage_of_judge`)."""
+        found, settings = JudgingEstimate(), self.settings
         with closing(self.grader()) as grader:
-            for task in self.benchmark.tasks if has_judge(self.settings) else ():
+            for task in self.benchmark.tasks if has_judge(settings) else ():
                 exchange = replace(task.exchange, answer=task.exchange.reference, trajectory=task.steps)
-                for _ in range(self.settings.gate.samples or 1):
-                    found.add(grader.estimate(exchange))
-        return CostEstimator(used, prices).cost(found)
+                needed = grader.estimate(exchange)
+                for _ in range(models * (settings.gate.samples or 1)):
+                    found.add(needed)
+        return CostEstimator(used, settings.judge.prices).cost(found)
 
     @property
     def judge_hash(self) -> str:
@@ -279,8 +282,6 @@ class _RemoteRun:
 
     async def run(self) -> None:
         """Raises FlywheelError."""
-        from flywheel.system.signals import in_daemon_thread
-
         directory = self._evaluation.directory
         write_atomic(directory / SPEC_FILE, self._evaluation.spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
         try:

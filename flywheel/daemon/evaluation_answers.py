@@ -18,11 +18,10 @@ from flywheel.records.round import ANSWERS_FILE, RESULT_FILE, RoundResult, Round
 from flywheel.records.verdict import Outcome
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_directory import read_spec
-from flywheel.training.gate.metric_summary import MetricSummary, MetricValue, summarise
+from flywheel.training.gate.metric_summary import CONFIDENCE, MetricSummary, MetricValue, summarise
 from flywheel.training.gate.paired_comparison import Paired, compare_criterion
 
 SCORE: Final = "score"
-CONFIDENCE: Final = 0.95
 
 
 @dataclass(frozen=True, slots=True)

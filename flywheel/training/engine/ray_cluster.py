@@ -258,13 +258,13 @@ def _get(reference: Any) -> Any:
             raise error.cause from error
         raise cause from None
     except RayActorError as error:
-        raise _died(error) from error
+        raise _died("run the round", "a process of it", error) from error
 
 
-def _died(error: RayActorError) -> FlywheelError:
+def _died(attempted: str, what: str, error: BaseException) -> TrainError:
     return TrainError(
-        "run the round",
-        f"a process of it died ({' '.join(str(error).split())[:300]})",
+        attempted,
+        f"{what} died ({' '.join(str(error).split())[:300]})",
         "The worker's log has the cause; often memory ran out. The round can be started again.",
         retryable=True,
     )
@@ -291,10 +291,10 @@ class RayCalls:
         try:
             completion: Completion = ray.get(call)
         except RayActorError as error:
-            raise _dead(error) from error
+            raise _died("generate rollouts", "a rollout engine", error) from error
         except RayTaskError as error:
             if "EngineDead" in type(error.cause).__name__:
-                raise _dead(error.cause) from error
+                raise _died("generate rollouts", "a rollout engine", error.cause) from error
             log.warning("one rollout failed: %s", error.cause)
             return Completion(error=f"the engine failed: {error.cause}")
         if completion.token_ids or completion.error:
@@ -303,12 +303,3 @@ class RayCalls:
 
     def cancel(self, call: Any) -> None:
         ray.cancel(call)
-
-
-def _dead(error: BaseException) -> TrainError:
-    return TrainError(
-        "generate rollouts",
-        f"a rollout engine died ({' '.join(str(error).split())[:200]})",
-        "The worker's log has the cause; often memory ran out. The round can be started again.",
-        retryable=True,
-    )

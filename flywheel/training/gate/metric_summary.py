@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from flywheel.training.gate.paired_comparison import by_conversation, interval, with_artificial
+
+CONFIDENCE: Final = 0.95
+"""Of the intervals that are shown to people."""
 
 
 @dataclass(frozen=True, slots=True)
