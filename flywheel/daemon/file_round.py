@@ -28,6 +28,7 @@ from flywheel.sources.jsonl.data_set import DataSet, answer_of, trainer_python
 from flywheel.sources.jsonl.record import DataRow
 from flywheel.system.files import tree_sha256
 from flywheel.system.terminal import quantity
+from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
 from flywheel.training.packages import missing_of
 
@@ -267,7 +268,7 @@ async def run_worker(spec: RoundSpec, directory: Path, config: Config, *, python
     If the worker of an earlier command that was killed still does the same, it is waited for.
     """
     worker = next(iter(await asyncio.to_thread(WorkerProcess.strays, directory)), None)
-    if worker is not None:
+    if worker is not None and is_of(directory, spec):
         log.info("%s: the worker of an earlier command (process %d) is adopted", spec.round_id, worker.pid)
     else:
         worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))

@@ -16,15 +16,15 @@ from typing import Any, Final, Self, get_args
 
 from sqlalchemy import Connection
 
-from flywheel.config import AgentProgramSettings, Config, LoraSettings
+from flywheel.config import Config, LoraSettings
 from flywheel.config.training import UNTRAINABLE
+from flywheel.daemon.rounds.file_tasks import rows
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import CANDIDATE_DIR, CANDIDATE_FILE, Candidate
 from flywheel.records.similarity import beginning_of, first_question
 from flywheel.serving.adapter_files import PICKLED, header_of, most_rank, why_unloadable
 from flywheel.serving.server.model_parsers import folder_of
-from flywheel.sources.jsonl.data_set import DataSet, lines_of, trainer_python
-from flywheel.sources.jsonl.record import rows_of
+from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.store.splits import held_out_alike
 from flywheel.system.files import make_private, sync_directory, tree_sha256, write_json
 from flywheel.system.terminal import quantity
@@ -57,15 +57,12 @@ class TrainingData:
     @classmethod
     def read(cls, path: Path, config: Config) -> Self:
         """Of a data set as `flywheel train --data` takes it. Raises ConfigError."""
-        attempted = f"read --trained-on {path}"
-        needs_question = not isinstance(config.rollout.agent, AgentProgramSettings)
-        with lines_of(DataSet.of(path), trainer_python(None), attempted) as lines:
-            begun = [
-                (beginning_of(row.task), first_question(row.task["prompt"]))
-                for row in rows_of(lines, path, attempted, needs_question=needs_question)
-            ]
+        found = rows([DataSet.of(path)], "--trained-on", config, trainer_python(None))
+        begun = [(beginning_of(row.task), first_question(row.task["prompt"])) for _, row in found]
         if not begun:
-            raise ConfigError(attempted, "it is empty", "Name the data that the adapter was trained on.")
+            raise ConfigError(
+                f"read --trained-on {path}", "it is empty", "Name the data that the adapter was trained on."
+            )
         beginnings = frozenset(beginning for beginning, _ in begun)
         return cls(path, len(begun), beginnings, frozenset(question for _, question in begun))
 
