@@ -18,7 +18,7 @@ from flywheel.training.data.round_directory import identity_of, read_spec
 from tests.cli.conftest import Run
 from tests.cli.test_documented_json import compare, documented
 from tests.daemon.rounds.workers import REFUSES, works
-from tests.factories.config import BOXED_RUBRIC
+from tests.factories.config import BOXED_RUBRIC, make_config
 from tests.training.data.test_round_directory import POLICY
 
 CHATS = [
@@ -210,3 +210,30 @@ def test_sft_on_conversations_and_dpo_on_preferences(tmp_path: Path, data: Path)
     assert second["loss"][1] < second["loss"][0]
     spec = json.loads((tmp_path / "second.round" / "spec.json").read_text())
     assert (spec["base_model"], spec["parent"]["path"]) == (str(POLICY), str(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_only_a_worker_that_does_the_same_is_adopted(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    class StartedError(Exception):
+        """Another worker was started."""
+
+    async def start(*_: Any, **__: Any) -> Any:
+        raise StartedError
+
+    monkeypatch.setattr(file_round.WorkerProcess, "start", start)
+    config = make_config(tmp_path, model={"base": "m"}, training={"stages": ["sft"]})
+    made = file_round.spec_of(config, str(data), None, compares=False)
+    directory = tmp_path / "round"
+    directory.mkdir()
+    (directory / "identity.json").write_text(json.dumps(identity_of(made) if is_same else {"tasks": "others"}))
+    result = RoundResult(round_id="tune", outcome="refused", reason="it learns nothing")
+    (directory / "result.json").write_text(result.model_dump_json())
+    command = [sys.executable, "-c", "import time; time.sleep(2)", "flywheel.training.worker", str(directory)]
+    with subprocess.Popen(command):
+        if is_same:
+            assert (await file_round.run_worker(made, directory, config)).reason == "it learns nothing"
+        else:
+            with pytest.raises(StartedError):
+                await file_round.run_worker(made, directory, config)
