@@ -42,6 +42,7 @@ from flywheel.records.round import (
 )
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import SharedRecordings
+from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.store import deployments, rounds, samples
 from flywheel.system.files import PRIVATE, json_line, make_private, write_atomic
@@ -225,9 +226,13 @@ class Evaluation:
         if self.model.remote is not None:
             return
         require_packages(_NAMES.attempted)
+        attempted, adapter = f"evaluate {self.model.name}", self.model.adapter
         if why := missing_base_model(self.model.base_model):
             hint = "Set model.base to a model's directory, or to its name on the hub."
-            raise ConfigError(f"evaluate {self.model.name}", why, hint)
+            raise ConfigError(attempted, why, hint)
+        if adapter is not None and (why := why_unloadable(Path(adapter.path), sha256=adapter.sha256)):
+            hint = "Old adapters are removed (retention.keep_days): name another one, or a copy of it."
+            raise ConfigError(attempted, why, hint)
 
     def estimate(self, used: dict[str, int], models: int) -> Cost:
         """What judging the answers of so many models would cost, if they are as long as the recorded ones. `used` is

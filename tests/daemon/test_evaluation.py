@@ -19,7 +19,9 @@ from flywheel.daemon.evaluation import (
 )
 from flywheel.errors import ConfigError
 from flywheel.judge.rubric.file import load_rubric
+from flywheel.store.kernel.database import Store
 from tests.factories.config import BOXED_RUBRIC, make_config
+from tests.factories.round import put_deployed
 from tests.factories.task import round_task
 
 
@@ -51,6 +53,23 @@ def test_models_are_named_as_people_name_them(config: Config, tmp_path: Path) ->
             model_named(wrong, config, None)
     with pytest.raises(ConfigError, match="no HTTP URL"):
         remote_model("localhost:8000", "m", "")
+
+
+async def test_adapters_of_rounds_are_those_of_the_state(
+    config: Config, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = folder(tmp_path / "base", config__json={})
+    await store.write(put_deployed, str(base))
+    deployed = await store.read(lambda conn: model_named("agent", config, conn))
+    named = await store.read(lambda conn: model_named("r0001", config, conn))
+    assert (deployed.name, named.name) == ("agent (r0001)", "r0001")
+    assert deployed.adapter == named.adapter
+    assert deployed.adapter is not None and deployed.base_model == str(base)
+    # Its files are not there, as after retention.
+    monkeypatch.setattr("flywheel.daemon.evaluation.require_packages", lambda _: None)
+    measured = Evaluation(named, Benchmark("b", (round_task("a"),)), load_rubric(BOXED_RUBRIC), config)
+    with pytest.raises(ConfigError, match=r"evaluate r0001: its directory .* is not there.*retention\.keep_days"):
+        measured.check()
 
 
 def test_only_what_cannot_come_out_otherwise_is_known(config: Config) -> None:
