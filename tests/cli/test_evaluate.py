@@ -21,6 +21,7 @@ from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_US
 from flywheel.store import gate_tests
 from tests.cli.conftest import Ran, Run
 from tests.cli.filter_bench import Bench
+from tests.cli.terminal import in_terminal
 from tests.cli.test_documented_json import compare, documented
 from tests.factories.config import BOXED_RUBRIC
 from tests.factories.judge_server import JudgeServer
@@ -323,6 +324,27 @@ def test_an_estimate_asks_nobody(evaluate: Callable[..., Ran], endpoint: Endpoin
     assert (both["estimate"]["tasks"], both["estimate"]["answers"], both["estimate"]["calls"]) == (10, 20, 20)
     assert (bench.judge.calls, endpoint.requests) == (0, [])
     assert evaluate("--estimate", "--fail-under", "0.5").code == EXIT_USAGE
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_how_far_it_is_and_what_it_has_cost(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench, tmp_path: Path
+) -> None:
+    bench.settings |= {"max_thread": 1, "prices": {"input_per_million": 1000, "output_per_million": 2000}}
+    bench.judge.delay_seconds = 0.2
+    assert evaluate("--estimate").code == 0  # writes the configuration
+    named = ["--model", "small", "--base-url", endpoint.base_url, "--benchmark", bench.folder / "tasks.jsonl"]
+    seen = in_terminal(
+        bench.folder,
+        ["evaluate", "-c", bench.folder / "flywheel.yaml", *named],
+        columns=160,
+        home=tmp_path,
+        variables={"OPENAI_API_KEY": "key"},
+    )
+    assert seen.code == 0, seen.screen
+    costs = re.findall(r"evaluating, \d+ of 10 rollouts.*?about ([\d.]+) USD", seen.screen)
+    assert len({*costs}) > 1, seen.screen
+    assert "small on " in seen.screen and "10 accepted" in seen.screen
 
 
 def test_what_cannot_be_evaluated_is_named(evaluate: Callable[..., Ran], bench: Bench) -> None:
