@@ -13,7 +13,7 @@ from tests.cases import for_each
 EVERY_FILE = """
 import os, time
 def f(task):
-    for number in range(3, 64):
+    for number in range(3, 4096):
         try:
             os.write(number, {text!r})
         except OSError:
@@ -29,7 +29,7 @@ FAIL = [
     ("forges an answer", EVERY_FILE.format(text=FORGED, then="return False"), "something else"),
     ("forges a length", EVERY_FILE.format(text=bytes(24), then="return False"), "something else"),
     ("writes a line", EVERY_FILE.format(text=b"not json\n", then="return False"), "f "),
-    ("closes files", "import os\ndef f(task): os.closerange(3, 64)", "ended its process"),
+    ("closes files", "import os\ndef f(task): os.closerange(3, 4096)", "ended its process"),
     ("exits", "import os\ndef f(task): os._exit(3)", "exit code 3"),
     ("crashes", "import ctypes\ndef f(task): ctypes.string_at(0)", "SIGSEGV"),
     ("stops", "import os, signal\ndef f(task): os.kill(os.getpid(), signal.SIGSTOP)", "ran longer than 2 s"),
