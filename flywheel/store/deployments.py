@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, Row, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, case, func, or_, select
 
 from flywheel.errors import StoreError
 from flywheel.records.states import DeploymentState
@@ -144,6 +144,25 @@ def has_served(conn: Connection, alias: str, adapter: str) -> bool:
     return conn.execute(found.limit(1)).first() is not None
 
 
+def newest_rollback(conn: Connection) -> int:
+    """The number of the last rollback that was asked for, of any alias; 0 before the first."""
+    asked = select(func.max(deployments.c.id)).where(deployments.c.reason == ROLLBACK)
+    return conn.execute(asked).scalar_one() or 0
+
+
+def request_rollback(conn: Connection, alias: str, endpoints: list[str], adapter: str | None) -> int:
+    """Request that `adapter` (None: the base model) serves again, and end the unfinished swaps, of other aliases too:
+    their process may not go on. Rollbacks of other aliases do. The number of the deployment."""
+    is_other = (deployments.c.alias != alias) & (deployments.c.reason == ROLLBACK)
+    fail_unfinished(conn, f"a rollback of {alias} was asked for", but=is_other)
+    return request(conn, alias, endpoints, adapter, ROLLBACK)
+
+
+def check_unfinished(conn: Connection, deployment: int) -> None:
+    """Raises StoreError if the deployment has ended."""
+    _unfinished_state(conn, deployment)
+
+
 def request(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, reason: str) -> int:
     """Request that `adapter` (None: the base model) serves; the number of the deployment."""
     now = active(conn, alias)
@@ -197,12 +216,14 @@ def fail(conn: Connection, deployment: int, error: str) -> None:
         move(conn, deployment, old, DeploymentState.FAILED, error[:500], error=error)
 
 
-def fail_unfinished(conn: Connection, why: str) -> int:
-    """Mark unfinished swaps as failed; reconciliation corrects the servers. Returns how many.
+def fail_unfinished(conn: Connection, why: str, but: ColumnElement[bool] | None = None) -> int:
+    """Mark unfinished swaps as failed, `but` some; reconciliation corrects the servers. Returns how many.
 
     For a holder of `swap.lock` who began none: those that a dead process left.
     """
     half = deployments.c.state.in_([state.value for state in UNFINISHED])
+    if but is not None:
+        half &= ~but
     ids = conn.execute(select(deployments.c.id).where(half)).scalars().all()
     for deployment in ids:
         fail(conn, deployment, why)

@@ -3,11 +3,28 @@
 Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
 longer needed are unloaded before it, for a free slot, and after it. The caller records what is deployed; adapters'
 directories are never changed.
+
+A rollback does not wait for a process that swaps: it may be stopped, or hang. That process must not move an alias
+afterwards, whenever it goes on, so every change of an alias takes three steps in this order: read its revision on the
+server; ask the `fence` whether the state still lets this process change it; set it, if the revision is still that
+one. A rollback is recorded in the state, which closes the fences of others, before its own first step. Of a replica:
+
+- The other process asks its fence after that: it is refused.
+- It asked before, and sets the alias after the rollback did: the revision is another one, and the server refuses it,
+  also if the target is the same as before, or is so again after later swaps.
+- It asked before, and sets the alias between the rollback's reading and setting: the rollback is refused, and begins
+  with reading again; the other process has at most this one change for which it had asked.
+- It had set the alias before: the rollback reads what it set, and sets its own target. When the other process takes
+  its change back, it does so only if the alias's revision is that of its own change.
+
+Of two rollbacks, the later one has closed the fence of the earlier one. An adapter that the rollback points at cannot
+be unloaded, as the server refuses that for the target of an alias; if it was unloaded before, it is loaded again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
@@ -17,7 +34,7 @@ from typing import Any, Protocol
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
-from flywheel.serving.client.replica_client import Alias, Condition, Replica, every
+from flywheel.serving.client.replica_client import Alias, AliasChangedError, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
 
@@ -126,6 +143,10 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
+Fence = Callable[[], Awaitable[object]]
+"""Raises FlywheelError when this process may no longer change the alias."""
+ROLLBACK_ATTEMPTS = 4
+"""How often a rollback sets the alias of a replica that another process sets meanwhile."""
 PROVE_SECONDS = 60.0
 """Timeout in seconds for verifying what serves already."""
 Proven = tuple[str, str]
@@ -146,6 +167,7 @@ class _Step:
     before: Alias
     target: str
     loaded: bool
+    fence: Fence | None
     probe: ProbeFigures | None = None
     point_tried: bool = False
 
@@ -156,7 +178,15 @@ class _Step:
 
     async def point(self, alias: str, adapter: AdapterRef | None) -> None:
         path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
-        await self.replica.point(alias, self.target, self.before.target, path, sha256)
+        if self.fence is not None:
+            await self.fence()
+        revision = self.before.revision
+        await self.replica.point(alias, self.target, self.before.target, path, sha256, revision=revision)
+
+    def is_own(self, now: Alias) -> bool:
+        """Whether this step made the alias what it is `now`."""
+        revision = self.before.revision
+        return now.target == self.target and (revision is None or now.revision == revision + 1)
 
     def report(self) -> ReplicaReport:
         """Mark the swap as complete."""
@@ -180,6 +210,7 @@ async def swap(
     adapter: AdapterRef | None,
     probe: Probe | None,
     on_state: OnState,
+    fence: Fence | None = None,
 ) -> SwapReport:
     """Point `alias` to `adapter` (None: the base model) on every replica, or on none.
 
@@ -190,7 +221,7 @@ async def swap(
     steps: list[_Step] = []
     try:
         await on_state(DeploymentState.LOADING)
-        await every([_prepare(replica, alias, adapter, steps) for replica in replicas])
+        await every([_prepare(replica, alias, adapter, steps, fence=fence) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
             await every([_prove(step, probe) for step in steps])
@@ -214,13 +245,24 @@ async def swap(
     return report
 
 
-async def rollback(replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None) -> SwapReport:
+async def rollback(
+    replicas: Sequence[Replica],
+    alias: str,
+    adapter: AdapterRef | None,
+    check: Check | None = None,
+    fence: Fence | None = None,
+) -> SwapReport:
     """Return to a version that has served before (None: the base model) on every reachable replica.
 
-    Unlike a swap, an unreachable replica does not prevent the others from going back. Raises RollbackError, which
-    names the replicas that did not follow, at the end or when it is stopped while it waits.
+    Unlike a swap, an unreachable replica does not prevent the others from going back. `check` is called before the
+    adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that did not follow,
+    at the end or when it is stopped while it waits, and what `fence` raises.
     """
-    going = [asyncio.create_task(_restore(each, alias, adapter, None)) for each in replicas]
+
+    async def go_back(replica: Replica) -> ReplicaReport:
+        return await _restore(replica, alias, adapter, None, check, fence=fence, attempts=ROLLBACK_ATTEMPTS)
+
+    going = [asyncio.create_task(go_back(each)) for each in replicas]
     stopped = None
     try:
         await asyncio.wait(going)
@@ -247,6 +289,7 @@ async def reconcile(
     probe: Probe | None,
     check: Check | None = None,
     proven: MutableMapping[str, Proven] | None = None,
+    fence: Fence | None = None,
 ) -> SwapReport:
     """Restore the deployed adapter on replicas, for example after a restart of a server.
 
@@ -256,7 +299,7 @@ async def reconcile(
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, check, proven))
+        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, check, proven, fence=fence))
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
@@ -268,10 +311,15 @@ def _unanswered(replica: Replica) -> ReplicaReport:
 
 
 async def _prepare(
-    replica: Replica, alias: str, adapter: AdapterRef | None, steps: list[_Step], check: Check | None = None
+    replica: Replica,
+    alias: str,
+    adapter: AdapterRef | None,
+    steps: list[_Step],
+    check: Check | None = None,
+    fence: Fence | None = None,
 ) -> None:
     before = await replica.alias(alias)
-    step = _Step(replica, before, _target(alias, adapter) or before.base_model, loaded=False)
+    step = _Step(replica, before, _target(alias, adapter) or before.base_model, loaded=False, fence=fence)
     steps.append(step)
     if adapter is None:
         return
@@ -287,11 +335,14 @@ async def _restore(
     probe: Probe | None,
     check: Check | None = None,
     proven: MutableMapping[str, Proven] | None = None,
+    fence: Fence | None = None,
+    attempts: int = 0,
 ) -> ReplicaReport:
-    """Bring one replica to the version; problems are in the report."""
+    """Bring one replica to the version; problems are in the report. A rollback has several `attempts`, and sets the
+    alias also if its target stays the same: what others may still send is then refused."""
     steps: list[_Step] = []
     try:
-        await _prepare(replica, alias, adapter, steps, check)
+        await _prepare(replica, alias, adapter, steps, check, fence)
         step = steps[0]
         state = (step.target, step.before.instance)
         if adapter is not None and probe is not None:
@@ -302,10 +353,15 @@ async def _restore(
                 await _prove_soon(step, probe)
         if proven is not None:
             proven[replica.url] = state
-        if step.moves or step.before.waiting:
+        if step.moves or step.before.waiting or attempts:
             await step.point(alias, adapter)
+        if attempts and adapter is not None:  # Until now, others may have unloaded it.
+            step.loaded |= await replica.load(step.target, adapter.path)
         return step.report()
     except ServeError as error:
+        if isinstance(error, AliasChangedError) and attempts > 1:
+            left = attempts - 1
+            return await _restore(replica, alias, adapter, probe, check, proven, fence=fence, attempts=left)
         wanted = steps[0].target if steps else ""
         return ReplicaReport.failed(replica.url, error, serves=steps[0].before.serves if steps else "", wanted=wanted)
 
@@ -346,10 +402,11 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
         try:
             if step.point_tried:
                 # A change whose response was lost may have taken effect, so ask the server.
-                before = step.before
-                if (step.moves or before.waiting) and (await step.replica.alias(alias)).target == step.target:
-                    saved = before.path, before.sha256 or None, before.waiting
-                    await step.replica.point(alias, before.target, step.target, *saved)
+                before, now = step.before, await step.replica.alias(alias)
+                if (step.moves or before.waiting) and step.is_own(now):
+                    saved = before.path, before.sha256 or None, before.waiting, now.revision
+                    with contextlib.suppress(AliasChangedError):  # A rollback has set it since.
+                        await step.replica.point(alias, before.target, step.target, *saved)
             elif step.loaded:
                 # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
                 # is retired.

@@ -109,7 +109,8 @@ T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
 """Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
-MEASURED_AT_ONCE = 16
+MEASURED_AT_ONCE = 4
+"""Measurements of tokens at the same time: more would delay the answers to clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ class Alias:
     hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
     changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
     at the same time; None if the server has no limit. `waiting` is the reason why the server refuses requests to the
-    alias until its target is set; empty if it answers."""
+    alias until its target is set; empty if it answers. `revision` increases by one with each setting of the alias and
+    differs between starts of the server; None if the server does not report it."""
 
     target: str
     path: str | None
@@ -127,11 +129,16 @@ class Alias:
     instance: str = ""
     max_adapters: int | None = None
     waiting: str = ""
+    revision: int | None = None
 
     @property
     def serves(self) -> str:
         """The model that answers; empty if none does."""
         return "" if self.waiting else self.target
+
+
+class AliasChangedError(ServeError):
+    """An alias has another target or revision than expected: something else has set it."""
 
 
 class Replica:
@@ -230,7 +237,10 @@ class Replica:
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
         limit = most if isinstance(most, int) else None
-        return Alias(target, path, base, sha256, str(answer.get("instance", "")), limit, waiting)
+        revisions = answer.get("revisions")
+        # Of an alias that was never set there, the server reports none.
+        revision = revisions.get(alias) if isinstance(revisions, dict) else None
+        return Alias(target, path, base, sha256, str(answer.get("instance", "")), limit, waiting, revision)
 
     async def calls(self, after: int, limit: int) -> CallPage | None:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
@@ -254,16 +264,19 @@ class Replica:
         path: str | None = None,
         sha256: str | None = None,
         waiting: str = "",
+        revision: int | None = None,
     ) -> None:
-        """Point `alias` to `target` if it points to `expected` now; later requests use it, or are refused for the
-        reason in `waiting`."""
+        """Point `alias` to `target` if it points to `expected` now, and its revision is `revision`, if that is given;
+        later requests use it, or are refused for the reason in `waiting`. Raises AliasChangedError if it does not."""
         attempted = f"point {alias} at {target} on {self.url}"
         wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
-        response = await self._call("PUT", routes.ALIAS, attempted, {**wanted, "waiting": waiting})
+        response = await self._call(
+            "PUT", routes.ALIAS, attempted, {**wanted, "waiting": waiting, "revision": revision}
+        )
         if response.status_code == 404:
             raise no_middleware(attempted)
         if response.status_code == 409:
-            raise ServeError(
+            raise AliasChangedError(
                 attempted,
                 f"{message_of(response)}, not {expected}: something else has changed it",
                 "See that only one Flywheel looks after this server.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class AliasTarget:
 
 
 class TargetMismatchError(Exception):
-    """A compare-and-set found another target than it expected."""
+    """A compare-and-set found another target or another revision than it expected."""
 
     def __init__(self, current: str) -> None:
         super().__init__(current)
@@ -69,6 +70,8 @@ class AliasTable:
         self.base_model = base_model
         self._file = file
         self._change = asyncio.Lock()
+        self._first_revision = secrets.randbits(48)  # Revisions of a server that ran before are none of this one.
+        self._changes = Counter[str]()
         saved, damage = read_aliases(file) if file else ({}, "")
         self._targets = {alias: AliasTarget(base_model) for alias in aliases} | saved
         self.waiting: Mapping[str, str] = {}
@@ -92,22 +95,36 @@ class AliasTable:
         target = self._targets.get(model)
         return target.name if target else None
 
-    async def point(self, alias: str, target: AliasTarget, expected: str | None = None, waiting: str = "") -> str:
+    def revision(self, alias: str) -> int:
+        """A number that each `point` of the alias increases by one, also one that does not change its target."""
+        return self._first_revision + self._changes[alias]
+
+    async def point(
+        self,
+        alias: str,
+        target: AliasTarget,
+        expected: str | None = None,
+        waiting: str = "",
+        revision: int | None = None,
+    ) -> str:
         """Set the target of `alias` and return the previous model name. With a reason in `waiting`, requests to it
         are refused, as before a swap that is taken back.
 
-        Raises TargetMismatchError when `expected` is given and is not the present target, and OSError when the file
-        cannot be written; both change nothing.
+        Raises TargetMismatchError when `expected` is given and is not the present target, or `revision` is not the
+        present one, and OSError when the file cannot be written; all change nothing.
         """
         async with self._change:
             current = self._targets.get(alias, AliasTarget(self.base_model)).name
             if expected is not None and expected != current:
                 raise TargetMismatchError(current)
+            if revision is not None and revision != self.revision(alias):
+                raise TargetMismatchError(f"{current}, and was set since")
             changed = {**self._targets, alias: target}
             if self._file:
                 saved = {name: {"target": t.name, "path": t.path, "sha256": t.sha256} for name, t in changed.items()}
                 await asyncio.to_thread(write_json, self._file, saved, mode=PRIVATE)
             self._targets = changed
+            self._changes[alias] += 1
             self._wait(alias, waiting)
             if alias in self._sources:
                 self._sources[alias] = "confirmed"

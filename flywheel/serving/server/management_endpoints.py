@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -64,6 +65,18 @@ class AdapterSlots:
                     raise RefusedError(409, f"all {self.most} slots for adapters are taken: {', '.join(loaded)}")
                 await _free_slots(scope)
             await with_body(self._app, scope, body, receive, send)
+
+    async def unload(self, scope: Scope, receive: Receive, send: Send, serving: Collection[str]) -> None:
+        """Pass the request to vLLM unless the adapter is one of those `serving`, the targets of aliases: a process
+        that was stopped in the middle of a swap may ask late. Raises RefusedError."""
+        body = await read_body(receive)
+        if body is None:
+            return
+        wanted = parsed(body, MAX_BYTES)
+        name = wanted.get("lora_name") if isinstance(wanted, dict) else None
+        if name in serving:
+            raise RefusedError(409, f"an alias stands for {name}")
+        await with_body(self._app, scope, body, receive, send)
 
     async def _loaded(self, scope: Scope) -> list[str]:
         """The names of vLLM's adapters, from its own list of models."""
@@ -155,6 +168,7 @@ class Management:
             "paths": {target.name: target.path for target in targets.values() if target.path},
             "digests": {target.name: target.sha256 for target in targets.values() if target.sha256},
             "waiting": dict(self._aliases.waiting),
+            "revisions": {alias: self._aliases.revision(alias) for alias in targets},
             "base_model": self._aliases.base_model,
             "instance": self._instance,
             "max_adapters": self._max_adapters,
@@ -168,14 +182,19 @@ class Management:
             if not (texts and all(isinstance(value, str | None) for value in others)):
                 raise TypeError
             path, sha256, expected, waiting = others
+            revision = wanted.get("revision")
+            if not isinstance(revision, int | None):
+                raise TypeError
         except (KeyError, TypeError, AttributeError):
             raise RefusedError(
-                400, "expected {alias, target, path?, sha256?, expected?, waiting?}, all texts"
+                400,
+                "expected {alias, target, path?, sha256?, expected?, waiting?}, all texts, and a number revision?",
             ) from None
         if not alias or not target or alias in (target, self._aliases.base_model):
             raise RefusedError(400, "an alias must have a name of its own")
         try:
-            previous = await self._aliases.point(alias, AliasTarget(target, path, sha256), expected, waiting or "")
+            made = AliasTarget(target, path, sha256)
+            previous = await self._aliases.point(alias, made, expected, waiting or "", revision)
         except TargetMismatchError as mismatch:
             raise RefusedError(409, f"{alias} is {mismatch.current}") from None
         except OSError as error:
