@@ -41,6 +41,7 @@ from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store, read_once
+from flywheel.system.files import write_atomic
 from tests.conftest import free_port
 from tests.factories.round import put_adapter, put_round
 
@@ -49,6 +50,8 @@ POLICY: Final = ROOT / "demo" / "policy"
 ALIAS: Final = "agent"
 TOKENS: Final = 24
 START_SECONDS: Final = 300
+RESULTS: Final = ROOT / "docs" / "benchmarks" / "swap.json"
+CONDITIONS: Final = {"idle": "at rest", "stopped": "beside a stopped daemon", "loading": "during a load that hangs"}
 SIZES: Final = {"1kB": 1_000, "100kB": 100_000, "5MB": 5_000_000}
 
 
@@ -388,24 +391,47 @@ def _engine(server: subprocess.Popen[bytes]) -> psutil.Process:
     )
 
 
+def table(figures: dict[str, Any]) -> str:
+    """The tables of the documentation, as Markdown."""
+    rows = [
+        ("requests", f"{figures['asked']:,}"),
+        ("failed", figures["failed"]),
+        ("answers of a wrong version", figures["wrong_version"]),
+        ("answers with a text of neither version", figures["other_text"]),
+        ("swap, median", f"{figures['swap_seconds']:.1f} s"),
+        *((f"{name}, with a swap and without", _three(figures, name)) for name in ("p50", "p99")),
+        *((f"middleware, body of {size}", f"{ms:.2f} ms") for size, ms in figures["overhead_ms"].items()),
+        *((f"rollback, {name}", f"{figures['rollback_ms'][key]:,.0f} ms") for key, name in CONDITIONS.items()),
+    ]
+    return measurement.markdown(("", "measured"), rows)
+
+
+def _three(figures: dict[str, Any], name: str) -> str:
+    with_swap, without, ratio = (figures[f"{name}_{kind}"] for kind in ("swap_ms", "ms", "ratio"))
+    return f"{with_swap:,.0f} and {without:,.0f} ms ({ratio:.2f})"
+
+
 def main() -> None:
-    options = measurement.parser("swap", __doc__).parse_args()
+    parser = measurement.parser("swap", __doc__)
+    parser.add_argument("--table", action="store_true", help="print the table from the file of figures, and end")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
     before = measurement.machine()
     quick = options.quick
+    clients, windows, seconds, repeats = (8, 2, 12.0, 1) if quick else (64, 8, 60.0, 5)
     with measurement.folders(options.dir) as (_, folder):
         file, ports = _configuration(folder)
         config = load(file)
         _make_adapters(folder / "adapters")
         asyncio.run(_record_adapters(config, folder / "adapters"))
         with _servers(file, ports, folder) as servers:
-            load_figures = (
-                {"clients": 8, "windows": 2, "seconds": 12.0}
-                if quick
-                else {"clients": 64, "windows": 8, "seconds": 60.0}
-            )
-            figures = asyncio.run(_swaps(config, file, **load_figures))
-            figures["rollback_ms"] = _rollbacks(config, file, servers, 1 if quick else 5)
+            figures = asyncio.run(_swaps(config, file, clients=clients, windows=windows, seconds=seconds))
+            figures["rollback_ms"] = _rollbacks(config, file, servers, repeats)
         figures["overhead_ms"] = asyncio.run(_overhead(config, 20 if quick else 200))
+    if not quick:
+        write_atomic(RESULTS, (json.dumps({**figures, "machine": before}, indent=1) + "\n").encode())
     measurement.report(figures, before, as_json=options.json)
 
 

@@ -106,7 +106,7 @@ async def swap_lock(state_dir: Path, wait_seconds: float, *, take_over: bool = F
                 if time.monotonic() >= until:
                     if not take_over:
                         raise
-                    log.warning("it does not end its swap: %s", error.why)
+                    log.warning("going on without waiting for its swap: %s", error.why)
                     (state_dir / SWAP_LOCK).unlink(missing_ok=True)
                 if attempt == LOG_AT_ATTEMPT:
                     log.info("waiting for a swap that is running: %s", error.why)

@@ -25,9 +25,11 @@ MAX_CONTAINERS: Final = 50_000
 
 _key = json.JSONDecoder().raw_decode
 _space = re.compile(r"[ \t\n\r]*").match
-_string = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL).match
+# The first alternative is for strings without an escaped quotation mark, and takes a tenth of the time.
+_STRING: Final = r'(?:"[^"]*+"(?<!\\")|"[^"\\]*+(?:\\.[^"\\]*+)*+")'
+_string = re.compile(_STRING, re.DOTALL).match
 _scalar = re.compile(r'[^][{}",:\s]++').match
-_to_bracket = re.compile(r'(?:[^][{}"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[][{}]', re.DOTALL).match
+_to_bracket = re.compile(rf'(?:[^][{{}}"]++|{_STRING})*+[][{{}}]', re.DOTALL).match
 
 
 class TooComplexError(ValueError):
