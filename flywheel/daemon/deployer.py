@@ -38,7 +38,7 @@ from flywheel.store import deployments, rounds
 from flywheel.store.deployments import ReplicaState
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.system.lock import LOOK_SECONDS, swap_lock
+from flywheel.system.lock import LOOK_SECONDS, rollback_lock, swap_lock
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -73,13 +73,18 @@ class Deployer:
         return self._others.setdefault(config.target, Deployer(self._store, config))
 
     @contextlib.asynccontextmanager
-    async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
-        """The inference servers, while this process holds the swap lock."""
+    async def _replicas(self, wait_seconds: float) -> AsyncIterator[tuple[list[Replica], int]]:
+        """The inference servers, while this process holds the swap lock, and the number of the last rollback."""
         keys = self._keys()
-        async with swap_lock(self._config.state_dir, wait_seconds), self._clients(keys) as servers:
-            # No process works on an unfinished swap.
-            await self._store.write(deployments.fail_unfinished, "its process died")
-            yield servers
+        last = 0
+
+        async def begin() -> None:
+            nonlocal last
+            last = await self._store.write(_begun)
+
+        lock = swap_lock(self._config.state_dir, wait_seconds, begin=begin)
+        async with lock, self._clients(keys) as servers:
+            yield servers, last
 
     def _keys(self) -> dict[str, str | None]:
         return {url: admin_key(self._config, url, f"ask {url}") for url in self._config.serving.urls}
@@ -117,11 +122,16 @@ class Deployer:
 
     async def recover(self) -> int:
         """Mark the unfinished swaps of dead processes as failed; returns how many. A running swap is left alone."""
-        try:
-            async with swap_lock(self._config.state_dir, 0):
-                return await self._store.write(deployments.fail_unfinished, "its process died")
-        except LockedError:
-            return 0
+        ended = 0
+
+        async def end_unfinished() -> None:
+            nonlocal ended
+            ended = await self._store.write(deployments.fail_unfinished, "its process died")
+
+        with contextlib.suppress(LockedError):
+            async with swap_lock(self._config.state_dir, 0, begin=end_unfinished):
+                pass
+        return ended
 
     async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
         """Swap to `adapter` (None: the base model). Raises ServeError; then the previous version still serves."""
@@ -151,7 +161,7 @@ class Deployer:
                 await self._fail(number, error)
                 raise
 
-        async with self._replicas(WAIT_SECONDS) as servers:
+        async with self._replicas(WAIT_SECONDS) as (servers, _):
             return await self._unless_rolled_back(last, deployed(servers))
 
     async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
@@ -211,6 +221,10 @@ class Deployer:
         A swap in progress is ended; it was not recorded, so the adapter before it is the one that is rolled back.
         Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
         """
+        async with rollback_lock(self._config.state_dir, GRACE_SECONDS):
+            return await self._rollback(to)
+
+    async def _rollback(self, to: str | None) -> tuple[str | None, SwapReport]:
         keys = self._keys()
         number, row = await self._store.write(self._begin_rollback, to)
         target = row.name if row is not None else None
@@ -287,9 +301,8 @@ class Deployer:
         inspected: they may belong to another state. Raises LockedError while another process moves the alias, and
         ServeError when no request can be made.
         """
-        last = await self._store.read(deployments.newest_rollback)
         try:
-            async with self._replicas(0) as servers:
+            async with self._replicas(0) as (servers, last):
                 return await self._unless_rolled_back(last, self._reconcile(servers, self._fence(last)))
         except RolledBackError as error:
             raise LockedError(error.attempted, error.why, error.hint, retryable=True) from None
@@ -349,6 +362,12 @@ def _check_not_rolled_back(conn: Connection, last: int, alias: str) -> None:
             "See with `flywheel status` what serves, and deploy again if that is wanted.",
             retryable=row.alias != alias,
         )
+
+
+def _begun(conn: Connection) -> int:
+    """End what a dead process left: none works on a swap or a rollback now. The number of the last rollback."""
+    deployments.fail_unfinished(conn, "its process died")
+    return deployments.newest_rollback(conn)
 
 
 def _requested(

@@ -2,8 +2,8 @@
 
 A process that writes tasks, verdicts or rounds holds `lock`. A process that moves the alias holds `swap.lock`
 meanwhile, so that swaps run one after the other. A rollback takes it from a holder that does not end at once, which
-keeps a lock on a file that is no longer in the directory. A round's worker holds `worker.lock` in the round's
-directory.
+keeps a lock on a file that is no longer in the directory; rollbacks hold `rollback.lock` together, so that no swap
+begins beside them. A round's worker holds `worker.lock` in the directory of its round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import IO, Final
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 WORKER_LOCK: Final = "worker.lock"
 SWAP_LOCK: Final = "swap.lock"
+ROLLBACK_LOCK: Final = "rollback.lock"
 LOOK_SECONDS: Final = 0.1
 LOG_AT_ATTEMPT: Final = 10
 """The wait for a lock is logged at this attempt; there are ten per second."""
@@ -56,26 +57,36 @@ def instance_lock(state_dir: Path, name: str = "lock") -> Iterator[None]:
 
 
 def _locked(state_dir: Path, path: Path) -> FileIO:
+    """The file at a path, locked. Raises LockedError and StoreError."""
     while True:
+        file = _opened(state_dir, path)
         try:
-            make_private(state_dir)
-            fd = private(path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            hint = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write."
-            raise StoreError(f"lock {path}", error.strerror or str(error), hint) from error
-        file = FileIO(fd, "r+")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with file:
-                why = f"another flywheel (process {_process_in(file) or 'unknown'}) holds it"
-            raise LockedError(
-                f"take {path}", why, "Wait until it ends, or stop it; look with `flywheel status`."
-            ) from None
+            _lock(file, path, fcntl.LOCK_EX)
+        except LockedError:
+            file.close()
+            raise
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), path.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()  # It was taken over since it was opened.
+
+
+def _opened(state_dir: Path, path: Path) -> FileIO:
+    try:
+        make_private(state_dir)
+        return FileIO(private(path, os.O_RDWR | os.O_CREAT), "r+")
+    except OSError as error:
+        hint = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write."
+        raise StoreError(f"lock {path}", error.strerror or str(error), hint) from error
+
+
+def _lock(file: FileIO, path: Path, how: int) -> None:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        why = f"another flywheel (process {_process_in(file) or 'unknown'}) holds it"
+        hint = "Wait until it ends, or stop it; look with `flywheel status`."
+        raise LockedError(f"take {path}", why, hint) from None
 
 
 def holder(state_dir: Path) -> int | None:
@@ -93,14 +104,31 @@ def _process_in(file: IO[bytes]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def swap_lock(state_dir: Path, wait_seconds: float, *, take_over: bool = False) -> AsyncIterator[None]:
-    """Hold `swap.lock`. When another process holds it for longer than `wait_seconds`, raises LockedError, or takes it
-    over: what that process may still do must be harmless, see `serving.client.adapter_swap`."""
+async def swap_lock(
+    state_dir: Path,
+    wait_seconds: float,
+    *,
+    begin: Callable[[], Awaitable[object]] | None = None,
+    take_over: bool = False,
+) -> AsyncIterator[None]:
+    """Hold `swap.lock`. No rollback begins or is in progress while `begin` runs, which is done first.
+
+    When another process holds the lock, or a rollback is in progress, for longer than `wait_seconds`, raises
+    LockedError, or takes the lock over: what its holder may still do must be harmless, see
+    `serving.client.adapter_swap`.
+    """
     until = time.monotonic() + wait_seconds
     with contextlib.ExitStack() as stack:
         for attempt in itertools.count(1):
             try:
-                stack.enter_context(instance_lock(state_dir, SWAP_LOCK))
+                with contextlib.ExitStack() as taken:
+                    taken.enter_context(instance_lock(state_dir, SWAP_LOCK))
+                    if begin is not None:
+                        path = state_dir / ROLLBACK_LOCK
+                        with _opened(state_dir, path) as file:
+                            _lock(file, path, fcntl.LOCK_EX)
+                            await begin()
+                    stack.enter_context(taken.pop_all())
                 break
             except LockedError as error:
                 if time.monotonic() >= until:
@@ -111,6 +139,20 @@ async def swap_lock(state_dir: Path, wait_seconds: float, *, take_over: bool = F
                 if attempt == LOG_AT_ATTEMPT:
                     log.info("waiting for a swap that is running: %s", error.why)
                 await asyncio.sleep(LOOK_SECONDS)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def rollback_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]:
+    """Hold `rollback.lock` together with other rollbacks: no swap begins meanwhile. A process that keeps it from
+    rollbacks for longer than `wait_seconds` is stopped, and is not waited for."""
+    until, path = time.monotonic() + wait_seconds, state_dir / ROLLBACK_LOCK
+    with _opened(state_dir, path) as file:
+        while time.monotonic() < until:
+            with contextlib.suppress(LockedError):
+                _lock(file, path, fcntl.LOCK_SH)
+                break
+            await asyncio.sleep(LOOK_SECONDS / 10)
         yield
 
 
