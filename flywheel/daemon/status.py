@@ -19,6 +19,7 @@ from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.rounds.free_samples import AvailableSamples, AvailableSamplesCache, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
+from flywheel.daemon.watch_figures import WatchStatus, watch_status
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import METRICS_FILE, Comparison
@@ -179,6 +180,7 @@ class TargetStatus(Struct, frozen=True):
     gate: NextTestStatus
     swaps: Mapping[str, int]
     deployment: DeploymentStatus
+    watch: WatchStatus | None
     replicas: list[ServerStatus]
 
 
@@ -318,6 +320,8 @@ def _of_target(conn: Connection, config: Config) -> tuple[TargetStatus, list[str
     test = next_test(conn, config)
     active = deployments.active(conn, alias)
     inspected = deployments.replica_states(conn, alias)
+    watch = watch_status(conn, alias)
+    warnings += watch.figures.warnings if watch is not None else []
     status = TargetStatus(
         free_samples=available.usable,
         waiting_samples=available.waiting,
@@ -341,6 +345,7 @@ def _of_target(conn: Connection, config: Config) -> tuple[TargetStatus, list[str
             active.previous if active else None,
             active.reason if active else "",
         ),
+        watch=watch,
         replicas=[
             ServerStatus(url, **asdict(inspected.get(url, NOT_INSPECTED)), calls=calls)
             for url, calls in _calls(config).items()

@@ -1,4 +1,4 @@
-"""The states of replies, tasks, rounds, adapters, deployments, dead letters and requests, and the legal transitions.
+"""The states of replies, tasks, rounds, adapters, deployments and others, and the legal transitions.
 
 Transitions are data: `TRANSITIONS` is their only definition, and the store refuses all others. A change is
 compare-and-set (`UPDATE … WHERE id = ? AND state = ?`), with a row in `events` in the same transaction.
@@ -134,6 +134,21 @@ class DeploymentState(StrEnum):
     """the swap failed before it was active, and the old adapter stays"""
 
 
+class WatchState(StrEnum):
+    """The states of the watch of a promotion."""
+
+    WATCHING = "watching"
+    """both versions answer, and their outcomes are compared"""
+    ROLLING_BACK = "rolling_back"
+    """the new version was shown to be worse; the one before is to answer all"""
+    ROLLED_BACK = "rolled_back"
+    """the version before answers all"""
+    KEPT = "kept"
+    """no loss was shown; the new version answers all"""
+    REPLACED = "replaced"
+    """a person deployed another version or rolled back before the watch ended"""
+
+
 class DeadLetterState(StrEnum):
     """The states of a dead letter."""
 
@@ -165,7 +180,7 @@ class Label(StrEnum):
 
 
 _R, _T, _RO, _A, _D = ReplyState, TaskState, RoundState, AdapterState, DeploymentState
-_L = DeadLetterState
+_L, _W = DeadLetterState, WatchState
 _Table = Mapping[StrEnum, frozenset[StrEnum]]
 
 # One table per kind: members of different StrEnums compare equal by text (a reply's and a task's "dead").
@@ -216,6 +231,13 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _D.DRAINING: frozenset({_D.RETIRED}),
         _D.RETIRED: frozenset(),
         _D.FAILED: frozenset(),
+    },
+    WatchState: {
+        _W.WATCHING: frozenset({_W.ROLLING_BACK, _W.KEPT, _W.REPLACED}),
+        _W.ROLLING_BACK: frozenset({_W.ROLLED_BACK, _W.REPLACED}),
+        _W.ROLLED_BACK: frozenset(),
+        _W.KEPT: frozenset(),
+        _W.REPLACED: frozenset(),
     },
     DeadLetterState: {
         _L.OPEN: frozenset({_L.RETRIED, _L.DROPPED}),
