@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flywheel"
 
 ROOMS: tuple[set[str], ...] = (
-    {"errors", "secrets"},
+    {"errors", "secrets", "conversations"},
     {"system"},
     {"records"},
     {"config"},

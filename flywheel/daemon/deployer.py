@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState
 from flywheel.serving.adapter_files import why_changed, why_unloadable
 from flywheel.serving.client.adapter_swap import (
-    Proven,
+    OtherVersion,
     ReplicaReport,
     RollbackError,
     SwapReport,
@@ -45,6 +46,15 @@ WAIT_SECONDS = 120.0
 NO_PROBE = "its round left no probe that could prove it"
 
 
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """That the new version answers a `share` of the units only, by `salt` (see `Split`), and the version that serves
+    now the others."""
+
+    share: float
+    salt: str
+
+
 class Deployer:
     """Points the alias at adapters, that of one target if there are `targets`. Several processes may have one; the
     swap lock orders their work."""
@@ -53,7 +63,7 @@ class Deployer:
         self._store = store
         self._config = config
         self._alias = config.model.alias
-        self._proven: dict[str, Proven] = {}
+        self._proven: dict[tuple[str, str], str] = {}
         self._others: dict[str, Deployer] = {}
 
     def of(self, config: Config) -> Deployer:
@@ -83,8 +93,9 @@ class Deployer:
         except LockedError:
             return 0
 
-    async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
-        """Swap to `adapter` (None: the base model). Raises ServeError; then the previous version still serves."""
+    async def deploy(self, adapter: str | None, reason: str, split: SplitRequest | None = None) -> SwapReport:
+        """Swap to `adapter` (None: the base model), with `split` for a share of the units. Raises ServeError; then
+        the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
@@ -93,8 +104,18 @@ class Deployer:
         async with self._replicas(WAIT_SECONDS) as servers:
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
+            now = await self._store.read(deployments.active, self._alias)
+            before = now.adapter if now is not None else None
+            if split is not None and before == adapter:
+                raise ServeError(attempted, "it serves already, and an alias is split between two versions")
+            recorded = {"other": before, **asdict(split)} if split is not None else None
+            other = await self._other(recorded)
             await self._make_room(servers, adapter)
-            number = await self._request(adapter, reason)
+            number = await self._request(adapter, reason, recorded)
+
+            async def check(lost: AdapterRef) -> None:
+                if lost.name != adapter:
+                    await self._checked(lost.name, f"load adapter {lost.name} again")
 
             async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:
                 if state in (DeploymentState.LOADING, DeploymentState.PROBING):
@@ -103,15 +124,43 @@ class Deployer:
                     await self._activate(number, report)
 
             try:
-                report = await swap(servers, self._alias, _ref(row), probe, on_state)
+                report = await swap(servers, self._alias, _ref(row), probe, on_state, other, check)
             except BaseException as error:
                 await self._fail(number, error)
                 raise
         return report
 
-    async def _request(self, adapter: str | None, reason: str) -> int:
+    async def end_split(self, reason: str) -> SwapReport | None:
+        """Let the deployed version answer everything; None if the alias is not split.
+
+        Raises ServeError. If it names replicas that did not follow, the others have, and `reconcile` brings these.
+        """
+        async with self._replicas(WAIT_SECONDS) as servers:
+            active = await self._store.read(deployments.active, self._alias)
+            if active is None or active.split is None:
+                return None
+            row = await self._store.read(rounds.adapter, active.adapter) if active.adapter else None
+            try:
+                report = await rollback(servers, self._alias, _ref(row))
+            except RollbackError as error:
+                if any(not replica.error for replica in error.report.replicas):
+                    await self._store.write(_unsplit, active.id, error.report, reason)
+                attempted = f"end the split of {self._alias} on every replica"
+                raise ServeError(attempted, error.why, error.hint, retryable=True) from error
+            await self._store.write(_unsplit, active.id, report, reason)
+        return report
+
+    async def _other(self, split: dict[str, Any] | None) -> OtherVersion | None:
+        """The other version of a recorded split."""
+        if split is None:
+            return None
+        row = await self._store.read(rounds.adapter, split["other"]) if split["other"] else None
+        probe = _probe(row, f"prove adapter {split['other']}")
+        return OtherVersion(_ref(row), probe, split["share"], split["salt"])
+
+    async def _request(self, adapter: str | None, reason: str, split: dict[str, Any] | None = None) -> int:
         urls = self._config.serving.urls
-        return await self._store.write(deployments.request, self._alias, urls, adapter, reason)
+        return await self._store.write(deployments.request, self._alias, urls, adapter, reason, split)
 
     async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
         if adapter is not None:
@@ -214,7 +263,8 @@ class Deployer:
         return to
 
     async def reconcile(self) -> SwapReport:
-        """Load the active adapter on servers that lost it (a restart), and unload versions out of use.
+        """Load the active adapter, and the other one of a split, on servers that lost it (a restart), and unload
+        versions out of use.
 
         Records the condition of each server for `status`. Where nothing was ever deployed, the servers are only
         inspected: they may belong to another state. Raises LockedError while another process moves the alias, and
@@ -239,14 +289,15 @@ class Deployer:
             adapter = active.adapter if active is not None else None
             row = await self._store.read(rounds.adapter, adapter) if adapter else None
             probe = _probe(row, f"prove adapter {adapter}")
+            other = await self._other(active.split if active is not None else None)
 
-            async def check() -> None:
-                attempted = f"load adapter {adapter} again"
+            async def check(lost: AdapterRef) -> None:
+                attempted = f"load adapter {lost.name} again"
                 hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
-                self._check_base(await self._checked(adapter, attempted), attempted, hint)
+                self._check_base(await self._checked(lost.name, attempted), attempted, hint)
 
             before = await self._store.read(deployments.replica_states, self._alias)
-            report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven)
+            report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven, other)
             await self._store.write(_noted, report)
             for each in report.changed:
                 last = before.get(each.url)
@@ -266,6 +317,11 @@ class Deployer:
 
 def _activated(conn: Connection, number: int, report: SwapReport) -> None:
     deployments.activate(conn, number, report.alias, report.as_json())
+    _noted(conn, report)
+
+
+def _unsplit(conn: Connection, number: int, report: SwapReport, reason: str) -> None:
+    deployments.end_split(conn, number, reason)
     _noted(conn, report)
 
 

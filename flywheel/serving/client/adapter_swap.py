@@ -1,8 +1,8 @@
 """The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
 
 Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
-longer needed are unloaded before it, for a free slot, and after it. The caller records what is deployed; adapters'
-directories are never changed.
+longer needed are unloaded before it, for a free slot, and after it. Both versions of a split are treated alike. The
+caller records what is deployed; adapters' directories are never changed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
+from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.replica_client import Alias, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
@@ -124,12 +125,12 @@ class RollbackError(ServeError):
 
 log = logging.getLogger(__name__)
 
-Check = Callable[[], Awaitable[object]]
+Check = Callable[[AdapterRef], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
 PROVE_SECONDS = 60.0
 """Timeout in seconds for verifying what serves already."""
-Proven = tuple[str, str]
-"""The verified adapter of a replica, and the start of its server."""
+Proven = MutableMapping[tuple[str, str], str]
+"""The start of the server at which a version was verified last, by URL and served name."""
 
 
 class OnState(Protocol):
@@ -138,30 +139,71 @@ class OnState(Protocol):
     async def __call__(self, state: DeploymentState, report: SwapReport | None = None, /) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class OtherVersion:
+    """The other version of a split (see `Split`): `share` of the units go to the one that is deployed, the rest to
+    this one. Without an adapter it is the base model."""
+
+    adapter: AdapterRef | None
+    probe: Probe | None
+    share: float
+    salt: str
+
+    def split(self, alias: str, base_model: str) -> Split:
+        name = _target(alias, self.adapter) or base_model
+        path, sha256 = (self.adapter.path, self.adapter.sha256) if self.adapter else (None, None)
+        return Split(AliasTarget(name, path, sha256), self.share, self.salt)
+
+
 @dataclass(slots=True)
 class _Step:
-    """The progress of the swap on one replica."""
+    """The progress of the swap on one replica. `serves` is what answers there, of a split the new version; `absent`
+    are the versions that were not loaded, and `loaded` those of them that are now."""
 
     replica: Replica
     before: Alias
     target: str
-    loaded: bool
+    split: Split | None
+    serves: str
+    absent: set[str] = dataclasses.field(default_factory=set)
+    loaded: set[str] = dataclasses.field(default_factory=set)
     probe: ProbeFigures | None = None
     point_tried: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether the alias must be changed."""
-        return self.before.target != self.target
+        return (self.before.target, self.before.split) != (self.target, self.split)
 
-    async def point(self, alias: str, adapter: AdapterRef | None) -> None:
+    @property
+    def names(self) -> list[str]:
+        """The served names of the versions."""
+        return [self.target, self.split.other.name] if self.split else [self.target]
+
+    def is_new(self, name: str) -> bool:
+        """Whether the version does not serve there yet."""
+        return name in self.absent or name not in self.before.versions or name == self.before.missing
+
+    async def load(self, name: str, adapter: AdapterRef, check: Check | None) -> None:
+        if await self.replica.has(name, adapter.path):
+            return
+        self.absent.add(name)
+        if check is not None:
+            await check(adapter)
+        if await self.replica.load(name, adapter.path):
+            self.loaded.add(name)
+
+    async def point(self, alias: str, adapter: AdapterRef | None, missing: str = "") -> None:
         path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
-        await self.replica.point(alias, self.target, self.before.target, path, sha256)
+        await self.replica.point(
+            alias, self.target, self.before.target, path, sha256, split=self.split, missing=missing
+        )
+        self.serves = next(name for name in self.names if name != missing)
 
     def report(self) -> ReplicaReport:
         """Mark the swap as complete."""
         return ReplicaReport(
-            self.replica.url, self.before.serves, self.loaded, self.moves, self.probe, serves=self.target
+            self.replica.url, self.before.serves, bool(self.loaded), self.moves, self.probe, serves=self.target
         )
 
 
@@ -180,22 +222,27 @@ async def swap(
     adapter: AdapterRef | None,
     probe: Probe | None,
     on_state: OnState,
+    other: OtherVersion | None = None,
+    check: Check | None = None,
 ) -> SwapReport:
-    """Point `alias` to `adapter` (None: the base model) on every replica, or on none.
+    """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, split it.
 
-    `on_state` is called for loading, probing, and active or failed. Raises ServeError, and any exception of
-    `on_state`, after everything was restored; the error names what could not be restored.
+    `on_state` is called for loading, probing, and active or failed; `check` before an adapter's files are loaded.
+    Raises ServeError, and any exception of `on_state`, after everything was restored; the error names what could not
+    be restored.
     """
     target = _target(alias, adapter)
     steps: list[_Step] = []
     try:
         await on_state(DeploymentState.LOADING)
-        await every([_prepare(replica, alias, adapter, steps) for replica in replicas])
+        await every([_prepare(replica, alias, adapter, other, steps, check) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
-            await every([_prove(step, probe) for step in steps])
-        if target:
-            await every([_still_there(step) for step in steps])
+            await every([_prove(step, step.target, probe) for step in steps])
+        if other is not None and other.probe is not None:
+            # It serves already, but for a server that has lost it.
+            await every([_prove(step, step.names[1], other.probe) for step in steps if step.is_new(step.names[1])])
+        await every([_still_there(step) for step in steps])
         for step in steps:
             step.point_tried = True
             await step.point(alias, adapter)
@@ -215,12 +262,12 @@ async def swap(
 
 
 async def rollback(replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None) -> SwapReport:
-    """Return to a version that has served before (None: the base model) on every reachable replica.
+    """Return to one version that has served before (None: the base model) on every reachable replica. A split ends.
 
     Unlike a swap, an unreachable replica does not prevent the others from going back. Raises RollbackError, which
     names the replicas that did not follow, at the end or when it is stopped while it waits.
     """
-    going = [asyncio.create_task(_restore(each, alias, adapter, None)) for each in replicas]
+    going = [asyncio.create_task(_restore(each, alias, adapter, None, None)) for each in replicas]
     stopped = None
     try:
         await asyncio.wait(going)
@@ -246,17 +293,19 @@ async def reconcile(
     adapter: AdapterRef | None,
     probe: Probe | None,
     check: Check | None = None,
-    proven: MutableMapping[str, Proven] | None = None,
+    proven: Proven | None = None,
+    other: OtherVersion | None = None,
 ) -> SwapReport:
-    """Restore the deployed adapter on replicas, for example after a restart of a server.
+    """Restore the deployed adapter, and the `other` version of a split, on replicas, for example after a restart of a
+    server.
 
-    `check` is called before the adapter's files are loaded again. `proven` has the last verified state by URL and is
+    `check` is called before an adapter's files are loaded again. `proven` has the last verified states and is
     updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be
-    restored; its report says why. Must not run during a swap.
+    restored; its report says why, and of a split it serves the version that it has. Must not run during a swap.
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, check, proven))
+        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, other, check, proven))
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
@@ -267,17 +316,27 @@ def _unanswered(replica: Replica) -> ReplicaReport:
     return ReplicaReport(replica.url, error=error, condition=Condition.UNREACHABLE)
 
 
-async def _prepare(
-    replica: Replica, alias: str, adapter: AdapterRef | None, steps: list[_Step], check: Check | None = None
-) -> None:
+async def _begin(
+    replica: Replica, alias: str, adapter: AdapterRef | None, other: OtherVersion | None, steps: list[_Step]
+) -> _Step:
     before = await replica.alias(alias)
-    step = _Step(replica, before, _target(alias, adapter) or before.base_model, loaded=False)
-    steps.append(step)
-    if adapter is None:
-        return
-    if check is not None and not await replica.has(step.target, adapter.path):
-        await check()
-    step.loaded = await replica.load(step.target, adapter.path)
+    split = other.split(alias, before.base_model) if other else None
+    steps.append(_Step(replica, before, _target(alias, adapter) or before.base_model, split, before.serves))
+    return steps[-1]
+
+
+async def _prepare(
+    replica: Replica,
+    alias: str,
+    adapter: AdapterRef | None,
+    other: OtherVersion | None,
+    steps: list[_Step],
+    check: Check | None,
+) -> None:
+    step = await _begin(replica, alias, adapter, other, steps)
+    for name, version in zip(step.names, (adapter, other and other.adapter), strict=False):
+        if version is not None:
+            await step.load(name, version, check)
 
 
 async def _restore(
@@ -285,43 +344,66 @@ async def _restore(
     alias: str,
     adapter: AdapterRef | None,
     probe: Probe | None,
+    other: OtherVersion | None,
     check: Check | None = None,
-    proven: MutableMapping[str, Proven] | None = None,
+    proven: Proven | None = None,
 ) -> ReplicaReport:
-    """Bring one replica to the version; problems are in the report."""
+    """Bring one replica to the version, or to both of a split; problems are in the report."""
     steps: list[_Step] = []
     try:
-        await _prepare(replica, alias, adapter, steps, check)
-        step = steps[0]
-        state = (step.target, step.before.instance)
-        if adapter is not None and probe is not None:
-            # Also if it was loaded before: it may have failed its last verification.
-            if step.loaded or step.moves:
-                await _prove(step, probe)
-            elif proven is not None and step.before.instance and proven.get(replica.url) != state:
-                await _prove_soon(step, probe)
-        if proven is not None:
-            proven[replica.url] = state
-        if step.moves or step.before.waiting:
-            await step.point(alias, adapter)
+        step = await _begin(replica, alias, adapter, other, steps)
+        versions = [(adapter, probe), *([(other.adapter, other.probe)] if other else [])]
+        failed: dict[str, ServeError] = {}
+        for name, (version, its_probe) in zip(step.names, versions, strict=True):
+            try:
+                if version is not None:
+                    await _bring(step, name, version, its_probe, check, proven)
+            except ServeError as error:
+                failed[name] = error
+        if len(failed) == len(versions):
+            raise failed[step.target]
+        # What serves already keeps its share, as without a split. Only a version that is not there is left out.
+        missing = next((name for name in failed if step.is_new(name)), "")
+        if step.moves or step.before.waiting or step.before.missing != missing:
+            await step.point(alias, adapter, missing)
+        for error in failed.values():
+            raise error
         return step.report()
     except ServeError as error:
-        wanted = steps[0].target if steps else ""
-        return ReplicaReport.failed(replica.url, error, serves=steps[0].before.serves if steps else "", wanted=wanted)
+        wanted, serves = (steps[0].target, steps[0].serves) if steps else ("", "")
+        return ReplicaReport.failed(replica.url, error, serves=serves, wanted=wanted)
 
 
-async def _prove(step: _Step, probe: Probe) -> None:
-    step.probe = await prove(step.replica, step.target, step.before.base_model, probe)
+async def _bring(
+    step: _Step, name: str, adapter: AdapterRef, probe: Probe | None, check: Check | None, proven: Proven | None
+) -> None:
+    """Load a version on a replica and verify it, if it was not verified since the server started."""
+    await step.load(name, adapter, check)
+    state, instance = (step.replica.url, name), step.before.instance
+    if probe is not None:
+        # Also if it was loaded before: it may have failed its last verification.
+        if step.is_new(name):
+            await _prove(step, name, probe)
+        elif proven is not None and instance and proven.get(state) != instance:
+            await _prove_soon(step, name, probe)
+    if proven is not None:
+        proven[state] = instance
 
 
-async def _prove_soon(step: _Step, probe: Probe) -> None:
+async def _prove(step: _Step, name: str, probe: Probe) -> None:
+    figures = await prove(step.replica, name, step.before.base_model, probe)
+    if name == step.target:
+        step.probe = figures
+
+
+async def _prove_soon(step: _Step, name: str, probe: Probe) -> None:
     """Verify the adapter that already serves; no other change of the servers can run meanwhile."""
     try:
         async with asyncio.timeout(PROVE_SECONDS):
-            await _prove(step, probe)
+            await _prove(step, name, probe)
     except TimeoutError:
         raise ServeError(
-            f"prove {step.target} on {step.replica.url}",
+            f"prove {name} on {step.replica.url}",
             f"its engine gave no answer within {PROVE_SECONDS:g} s",
             "See whether the server is overloaded or hangs; it is asked again.",
             retryable=True,
@@ -330,10 +412,11 @@ async def _prove_soon(step: _Step, probe: Probe) -> None:
 
 async def _still_there(step: _Step) -> None:
     """Raise ServeError when the replica has restarted: its alias would point to an adapter that is not loaded."""
-    if step.target not in await step.replica.models():
+    adapters = set(step.names) - {step.before.base_model}
+    if lost := adapters - (await step.replica.models()).keys() if adapters else None:
         raise ServeError(
             f"point an alias at {step.target} on {step.replica.url}",
-            "the adapter is not loaded there any more: the server has restarted",
+            f"{' and '.join(sorted(lost))} is not loaded there any more: the server has restarted",
             "It is tried again; by hand, deploy again.",
             retryable=True,
         )
@@ -348,9 +431,9 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
                 # A change whose response was lost may have taken effect, so ask the server.
                 before = step.before
                 if (step.moves or before.waiting) and (await step.replica.alias(alias)).target == step.target:
-                    saved = before.path, before.sha256 or None, before.waiting
+                    saved = before.path, before.sha256 or None, before.waiting, before.split, before.missing
                     await step.replica.point(alias, before.target, step.target, *saved)
-            elif step.loaded:
+            elif step.target in step.loaded:
                 # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
                 # is retired.
                 await step.replica.unload(step.target)
@@ -367,7 +450,7 @@ async def retire(
 ) -> dict[str, list[str]]:
     """Unload versions of `alias` that are no longer needed. Returns the unloaded names per replica.
 
-    `keep` are names of adapters to keep (the deployed one and those to roll back to). The serving version is always
+    `keep` are names of adapters to keep (the deployed one and those to roll back to). The serving versions are always
     kept, and a version is unloaded only after it has not served for `drain_seconds`, so that requests in flight
     complete. Must not run during a swap.
     """
@@ -416,9 +499,9 @@ async def _retire(replica: Replica, alias: str, keep: Collection[str], drain_sec
     kept = {version_name(alias, name) for name in keep}
 
     async def idle() -> set[str]:
-        serving = (await replica.alias(alias)).target
+        serving = (await replica.alias(alias)).versions
         loaded = [name for name in await replica.models() if name.startswith(version_name(alias, ""))]
-        return {name for name in loaded if name not in kept and name != serving}
+        return {name for name in loaded if name not in kept and name not in serving}
 
     old = await idle()
     if old:
