@@ -213,8 +213,9 @@ class Deployer:
             why = f"it was trained on {row.base_model}, and model.base is {base}"
             raise ServeError(attempted, why, hint)
 
-    async def rollback(self, to: str | None = None) -> tuple[str | None, SwapReport]:
-        """Go back to the adapter that served before, or to `to` ("base": the base model), without a proof.
+    async def rollback(self, to: str | None = None, why: str = "") -> tuple[str | None, SwapReport]:
+        """Go back to the adapter that served before, or to `to` ("base": the base model), without a proof; `why` is
+        recorded.
 
         Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
         """
@@ -227,7 +228,8 @@ class Deployer:
             self._check_base(row, attempted, hint)
             if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
                 await self._make_room(servers, target)
-            number = await self._request(target, deployments.ROLLBACK)
+            reason = f"{deployments.ROLLBACK}: {why}" if why else deployments.ROLLBACK
+            number = await self._request(target, reason)
             try:
                 report = await rollback(servers, self._alias, _ref(row))
             except RollbackError as error:

@@ -54,13 +54,13 @@ def by_number(conn: Connection, number: int) -> Row[Any] | None:
 
 ROLLBACK: Final = "rollback"
 BY_HAND: Final = "by hand"
-"""The reasons of deployments that are a rollback, and that a person asked for."""
+"""The reasons of deployments that are a rollback, perhaps with its cause behind a colon, and that a person asked for."""
 
 
 def outcomes(conn: Connection, alias: str) -> dict[str, int]:
     """How many swaps of an alias were done, were rollbacks, and failed."""
     is_failed = deployments.c.state == DeploymentState.FAILED.value
-    rolled_back = deployments.c.reason == ROLLBACK
+    rolled_back = deployments.c.reason.startswith(ROLLBACK)
     outcome = case((is_failed, "failed"), (rolled_back, "rolled_back"), else_="done")
     ended = or_(is_failed, deployments.c.activated_at.is_not(None))
     query = select(outcome, func.count()).where(deployments.c.alias == alias, ended).group_by(outcome)

@@ -100,9 +100,10 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         text = f"{subject}{of} is {kind}{f': {reason}' if reason else ''}"
     elif event.kind == deployments.name:
         alias, adapter, reason = row_of(deployments.c.alias, deployments.c.adapter, deployments.c.reason)
-        if reason != ROLLBACK:
+        if not reason.startswith(ROLLBACK):
             return None
-        subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}"
+        why = reason.removeprefix(ROLLBACK)
+        subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}{why}"
     elif event.kind == dead_letters.name:
         unit, subject, error = row_of(dead_letters.c.kind, dead_letters.c.subject, dead_letters.c.error)
         text = f"the {unit} {subject} could not be processed: {error}"

@@ -62,7 +62,7 @@ def later(outcome: GateOutcome) -> str:
         return f"{since}."
     if len(outcome.services) == 1:
         return f"It served as {first.alias} from {_time(first.activated_at)} to {_time(first.retired_at)}."
-    again = {ROLLBACK: "by a rollback", BY_HAND: "by hand"}.get(last.reason, "again")
+    again = "by a rollback" if last.reason.startswith(ROLLBACK) else "by hand" if last.reason == BY_HAND else "again"
     return (
         f"It served as {first.alias} from {_time(first.activated_at)}, was last deployed {again}, and {_until(last)}."
     )
