@@ -565,6 +565,10 @@ class SuiteSettings(Section):
 
 
 class GateSettings(Section):
+    mode: Literal["auto", "manual"] = "auto"
+    """What follows when the gate has passed a candidate. `auto`: it is deployed. `manual`: its round waits in the
+    state `passed` for `flywheel deploy` or the page of the round, at most `deploy.approval_days`; other rounds go
+    on."""
     max_tasks: int = Field(default=200, gt=0)
     """Maximum number of held-out tasks that both adapters answer; the newest are used."""
     min_tasks: int = Field(default=8, gt=0)

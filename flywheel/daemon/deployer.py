@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from pydantic import ValidationError
@@ -83,14 +84,22 @@ class Deployer:
         except LockedError:
             return 0
 
-    async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
-        """Swap to `adapter` (None: the base model). Raises ServeError; then the previous version still serves."""
+    async def deploy(
+        self, adapter: str | None, reason: str, *, instead_of: str | EllipsisType | None = ...
+    ) -> SwapReport:
+        """Swap to `adapter` (None: the base model), if it is given only from `instead_of`. Raises ServeError; then
+        the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
             raise ServeError(attempted, NO_PROBE, "Deploy another adapter.")
         probe = _probe(row, attempted)
         async with self._replicas(WAIT_SECONDS) as servers:
+            if not isinstance(instead_of, EllipsisType):
+                # Inside the lock: its last holder may have deployed something else.
+                active = await self._store.read(deployments.active, self._alias)
+                if (serves := active.adapter if active is not None else None) not in (adapter, instead_of):
+                    raise ServeError(attempted, rounds.other_serves(instead_of, serves))
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
             await self._make_room(servers, adapter)
@@ -121,7 +130,7 @@ class Deployer:
             await make_room(servers, self._alias, adapter, recent, keep, drain)
 
     async def _activate(self, number: int, report: SwapReport) -> None:
-        writing = asyncio.ensure_future(self._store.write(_activated, number, report))
+        writing = asyncio.ensure_future(self._store.write(_activated, number, report, self._config))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -264,8 +273,9 @@ class Deployer:
             return report
 
 
-def _activated(conn: Connection, number: int, report: SwapReport) -> None:
+def _activated(conn: Connection, number: int, report: SwapReport, config: Config) -> None:
     deployments.activate(conn, number, report.alias, report.as_json())
+    rounds.decide_passed(conn, config.target, report.alias, config.training.max_uses)
     _noted(conn, report)
 
 

@@ -24,6 +24,8 @@ def sentence(outcome: GateOutcome) -> str:
             return f"{name} was promoted: {_better(outcome, seen, decision)}."
         case RoundState.PROMOTED:
             return f"{name} was promoted: {reason}."
+        case RoundState.REJECTED if decision is not None and decision.promote:
+            return f"{name} was better and was rejected: {_obstacle(reason, decision)}."
         case RoundState.REJECTED if outcome.is_spent or seen is not None:
             return _rejected(outcome, reason)
         case RoundState.REJECTED:
@@ -34,8 +36,9 @@ def sentence(outcome: GateOutcome) -> str:
             return f"{name} failed after its test: {reason}."
         case RoundState.FAILED:
             return f"{name} failed before its test: {reason}."
-        case RoundState.EVALUATING if decision is not None and decision.promote and seen is not None:
-            return f"{name} is better and is being deployed: {_better(outcome, seen, decision)}."
+        case RoundState.EVALUATING | RoundState.PASSED if decision and decision.promote and seen is not None:
+            then = "waits to be deployed" if outcome.state is RoundState.PASSED else "is being deployed"
+            return f"{name} is better and {then}: {_better(outcome, seen, decision)}."
         case RoundState.EVALUATING:
             return f"{name} has ended its training and has not been decided about yet."
         case RoundState.TRAINING:

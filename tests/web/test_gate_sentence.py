@@ -137,6 +137,21 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
         {"seen": comparison(), "reason": "better ({reason}), but not deployed: cannot load it: no room."},
         "r0001 was better and was not promoted: it could not be deployed: cannot load it: no room.",
     ),
+    "better, but refused": (
+        RoundState.REJECTED,
+        {"seen": comparison(), "tail": "; but alice refused it"},
+        "r0001 was better and was rejected: alice refused it.",
+    ),
+    "better, but nobody decided": (
+        RoundState.REJECTED,
+        {"seen": comparison(), "tail": "; but nobody deployed it within 7 days (deploy.approval_days)"},
+        "r0001 was better and was rejected: nobody deployed it within 7 days (deploy.approval_days).",
+    ),
+    "waiting": (
+        RoundState.PASSED,
+        {"seen": comparison()},
+        "r0001 is better and waits to be deployed: on 20 held-out tasks it scored 0.700 and the base model 0.500,",
+    ),
     "of an early version": (
         RoundState.REJECTED,
         {"seen": comparison(0.0), "decided": False, "reason": "not shown to be better: as it was said then"},
