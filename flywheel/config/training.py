@@ -593,6 +593,9 @@ class GateSettings(Section):
     non_inferiority_margins: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
     """Criteria that must not get worse, with the largest acceptable loss of each (0…1): a candidate is promoted only
     if the lower bound of each one's gain is above minus its margin. Default: none; the rubric's weights decide."""
+    tripwires: bool = True
+    """Whether harm that a mean score hides prevents a promotion: answers over twice or under half as long, cut
+    answers, failed tool calls, invalid formats. Only harm that is shown does."""
     suites: dict[str, SuiteSettings] = {}
     """Fixed sets of tasks that candidate and deployed adapter also answer, by name (letters, digits and `_.-`)."""
 

@@ -10,6 +10,7 @@ from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK, ServingPeriod
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.system.terminal import percent, quantity
+from flywheel.training.gate.gate import of_tripwire
 
 _ROLLED_BACK: Final = "; rolled back since"
 _NOT_DEPLOYED: Final = "not deployed: "
@@ -137,6 +138,9 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
             bounds = f" ({suite.gain:+.3f}, {suite.lower:+.3f} to {suite.upper:+.3f})" if suite is not None else ""
             margin = decision.suite_margins[decision.suite]
             return f"{total}: on the suite {decision.suite}{bounds} it may lose more than its margin of {margin:g}."
+        case DecisionReason.HARMFUL:
+            harm = next(each for each in seen.tripwires if each.criterion == decision.tripwire)
+            return f"{total}: {of_tripwire(harm)}."
     if seen.upper < 0:
         return f"{name} was rejected because it is worse than {other}: {gain}, all of it below 0."
     if seen.gain <= 0:

@@ -112,6 +112,12 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
         {"seen": comparison(), "gate": KEEPING},
         "of the suite math, 0 tasks decided are too few",
     ),
+    "vetoed by a tripwire": (
+        RoundState.REJECTED,
+        {"seen": comparison(tripwires=[criterion("cut", -0.2)])},
+        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: more answers"
+        " are cut: not cut 0.800 before and 0.600 now, gain -0.200, -0.240 to -0.160, all of it below -0.05.",
+    ),
     "refused": (
         RoundState.REJECTED,
         {"reason": "no group of its first steps has different rewards"},

@@ -20,9 +20,8 @@ from flywheel.store.kernel.transitions import move
 from flywheel.system.files import append_jsonl, write_atomic, write_json
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.web.rounds import LogEnd, log_end
-from tests.factories.config import with_settings
 from tests.factories.state import write_state
-from tests.web.conftest import Check, Visitor, serving
+from tests.web.conftest import Check, Visitor
 from tests.web.recorded_state import HOSTILE
 
 LIVE = "r0003"
@@ -84,7 +83,7 @@ def test_a_round(check: Check, address: str) -> None:
     expect(page.locator("#log summary")).to_have_text("The last 60 lines of the log")
 
 
-def test_a_waiting_candidate_is_refused_by_a_button(own_state: Config, visitor: Visitor) -> None:
+def test_a_waiting_candidate_is_refused_by_a_button(own_state: Config, own_address: str, visitor: Visitor) -> None:
     def waits(conn: Connection) -> None:
         to(conn, RoundState.PLANNED, RoundState.TRAINING)
         to(conn, RoundState.TRAINING, RoundState.EVALUATING)
@@ -92,14 +91,13 @@ def test_a_waiting_candidate_is_refused_by_a_button(own_state: Config, visitor: 
         rounds.let_wait(conn, row, "demo-agent", "better: gain +0.1", "a person", 3)
 
     write_state(own_state.state_dir, waits)
-    with serving(with_settings(own_state, gate={"mode": "manual"})) as found:
-        page = visitor.open(f"{found}/rounds/{LIVE}")
-        expect(page.locator("#now")).to_contain_text(f"It waits for a person: `flywheel deploy {LIVE}`")
-        visitor.check(page)
-        page.get_by_role("button", name="Refuse").click()
-        expect(page.get_by_role("status")).to_contain_text("1 refused")
-        expect(page.locator("h1")).to_contain_text("rejected")
-        visitor.check(page)
+    page = visitor.open(f"{own_address}/rounds/{LIVE}")
+    expect(page.locator("#now")).to_contain_text("It waits for the daemon, or the next `flywheel run`")
+    visitor.check(page)
+    page.get_by_role("button", name="Refuse").click()
+    expect(page.get_by_role("status")).to_contain_text("1 refused")
+    expect(page.locator("h1")).to_contain_text("rejected")
+    visitor.check(page)
 
 
 def test_the_value_under_the_pointer_and_the_way_to_its_rollouts(visitor: Visitor, address: str) -> None:
