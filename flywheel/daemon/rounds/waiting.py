@@ -21,7 +21,7 @@ def waits_for(conn: Connection, config: Config, row: Row[Any] | RoundFacts) -> s
     return ""
 
 
-def told(conn: Connection, config: Config, row: Row[Any] | RoundFacts) -> dict[str, str | None]:
+def told(conn: Connection, config: Config, row: Row[Any] | RoundFacts) -> dict[str, Any]:
     """For people: `waits_for` and `waits_until` of a round whose candidate waits; empty for others, and for those of
     a target that is no longer configured."""
     own = config.by_target().get(row.target)

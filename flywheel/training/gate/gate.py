@@ -147,12 +147,16 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
 
     suite_margins = {name: suite.margin for name, suite in gate.suites.items() if suite.margin is not None}
 
-    def decision(reason_code: DecisionReason, reason: str, **blocking: str) -> GateDecision:
+    def decision(
+        reason_code: DecisionReason, reason: str, *, criterion: str = "", suite: str = "", tripwire: str = ""
+    ) -> GateDecision:
         return GateDecision(
             promote=reason_code is DecisionReason.BETTER,
             reason=reason,
             reason_code=reason_code,
-            **blocking,
+            criterion=criterion,
+            suite=suite,
+            tripwire=tripwire,
             min_tasks=gate.min_tasks,
             min_gain=gate.min_gain,
             confidence=gate.confidence,

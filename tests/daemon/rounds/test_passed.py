@@ -202,6 +202,16 @@ async def test_the_promotion_of_one_ends_the_others_that_were_compared_with_the_
     assert (books["consumed"], books["accepted"]) == (6, 6 + 2)
 
 
+async def test_a_candidate_that_was_overtaken_delays_no_round(wheel: Wheel, by_hand: Rounds) -> None:
+    await passes(wheel, by_hand)
+    await wheel.store.write(put_more_tasks, 6)
+    await passes(wheel, by_hand)
+    await wheel.deployer.deploy("r0001", BY_HAND)
+    assert await states(wheel) == ["promoted", "failed"]
+    due = await by_hand.due()
+    assert due.start, due.reason
+
+
 async def test_a_rollback_ends_what_was_compared_with_the_adapter_that_is_rolled_back(
     wheel: Wheel, by_hand: Rounds
 ) -> None:
