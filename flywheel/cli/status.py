@@ -202,6 +202,11 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
         *(("watched", _watched(own.watch)) for own in status.targets.values() if own.watch is not None),
         *servers,
     ]
+    facts += [
+        ("round", f"{_named(each)}: passed, waits for {each.waits_for}{_until(each.waits_until)}")
+        for each in status.rounds
+        if each.waits_for
+    ]
     if live is not None:
         facts.append(("round", f"{_named(live)}: {live.progress.summary if live.progress else live.state}"))
     facts += [
@@ -210,6 +215,10 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
         ("ledger", "–" if missing else "balanced" if status.balanced else "NOT balanced: run `flywheel audit`"),
     ]
     return [(name, escape_terminal(text)) for name, text in facts]
+
+
+def _until(at: str | None) -> str:
+    return f" until {moment(at)} UTC" if at else ""
 
 
 def _source_line(source: SourceStatus) -> str:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from pydantic import ValidationError
@@ -93,15 +94,27 @@ class Deployer:
         except LockedError:
             return 0
 
-    async def deploy(self, adapter: str | None, reason: str, split: SplitRequest | None = None) -> SwapReport:
-        """Swap to `adapter` (None: the base model), with `split` for a share of the units. Raises ServeError; then
-        the previous version still serves."""
+    async def deploy(
+        self,
+        adapter: str | None,
+        reason: str,
+        split: SplitRequest | None = None,
+        *,
+        instead_of: str | EllipsisType | None = ...,
+    ) -> SwapReport:
+        """Swap to `adapter` (None: the base model), if it is given only from `instead_of`, and with `split` for a
+        share of the units. Raises ServeError; then the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
             raise ServeError(attempted, NO_PROBE, "Deploy another adapter.")
         probe = _probe(row, attempted)
         async with self._replicas(WAIT_SECONDS) as servers:
+            if not isinstance(instead_of, EllipsisType):
+                # Inside the lock: its last holder may have deployed something else.
+                active = await self._store.read(deployments.active, self._alias)
+                if (serves := active.adapter if active is not None else None) not in (adapter, instead_of):
+                    raise ServeError(attempted, rounds.other_serves(instead_of, serves))
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
             now = await self._store.read(deployments.active, self._alias)
@@ -170,7 +183,7 @@ class Deployer:
             await make_room(servers, self._alias, adapter, recent, keep, drain)
 
     async def _activate(self, number: int, report: SwapReport) -> None:
-        writing = asyncio.ensure_future(self._store.write(_activated, number, report))
+        writing = asyncio.ensure_future(self._store.write(_activated, number, report, self._config))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -317,8 +330,9 @@ class Deployer:
             return report
 
 
-def _activated(conn: Connection, number: int, report: SwapReport) -> None:
+def _activated(conn: Connection, number: int, report: SwapReport, config: Config) -> None:
     deployments.activate(conn, number, report.alias, report.as_json())
+    rounds.decide_passed(conn, config.target, report.alias, config.training.max_uses)
     _noted(conn, report)
 
 

@@ -19,6 +19,7 @@ from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.rounds.free_samples import AvailableSamples, AvailableSamplesCache, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
+from flywheel.daemon.rounds.waiting import told
 from flywheel.daemon.watch_figures import WatchStatus, watch_status
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import WORDS, Exclusion
@@ -185,7 +186,8 @@ class TargetStatus(Struct, frozen=True):
 
 
 class RoundStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A round; of a live one, `steps` and rewards are those of its progress. `comparison` lacks single scores."""
+    """A round; of a live one, `steps` and rewards are those of its progress. `comparison` lacks single scores.
+    `waits_for` and `waits_until` are of one whose candidate waits."""
 
     round: str
     target: str = ""
@@ -202,6 +204,8 @@ class RoundStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     dir: str
     created_at: str
     finished_at: str | None
+    waits_for: str = ""
+    waits_until: str | None = None
 
 
 class LiveRound(RoundStatus, frozen=True, kw_only=True, omit_defaults=True):
@@ -297,7 +301,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         recent_verdicts=verdicts.recent(conn, VERDICTS_SHOWN),
         warnings=[*dict.fromkeys(warnings), *_warnings(conn, config)],
         waiting_for=database.noted(conn, database.ROUND_NOTE),
-        rounds=[RoundStatus(**_round(row)) for row in rounds.newest(conn, ROUNDS_SHOWN)],
+        rounds=[RoundStatus(**_round(row), **told(conn, config, row)) for row in _shown_rounds(conn)],
         rounds_by_state={state.value: rounds.count(conn, state) for state in RoundState},
         promoted=rounds.count(conn, RoundState.PROMOTED),
         live_round=_live(live) if live is not None else None,
@@ -451,6 +455,13 @@ def _round(row: Row[Any]) -> dict[str, Any]:
         "created_at": row.created_at,
         "finished_at": row.finished_at,
     }
+
+
+def _shown_rounds(conn: Connection) -> list[Row[Any]]:
+    """The newest rounds, and older ones whose candidates wait."""
+    newest = rounds.newest(conn, ROUNDS_SHOWN)
+    shown = {row.id for row in newest}
+    return [*(row for row in rounds.passed(conn) if row.id not in shown), *newest]
 
 
 def _live(row: Row[Any]) -> LiveRound:

@@ -65,7 +65,7 @@ class TaskState(StrEnum):
     UNDECIDED = "undecided"
     """the judge did not decide; it is judged again later"""
     RESERVED = "reserved"
-    """an unfinished round uses it"""
+    """an unfinished round, or one whose candidate waits, uses it"""
     CONSUMED = "consumed"
     """a promoted round, or as many compared rounds as are allowed, have used it"""
     DEAD = "dead"
@@ -90,10 +90,12 @@ class RoundState(StrEnum):
     """its worker runs"""
     EVALUATING = "evaluating"
     """its result is there; it is compared, decided and, if better, swapped in"""
+    PASSED = "passed"
+    """its adapter was shown to be better and waits, as for a person (`gate.mode: manual`); other rounds go on"""
     PROMOTED = "promoted"
     """its adapter was shown to be better and is deployed"""
     REJECTED = "rejected"
-    """its adapter was not shown to be better"""
+    """its adapter was not shown to be better, or was, and nobody wanted it"""
     FAILED = "failed"
     """it ended with an error, or was refused"""
     ABANDONED = "abandoned"
@@ -209,7 +211,8 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
     RoundState: {
         _RO.PLANNED: frozenset({_RO.TRAINING, _RO.FAILED}),
         _RO.TRAINING: frozenset({_RO.EVALUATING, _RO.FAILED, _RO.ABANDONED}),
-        _RO.EVALUATING: frozenset({_RO.PROMOTED, _RO.REJECTED, _RO.FAILED, _RO.ABANDONED}),
+        _RO.EVALUATING: frozenset({_RO.PASSED, _RO.PROMOTED, _RO.REJECTED, _RO.FAILED, _RO.ABANDONED}),
+        _RO.PASSED: frozenset({_RO.PROMOTED, _RO.REJECTED, _RO.FAILED}),
         _RO.ABANDONED: frozenset({_RO.PLANNED, _RO.FAILED}),
         _RO.PROMOTED: frozenset(),
         _RO.REJECTED: frozenset(),
