@@ -23,6 +23,7 @@ from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judging import TaskJudging, recover
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.rounds.retention import Retention
 from flywheel.daemon.rounds.rounds import Rounds
@@ -98,7 +99,8 @@ class Service:
         self._judge = Stage("judge", self._do_judge)
         self._round = Stage("rounds", self._do_round)
         # Beside it: a candidate that may be promoted now does not wait for the worker of another round.
-        self._promotion = Stage("promotions", self._rounds.promote_passed)
+        self._promotion = Stage("promotions", self._do_promotions)
+        self._watch = PromotionWatch(store, config, self._deployer, self._rounds.cancel)
         self._new_tasks = 0
         self._budget_spent_on: date | None = None
         self._rejects_all = False
@@ -158,7 +160,7 @@ class Service:
                 await self._do_reconcile()
             except ServeError as failure:
                 log.warning("%s", failure)
-            await self._rounds.promote_passed()
+            await self._do_promotions()
             state = await self._rounds.finish_live()
             rounds = 0
             while (
@@ -352,6 +354,11 @@ class Service:
         if warning and not self._rejects_all:
             log.warning("%s", warning)
         self._rejects_all = bool(warning)
+
+    async def _do_promotions(self) -> None:
+        """Look at the promotion that is watched, and promote what waited for that, or for a person."""
+        await self._watch.look()
+        await self._rounds.promote_passed()
 
     async def _do_round(self) -> None:
         ended = await self._rounds.finish_live()

@@ -35,6 +35,12 @@ def active(conn: Connection, alias: str) -> Row[Any] | None:
     return conn.execute(select(deployments).where(deployments.c.active_alias == alias)).one_or_none()
 
 
+def watched(conn: Connection, alias: str) -> str:
+    """The version that answers a share of the units until its watch ends; empty without a split."""
+    now = active(conn, alias)
+    return now.adapter or "the base model" if now is not None and now.split is not None else ""
+
+
 def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
     """The last deployments, the newest first."""
     return conn.execute(
@@ -54,7 +60,7 @@ def by_number(conn: Connection, number: int) -> Row[Any] | None:
 
 ROLLBACK: Final = "rollback"
 BY_HAND: Final = "by hand"
-"""The reasons of deployments that are a rollback, perhaps with its cause behind a colon, and that a person asked for."""
+"""The reasons of deployments that are a rollback, to which a cause may be added, and that a person asked for."""
 
 
 def outcomes(conn: Connection, alias: str) -> dict[str, int]:

@@ -123,12 +123,6 @@ def follow(conn: Connection, alias: str) -> Row[Any] | None:
     return watch
 
 
-def is_undecided(conn: Connection, alias: str) -> bool:
-    """Whether the promotion that serves is still watched."""
-    active = deployed.active(conn, alias)
-    return active is not None and active.split is not None
-
-
 def activated_ns(conn: Connection, watch: Row[Any]) -> int:
     """When the new version was active on the last replica, in nanoseconds since 1970."""
     query = select(deployments.c.activated_at).where(deployments.c.id == watch.deployment_id)

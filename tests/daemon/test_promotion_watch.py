@@ -49,6 +49,7 @@ class Watched:
     config: Config
     cancelled: list[tuple[str, str]] = field(default_factory=list)
     numbers: int = 0
+    replies: int = 0
 
     @property
     def deployer(self) -> Deployer:
@@ -100,8 +101,9 @@ class Watched:
         await self.store.write(self._judged, calls, quality)
 
     def _judged(self, conn: Connection, calls: list[RecordedCall], quality: str) -> None:
-        first = self.numbers * 1000
-        put_replies(conn, *(reply(first + n, calls=(each.request_id,)) for n, each in enumerate(calls)))
+        for each in calls:
+            self.replies += 1
+            put_replies(conn, reply(self.replies, calls=(each.request_id,)))
         judge_all(conn, lambda _: accepted() if quality == GOOD else rejected())
 
 
@@ -159,7 +161,7 @@ async def test_a_version_that_is_as_good_gets_everything(watched: Watched) -> No
     assert row.state == WatchState.KEPT
     assert row.reason.startswith(f"no loss was shown in {UNITS} conversations: r0002 50 %")
     assert await watched.serving() == ("r0002", False)
-    assert not await watched.store.read(watches.is_undecided, "agent")
+    assert not await watched.store.read(deployments.watched, "agent")
 
 
 async def test_after_so_many_days_the_new_version_gets_everything(watched: Watched) -> None:
@@ -334,19 +336,15 @@ REPLIES: list[tuple[dict[str, Any], Any, Outcome | None]] = [
 ]
 
 
-@for_each("values, verdict, expected", REPLIES)
-async def test_what_a_reply_decides(values: dict[str, Any], verdict: Any, expected: Outcome | None) -> None:
-    store = await Store.empty()
-
-    def put(conn: Connection) -> None:
-        put_replies(conn, reply(1, calls=("call-1",), **values))
+async def test_what_a_reply_decides() -> None:
+    for values, verdict, expected in REPLIES:
+        store = await Store.empty()
+        await store.write(put_replies, reply(1, calls=("call-1",), **values))
         if verdict is not None:
-            judge_all(conn, lambda _: verdict())
-
-    await store.write(put)
-    found = await store.read(watches.outcomes_of, ["call-1", "call-2"])
-    assert found == ({"call-1": expected} if expected is not None else {})
-    await store.close()
+            await store.write(judge_all, lambda _, verdict=verdict: verdict())
+        found = await store.read(watches.outcomes_of, ["call-1", "call-2"])
+        assert found == ({"call-1": expected} if expected is not None else {}), values
+        await store.close()
 
 
 async def test_what_the_question_decides_is_missing(store: Store) -> None:

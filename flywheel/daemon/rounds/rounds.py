@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config, JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
-from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.deployer import Deployer, SplitRequest
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
@@ -40,7 +41,9 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import CANDIDATE_DIR, RoundResult, Suite
 from flywheel.records.states import RoundState
+from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.client.replica_client import Condition
+from flywheel.sources.call_puller import OFF, pulled_servers
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
@@ -465,7 +468,8 @@ class Rounds:
             return
         if serves != adapter:
             try:
-                await own.deployer.deploy(adapter, f"{row.name}: {reason}", instead_of=row.parent)
+                split = await asyncio.to_thread(_split, own.config)
+                await own.deployer.deploy(adapter, f"{row.name}: {reason}", split, instead_of=row.parent)
             except ServeError as error:
                 # A server error does not fail the candidate, whose training may have taken hours.
                 if error.retryable or error.condition == Condition.MISCONFIGURED:
@@ -504,6 +508,18 @@ class Rounds:
     async def _note(self, text: str) -> None:
         if await self._store.read(database.noted, database.ROUND_NOTE) != text:
             await self._store.write(database.note, database.ROUND_NOTE, text)
+
+
+def _split(config: Config) -> SplitRequest | None:
+    """How a promotion is shared with the version before while it is watched; None if it is not, or could not be."""
+    share = config.deploy.watch.new_share
+    if share == 1 or config.serving.call_log is None:
+        return None
+    pulled = pulled_servers(call_log_copy_path(config.state_dir))
+    if off := [url for url in config.serving.urls if url in pulled and pulled[url].condition == OFF]:
+        log.warning("the promotion is not watched: %s records no calls", ", ".join(off))
+        return None
+    return SplitRequest(share, secrets.token_hex(16))
 
 
 def _end_other_version(name: str, directory: Path) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.records.states import RoundState
-from flywheel.store import rounds
+from flywheel.store import deployments, rounds
 from flywheel.store.views.round_list import RoundFacts
 
 
@@ -18,7 +18,8 @@ def waits_for(conn: Connection, config: Config, row: Row[Any] | RoundFacts) -> s
     that of the round's target."""
     if _needs_person(conn, config, row):
         return f"a person: `flywheel deploy {row.name}`"
-    return ""
+    watched = deployments.watched(conn, config.model.alias)
+    return f"the watch of {watched}, which is undecided" if watched else ""
 
 
 def told(conn: Connection, config: Config, row: Row[Any] | RoundFacts) -> dict[str, Any]:

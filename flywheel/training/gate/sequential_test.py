@@ -7,7 +7,7 @@ is not worse, arm and outcome are independent, or point the other way. Each unit
 
 π is the probability of the arm when the unit was assigned, and q follows by Bayes' rule from estimates of both
 success rates, which come from earlier units alone: (½ + successes) / (1 + units), and the pooled rate for both where
-the new version's is higher. The expected factor is at most 1 whatever came before, so the e-value is a nonnegative
+the new version's is higher or one of them has no unit yet. The expected factor is at most 1 whatever came before, so the e-value is a nonnegative
 supermartingale, and the probability that it ever reaches `LIMIT` is at most 1 / `LIMIT` (Ville's inequality; Ramdas,
 Grünwald, Vovk and Shafer, 2023, "Game-Theoretic Statistics and Safe Anytime-Valid Inference"). It may be looked at
 after every unit, and rates may drift, since the arms of one moment share them.
@@ -65,7 +65,7 @@ class SequentialTest:
         """Estimated rates in (0, 1), the old one not below the new one."""
         done, all_ = [0.5 + each for each in self.successes], [1.0 + each for each in self.units]
         old, new = (mine / total for mine, total in zip(done, all_, strict=True))
-        return (old, new) if new <= old else (sum(done) / sum(all_),) * 2
+        return (old, new) if new <= old and all(self.units) else (sum(done) / sum(all_),) * 2
 
 
 def detectable_loss(units: int, share: float, rate: float) -> float | None:
