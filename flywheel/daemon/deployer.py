@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
+SPLIT_SLOTS = 3
+"""Slots that a swap needs while the alias is split: for both versions and the next one."""
 NO_PROBE = "its round left no probe that could prove it"
 
 
@@ -152,9 +154,8 @@ class Deployer:
             active = await self._store.read(deployments.active, self._alias)
             if active is None or active.split is None:
                 return None
-            row = await self._store.read(rounds.adapter, active.adapter) if active.adapter else None
             try:
-                report = await rollback(servers, self._alias, _ref(row))
+                report = await rollback(servers, self._alias, await self._ref(active.adapter))
             except RollbackError as error:
                 if any(not replica.error for replica in error.report.replicas):
                     await self._store.write(_unsplit, active.id, error.report, reason)
@@ -162,6 +163,9 @@ class Deployer:
                 raise ServeError(attempted, error.why, error.hint, retryable=True) from error
             await self._store.write(_unsplit, active.id, report, reason)
         return report
+
+    async def _ref(self, adapter: str | None) -> AdapterRef | None:
+        return _ref(await self._store.read(rounds.adapter, adapter)) if adapter else None
 
     async def _other(self, split: dict[str, Any] | None) -> OtherVersion | None:
         """The other version of a recorded split."""
@@ -178,6 +182,11 @@ class Deployer:
     async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
         if adapter is not None:
             drain = self._config.serving.drain_seconds
+            active = await self._store.read(deployments.active, self._alias)
+            if self._config.serving.max_loras < SPLIT_SLOTS and active is not None and active.split is not None:
+                # The split ends with the swap, and until then its versions would keep all slots.
+                with contextlib.suppress(RollbackError):
+                    await rollback(servers, self._alias, await self._ref(active.adapter))
             recent = await self._store.read(deployments.in_use, self._alias, drain)
             keep = await self._store.read(deployments.in_use, self._alias, 0)
             await make_room(servers, self._alias, adapter, recent, keep, drain)

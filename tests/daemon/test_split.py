@@ -10,13 +10,15 @@ from sqlalchemy import Connection, select
 
 from flywheel.daemon.deployer import SplitRequest
 from flywheel.errors import ServeError
+from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.replica_client import Replica
 from flywheel.store import deployments, rounds
 from flywheel.store.kernel import schema
-from tests.daemon.test_deployer import R1, R2, Fleet, Restarts, config_of, fleet
+from tests.daemon.test_deployer import R1, R2, Fleet, Restarts, config_of, fleet, two_slots
+from tests.factories.config import with_settings
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running
 
-__all__ = ["fleet"]
+__all__ = ["fleet", "two_slots"]
 
 HALF = SplitRequest(0.5, "salt")
 RECORDED = {"other": "r0001", "share": 0.5, "salt": "salt"}
@@ -161,6 +163,42 @@ async def test_a_next_deployment_replaces_a_split(fleet: Fleet) -> None:
     assert answers(fleet) == [{"agent@r0003"}] * 2
     assert await split_of(fleet) is None
     assert await fleet.active() == ("r0003", "r0002")
+
+
+async def test_a_process_that_died_while_it_split_leaves_what_was_deployed(fleet: Fleet) -> None:
+    """At any replica, and also where it died while it ended the split."""
+    await fleet.deploy("r0001")
+    urls = fleet.config.serving.urls
+    for pointed in (1, 2):
+        await fleet.store.write(deployments.request, "agent", urls, "r0002", "test", RECORDED)
+        split = Split(AliasTarget(R1, str(fleet.path("r0001")), "a hash"), 0.5, "salt")
+        for url in urls[:pointed]:
+            async with Replica(url) as each:
+                await each.load(R2, str(fleet.path("r0002")))
+                await each.point("agent", R2, R1, str(fleet.path("r0002")), split=split)
+        report = await fleet.deployer.reconcile()
+        assert not report.errors
+        assert answers(fleet) == [{R1}] * 2
+        assert await fleet.active() == ("r0001", None)
+    await fleet.deployer.deploy("r0002", "test", HALF)
+    async with Replica(urls[0]) as each:
+        await each.point("agent", R2, R2, str(fleet.path("r0002")))
+    assert answers(fleet) == [{R2}, {R1, R2}]
+    assert not (await fleet.deployer.reconcile()).errors
+    assert answers(fleet) == [{R1, R2}] * 2
+
+
+async def test_two_slots_are_enough_for_a_split_and_what_follows(two_slots: None, fleet: Fleet) -> None:
+    fleet.config = with_settings(fleet.config, serving={"max_loras": 2})
+    await fleet.deploy("r0003", "r0001")
+    await fleet.deployer.deploy("r0002", "test", HALF)
+    assert answers(fleet) == [{R1, R2}] * 2
+    await fleet.deployer.rollback("r0003")
+    assert answers(fleet) == [{"agent@r0003"}] * 2
+    await fleet.deployer.deploy("r0002", "test", HALF)
+    await fleet.deploy("r0001")
+    assert answers(fleet) == [{R1}] * 2
+    assert [len(app.loaded) for app in fleet.apps] == [2, 2]
 
 
 async def test_a_version_whose_files_changed_is_not_loaded_again_and_the_other_answers(fleet: Fleet) -> None:

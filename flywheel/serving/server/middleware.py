@@ -236,7 +236,7 @@ class AliasMiddleware:
     ) -> None:
         """`key` is the client's, which the request to vLLM does not have."""
 
-        assigned = Assignment("")
+        sender, assigned = credential_of(key), Assignment("")
 
         def resolve(model: str, body: RequestText) -> str | None:
             nonlocal assigned
@@ -245,7 +245,7 @@ class AliasMiddleware:
             target = self._aliases.targets.get(model)
             if target is not None:
                 missing = self._aliases.missing.get(model, "")
-                assigned = assign(target, missing, scope, credential_of(key), body, self._version)
+                assigned = assign(target, missing, scope, sender, body, self._version)
                 return assigned.version
             if not may_ask(model):
                 raise RefusedError(404, unknown_model(model, self._aliases.targets))
@@ -266,7 +266,7 @@ class AliasMiddleware:
             scope = with_header(scope, b"x-request-id", request_id.encode())
             if self._recorder is not None and path in routes.RECORDED:
                 call = RecordedCall(
-                    request_id, path, self._version(target), credential_of(key), retries_of(scope), started_ns,
+                    request_id, path, self._version(target), sender, retries_of(scope), started_ns,
                     request=request, unit=assigned.unit, arm=assigned.arm, unit_kind=assigned.kind,
                 )  # fmt: skip
                 return await self._recorder.recorded(call, self._app, scope, body, receive, send)
