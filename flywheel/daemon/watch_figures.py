@@ -46,7 +46,7 @@ class WatchFigures(Struct, frozen=True):
             f"{f' ({arm.missing} missing)' if arm.missing else ''}"
             for arm in (self.new, self.old)
         ]
-        return f"{' against '.join(parts)}; e-value {self.e_value:.2g} of {LIMIT:g}"
+        return f"{' against '.join(parts)}; e-value {figure_text(self.e_value)} of {LIMIT:g}"
 
     @property
     def noticeable(self) -> str:
@@ -54,6 +54,10 @@ class WatchFigures(Struct, frozen=True):
         if self.detectable_loss is None:
             return "no loss could have been noticed yet"
         return f"a loss of {self.detectable_loss * 100:.0f} points would probably have been noticed by now"
+
+
+def figure_text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _rate(rate: float | None) -> str:
