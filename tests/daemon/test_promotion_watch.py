@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -30,7 +31,7 @@ from flywheel.store.views import lineage
 from flywheel.store.watches import Outcome, Result
 from tests.cases import for_each
 from tests.factories.config import make_config
-from tests.factories.round import put_trained
+from tests.factories.round import put_adapter, put_deployment, put_round, put_trained
 from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import accepted, judge_all, rejected, undecided
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
@@ -300,6 +301,34 @@ async def test_status_warns_of_units_that_are_no_conversations(watched: Watched)
     assert any(
         "97 % of the conversations are told apart by their first message alone" in text for text in status.warnings
     )
+
+
+async def test_units_of_the_base_model_belong_to_the_alias_that_was_asked_for(tmp_path: Path, store: Store) -> None:
+    """Two targets are watched at once, and the base model is the version before of both."""
+    targets = {"one": {"alias": "agent"}, "two": {"alias": "other"}}
+    config = make_config(tmp_path, sources=[], model={"base": BASE}, targets=targets)
+
+    def put(conn: Connection) -> None:
+        split = {"other": None, "share": 0.5, "salt": "s"}
+        for number, alias in ((1, "agent"), (2, "other")):
+            put_round(conn, number)
+            put_adapter(conn, number)
+            put_deployment(conn, f"r000{number}", alias=alias, active_alias=alias, split=split)
+
+    await store.write(put)
+    own = Watched(store, config)
+    asked = {
+        alias: own.call("old", version="base", answer=completion(assistant("7"))) for alias in ("agent", "other")
+    }
+    request = chat([user("1 + 1?")])
+    own.pull(
+        *(replace(call, request=json.dumps({**request, "model": alias}).encode()) for alias, call in asked.items())
+    )
+    await own.watch().look()
+    for alias, call in asked.items():
+        watch = await store.read(watches.current, alias)
+        found = await store.read(watches.undecided, watch.id)
+        assert [row.request_id for row in found] == [call.request_id], alias
 
 
 CALLS: list[tuple[dict[str, Any], Outcome | None]] = [
