@@ -26,6 +26,7 @@ from flywheel.store.kernel.schema import (
     duplicates,
     replies,
     reply_calls,
+    rounds,
     tasks,
     verdicts,
     watch_units,
@@ -315,8 +316,11 @@ def note(conn: Connection, watch: Row[Any], reason: str, figures: Struct) -> Non
 
 
 def end(conn: Connection, watch: Row[Any], state: WatchState, reason: str) -> None:
-    """End a watch, and remove its units."""
+    """End a watch, and remove its units. The round of an adapter that was rolled back says so."""
     conn.execute(delete(watch_units).where(watch_units.c.watch_id == watch.id))
+    if state is WatchState.ROLLED_BACK:
+        told = rounds.c.reason + f"; rolled back since: {reason}"
+        conn.execute(update(rounds).where(rounds.c.name == watch.adapter).values(reason=told))
     move(conn, watch.id, WatchState(watch.state), state, reason[:500], reason=reason, ended_at=utcnow())
 
 

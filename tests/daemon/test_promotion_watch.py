@@ -143,6 +143,7 @@ async def test_a_version_that_is_worse_in_traffic_is_rolled_back(watched: Watche
     assert (await watched.store.read(deployments.outcomes, "agent"))["rolled_back"] == 1
     story = await watched.store.read(lineage.why, "r0002")
     assert story is not None
+    assert "; rolled back since: worse in traffic: r0002" in story["reason"]
     assert [(each["state"], each["other"], each["reason"]) for each in story["watches"]] == [
         ("rolled_back", "r0001", row.reason)
     ]

@@ -7,10 +7,10 @@ is not worse, arm and outcome are independent, or point the other way. Each unit
 
 π is the probability of the arm when the unit was assigned, and q follows by Bayes' rule from estimates of both
 success rates, which come from earlier units alone: (½ + successes) / (1 + units), and the pooled rate for both where
-the new version's is higher or one of them has no unit yet. The expected factor is at most 1 whatever came before, so the e-value is a nonnegative
-supermartingale, and the probability that it ever reaches `LIMIT` is at most 1 / `LIMIT` (Ville's inequality; Ramdas,
-Grünwald, Vovk and Shafer, 2023, "Game-Theoretic Statistics and Safe Anytime-Valid Inference"). It may be looked at
-after every unit, and rates may drift, since the arms of one moment share them.
+the new version's is higher or one of them has no unit yet. The expected factor is at most 1 whatever came before, so
+the e-value is a nonnegative supermartingale, and the probability that it ever reaches `LIMIT` is at most 1 / `LIMIT`
+(Ville's inequality; Ramdas, Grünwald, Vovk and Shafer, 2023, "Game-Theoretic Statistics and Safe Anytime-Valid
+Inference"). It may be looked at after every unit, and rates may drift, since the arms of one moment share them.
 """
 
 from __future__ import annotations
