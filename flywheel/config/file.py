@@ -72,7 +72,6 @@ class Config(Section):
     rollout: RolloutSettings = RolloutSettings()
     tracking: TrackingSettings = TrackingSettings()
     gate: GateSettings = GateSettings()
-    deploy: DeploySettings = DeploySettings()
     targets: dict[str, TargetSettings] = {}
     """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own. Default: one
     target, `model.alias`, for the replies of all agents."""

@@ -245,12 +245,12 @@ def results(conn: Connection, watch_id: int) -> list[tuple[bool, Result]]:
 def by_arm(conn: Connection, watch: Row[Any]) -> tuple[ArmFigures, ArmFigures]:
     """The figures of the old and of the new version."""
     own = watch_units.c.watch_id == watch.id
-    query = select(watch_units.c.arm, watch_units.c.outcome, watch_units.c.why, watch_units.c.delay_seconds).where(
-        own
-    )
-    rows = conn.execute(query).all()
+    query = select(watch_units).where(own)
     names = {OLD: watch.other, NEW: watch.adapter}
-    old, new = (_of_arm(name or "base", [row for row in rows if row.arm == arm]) for arm, name in names.items())
+    of_arms: dict[str, list[Row[Any]]] = {arm: [] for arm in ("", *names)}
+    for row in conn.execute(query):
+        of_arms[row.arm].append(row)
+    old, new = (_of_arm(name or "base", of_arms[arm]) for arm, name in names.items())
     return old, new
 
 
