@@ -104,6 +104,10 @@ class StoreError(FlywheelError):
     """Flywheel's own state could not be read or written."""
 
 
+class StateBusyError(StoreError):
+    """Another process writes the state for too long."""
+
+
 class ExportError(FlywheelError):
     """A file for another program, or for people to edit, could not be written, or nothing can go into it."""
 

@@ -311,15 +311,16 @@ async def read_state(config: Config, question: Callable[[Connection], T], *, war
 
 @contextlib.asynccontextmanager
 async def open_state(
-    config: Config, how: Literal["open", "view", "copy"] = "open", *, lock: bool = False
+    config: Config, how: Literal["open", "view", "copy"] = "open", *, lock: bool = False, **options: int
 ) -> AsyncIterator[Store]:
-    """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. Raises StoreError."""
+    """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. `options` are those of
+    `Store.open`. Raises StoreError."""
     from flywheel.store.kernel.database import Store
     from flywheel.store.requests import carry_out
     from flywheel.system.lock import instance_lock
 
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
-        store: Store = await getattr(Store, how)(config.state_dir)
+        store: Store = await getattr(Store, how)(config.state_dir, **options)
         try:
             if how != "view" and (warning := await store.write(_owned, config)):
                 complain(warning)
@@ -401,11 +402,14 @@ MODULES: Final = (
     "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
+URGENT: Final[Mapping[str, str]] = {"rollback": "rounds"}
+"""Commands that do not wait for the import of the other modules, with their own."""
 
 
 def main() -> None:
     """Run the command line. A FlywheelError becomes its message and its exit code."""
-    for name in MODULES:
+    alone = URGENT.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    for name in MODULES if alone is None else (alone,):
         importlib.import_module(f"flywheel.cli.{name}")
     for name in ("COLUMNS", "LINES"):
         size = os.environ.get(name, "")

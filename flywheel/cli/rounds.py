@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,19 +26,18 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.tables import criterion_lines, stdout
-from flywheel.errors import EXIT_FAILED, ServeError, TrainError
+from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError, TrainError
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
-    from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds.rounds import Rounds
     from flywheel.serving.client.adapter_swap import SwapReport
     from flywheel.store.kernel.database import Store
 
-    Swap: TypeAlias = Callable[[Deployer], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
+    Swap: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
 
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="NAME", help="The target, if there are several.")
@@ -287,9 +287,12 @@ def deploy(
     own = _settings_of(settings, target, adapter, attempted)
     name = _adapter(adapter, own, attempted)
 
-    async def swap(deployer: Deployer) -> tuple[str | None, SwapReport]:
+    async def swap() -> tuple[str | None, SwapReport]:
+        from flywheel.daemon.deployer import Deployer
+
         chosen = None if name == "base" else name
-        return chosen, await deployer.deploy(chosen, BY_HAND)
+        async with open_state(own) as store:
+            return chosen, await Deployer(store, own).deploy(chosen, BY_HAND)
 
     _swap(own, swap, attempted, as_json)
 
@@ -308,7 +311,21 @@ def rollback(
     attempted = f"roll {target or 'a target' if settings.targets else settings.model.alias} back"
     own = _settings_of(settings, target, to or "", attempted)
     name = None if to is None else _adapter(to, own, attempted)
-    _swap(own, lambda deployer: deployer.rollback(name), attempted, as_json)
+    _swap(own, lambda: _roll_back(own, name), attempted, as_json)
+
+
+async def _roll_back(config: Config, to: str | None) -> tuple[str | None, SwapReport]:
+    """Roll back; if another process is in the middle of writing the state, the servers first."""
+    from flywheel.daemon.deployer import GRACE_SECONDS, Deployer
+
+    with contextlib.suppress(StateBusyError):
+        async with open_state(config, busy_ms=round(GRACE_SECONDS * 1000)) as store:
+            return await Deployer(store, config).rollback(to)
+    print_error("flywheel: another process is writing the state: the servers are rolled back before it is recorded")
+    async with open_state(config, "view") as store:
+        await Deployer(store, config).roll_servers_back(to)
+    async with open_state(config) as store:
+        return await Deployer(store, config).rollback(to)
 
 
 def _settings_of(config: Config, target: str | None, adapter: str, attempted: str) -> Config:
@@ -351,23 +368,21 @@ def _adapter(text: str, config: Config, attempted: str) -> str:
 
 def _swap(config: Config, swap: Swap, attempted: str, as_json: bool) -> None:
     require_state(config, attempted)
-    adapter, swapped = run_async(_run_swap(config, swap, attempted))
+    adapter, swapped = run_async(_run_swap(swap, attempted))
     if as_json:
         print_json({"alias": config.model.alias, "adapter": adapter, "report": swapped.as_json()})
     else:
         typer.echo(f"{config.model.alias} is now {adapter or 'the base model'}")
 
 
-async def _run_swap(config: Config, swap: Swap, attempted: str) -> tuple[str | None, SwapReport]:
+async def _run_swap(swap: Swap, attempted: str) -> tuple[str | None, SwapReport]:
     """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
-    from flywheel.daemon.deployer import Deployer
     from flywheel.system.signals import StopSignals
 
     async def nothing_more() -> None: ...
 
-    async with open_state(config) as store:
-        interruption = StopSignals(drain_seconds=0)
-        result = await interruption.during(swap(Deployer(store, config)), nothing_more)
+    interruption = StopSignals(drain_seconds=0)
+    result = await interruption.during(swap(), nothing_more)
     if result is None:
         raise interruption.error(attempted, "The alias is unchanged; `flywheel status` shows it.")
     return result

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
@@ -20,6 +21,7 @@ from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState
 from flywheel.serving.adapter_files import why_changed, why_unloadable
 from flywheel.serving.client.adapter_swap import (
+    Fence,
     OtherVersion,
     ReplicaReport,
     RollbackError,
@@ -38,14 +40,17 @@ from flywheel.store import deployments, rounds
 from flywheel.store.deployments import ReplicaState
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.system.lock import swap_lock
+from flywheel.system.lock import LOOK_SECONDS, swap_lock
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
 SPLIT_SLOTS = 3
 """Slots that a swap needs while the alias is split: for both versions and the next one."""
+GRACE_SECONDS = 0.3
+"""How long a rollback waits until the process that swaps has taken its swap back."""
 NO_PROBE = "its round left no probe that could prove it"
 
 
@@ -58,9 +63,14 @@ class SplitRequest:
     salt: str
 
 
+class RolledBackError(ServeError):
+    """A rollback has ended a swap."""
+
+
 class Deployer:
     """Points the alias at adapters, that of one target if there are `targets`. Several processes may have one; the
-    swap lock orders their work."""
+    swap lock orders their work. A rollback does not wait for it: it ends the swaps of others, in the state first. The
+    process that swaps looks for that, and takes its swap back."""
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
@@ -78,15 +88,45 @@ class Deployer:
     @contextlib.asynccontextmanager
     async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
         """The inference servers, while this process holds the swap lock."""
-        serving = self._config.serving
-        keys = {url: admin_key(self._config, url, f"ask {url}") for url in serving.urls}
-        async with swap_lock(self._config.state_dir, wait_seconds), contextlib.AsyncExitStack() as stack:
+        keys = self._keys()
+        async with swap_lock(self._config.state_dir, wait_seconds), self._clients(keys) as servers:
             # No process works on an unfinished swap.
             await self._store.write(deployments.fail_unfinished, "its process died")
+            yield servers
+
+    def _keys(self) -> dict[str, str | None]:
+        return {url: admin_key(self._config, url, f"ask {url}") for url in self._config.serving.urls}
+
+    @contextlib.asynccontextmanager
+    async def _clients(self, keys: Mapping[str, str | None]) -> AsyncIterator[list[Replica]]:
+        seconds = self._config.serving.load_timeout_seconds
+        async with contextlib.AsyncExitStack() as stack:
             yield [
-                await stack.enter_async_context(Replica(url, key, timeout_seconds=serving.load_timeout_seconds))
+                await stack.enter_async_context(Replica(url, key, timeout_seconds=seconds))
                 for url, key in keys.items()
             ]
+
+    async def _unless_rolled_back(self, last: int, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when a rollback is asked for after the one of number `last`.
+
+        Raises RolledBackError, also for what failed because of the rollback.
+        """
+        working = asyncio.ensure_future(work)
+        fence = self._fence(last)
+        try:
+            while not (await asyncio.wait((working,), timeout=LOOK_SECONDS))[0]:
+                await fence()
+        except BaseException:
+            working.cancel()
+            await asyncio.wait((working,))
+            if working.cancelled() or working.exception() is not None:
+                raise  # else it was recorded before
+        if not working.cancelled() and working.exception() is not None:
+            await fence()
+        return working.result()
+
+    def _fence(self, last: int) -> Fence:
+        return partial(self._store.read, _check_not_rolled_back, last, self._alias)
 
     async def recover(self) -> int:
         """Mark the unfinished swaps of dead processes as failed; returns how many. A running swap is left alone."""
@@ -111,7 +151,9 @@ class Deployer:
         if row is not None and not row.probe:
             raise ServeError(attempted, NO_PROBE, "Deploy another adapter.")
         probe = _probe(row, attempted)
-        async with self._replicas(WAIT_SECONDS) as servers:
+        last = await self._store.read(deployments.newest_rollback)
+
+        async def deployed(servers: list[Replica]) -> SwapReport:
             if not isinstance(instead_of, EllipsisType):
                 # Inside the lock: its last holder may have deployed something else.
                 active = await self._store.read(deployments.active, self._alias)
@@ -126,7 +168,8 @@ class Deployer:
             recorded = {"other": before, **asdict(split)} if split is not None else None
             other = await self._other(recorded)
             await self._make_room(servers, adapter)
-            number = await self._request(adapter, reason, recorded)
+            urls = self._config.serving.urls
+            number = await self._store.write(_requested, last, self._alias, urls, adapter, reason, recorded)
 
             async def check(lost: AdapterRef) -> None:
                 if lost.name != adapter:
@@ -139,30 +182,39 @@ class Deployer:
                     await self._activate(number, report)
 
             try:
-                report = await swap(servers, self._alias, _ref(row), probe, on_state, other, check)
+                fence = self._fence(last)
+                return await swap(servers, self._alias, _ref(row), probe, on_state, other, check, fence)
             except BaseException as error:
                 await self._fail(number, error)
                 raise
-        return report
+
+        async with self._replicas(WAIT_SECONDS) as servers:
+            return await self._unless_rolled_back(last, deployed(servers))
 
     async def end_split(self, reason: str) -> SwapReport | None:
         """Let the deployed version answer everything; None if the alias is not split.
 
         Raises ServeError. If it names replicas that did not follow, the others have, and `reconcile` brings these.
         """
-        async with self._replicas(WAIT_SECONDS) as servers:
+        last = await self._store.read(deployments.newest_rollback)
+
+        async def ended(servers: list[Replica]) -> SwapReport | None:
             active = await self._store.read(deployments.active, self._alias)
             if active is None or active.split is None:
                 return None
             try:
-                report = await rollback(servers, self._alias, await self._ref(active.adapter))
+                ref = await self._ref(active.adapter)
+                report = await rollback(servers, self._alias, ref, fence=self._fence(last))
             except RollbackError as error:
                 if any(not replica.error for replica in error.report.replicas):
                     await self._store.write(_unsplit, active.id, error.report, reason)
                 attempted = f"end the split of {self._alias} on every replica"
                 raise ServeError(attempted, error.why, error.hint, retryable=True) from error
             await self._store.write(_unsplit, active.id, report, reason)
-        return report
+            return report
+
+        async with self._replicas(WAIT_SECONDS) as servers:
+            return await self._unless_rolled_back(last, ended(servers))
 
     async def _ref(self, adapter: str | None) -> AdapterRef | None:
         return _ref(await self._store.read(rounds.adapter, adapter)) if adapter else None
@@ -174,10 +226,6 @@ class Deployer:
         row = await self._store.read(rounds.adapter, split["other"]) if split["other"] else None
         probe = _probe(row, f"prove adapter {split['other']}")
         return OtherVersion(_ref(row), probe, split["share"], split["salt"])
-
-    async def _request(self, adapter: str | None, reason: str, split: dict[str, Any] | None = None) -> int:
-        urls = self._config.serving.urls
-        return await self._store.write(deployments.request, self._alias, urls, adapter, reason, split)
 
     async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
         if adapter is not None:
@@ -212,7 +260,7 @@ class Deployer:
             return None
         row = await self._store.read(rounds.adapter, adapter)
         if row is None:
-            raise ServeError(attempted, "there is no such adapter", "`flywheel status` lists the adapters.")
+            raise _unknown(attempted)
         state, folder = AdapterState(row.state), Path(row.path)
         if why := await asyncio.to_thread(why_unloadable, folder, sha256=row.sha256):
             if why == why_changed(folder) and state not in (AdapterState.CORRUPT, AdapterState.REMOVED):
@@ -239,21 +287,25 @@ class Deployer:
         """Go back to the adapter that served before, or to `to` ("base": the base model), without a proof; `why` is
         recorded.
 
+        A swap in progress is ended; it was not recorded, so the adapter before it is the one that is rolled back.
         Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
         """
-        async with self._replicas(WAIT_SECONDS) as servers:
-            # Inside the lock: its last holder may have deployed the adapter that is rolled back now.
-            target = await self._rollback_target(to)
-            attempted = f"roll {self._alias} back to {target}"
-            row = await self._checked(target, attempted)
-            hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
-            self._check_base(row, attempted, hint)
-            if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
-                await self._make_room(servers, target)
-            reason = f"{deployments.ROLLBACK}: {why}" if why else deployments.ROLLBACK
-            number = await self._request(target, reason)
+        keys = self._keys()
+        number, row = await self._store.write(self._begin_rollback, to, why)
+        target = row.name if row is not None else None
+        attempted = f"roll {self._alias} back to {target}"
+
+        async def check(_: AdapterRef) -> None:
+            await self._checked(target, attempted)
+
+        lock = swap_lock(self._config.state_dir, GRACE_SECONDS, take_over=True)
+        async with lock, self._clients(keys) as servers:
             try:
-                report = await rollback(servers, self._alias, _ref(row))
+                if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
+                    await self._make_room(servers, target)
+                # The files of a version that is still loaded are not needed.
+                fence = partial(self._store.read, deployments.check_unfinished, number)
+                report = await rollback(servers, self._alias, _ref(row), check, fence)
             except RollbackError as error:
                 # Once recorded, `reconcile` rolls the other replicas back too.
                 if any(not replica.error for replica in error.report.replicas):
@@ -267,8 +319,33 @@ class Deployer:
             await self._activate(number, report)
         return target, report
 
-    async def _rollback_target(self, to: str | None) -> str | None:
-        active = await self._store.read(deployments.active, self._alias)
+    async def roll_servers_back(self, to: str | None = None) -> None:
+        """Go back on the servers alone, while the state can be read and not be written: `rollback` must follow.
+        Raises nothing for a server that does not follow."""
+        row = await self._store.read(self._rollback_adapter, to)
+        async with self._clients(self._keys()) as servers:
+            with contextlib.suppress(RollbackError):
+                await rollback(servers, self._alias, _ref(row))
+
+    def _begin_rollback(self, conn: Connection, to: str | None, why: str) -> tuple[int, Row[Any] | None]:
+        """Record the rollback, which ends a swap in progress; its number, and the adapter. Raises ServeError."""
+        row = self._rollback_adapter(conn, to)
+        target = row.name if row is not None else None
+        return deployments.request_rollback(conn, self._alias, self._config.serving.urls, target, why), row
+
+    def _rollback_adapter(self, conn: Connection, to: str | None) -> Row[Any] | None:
+        """The adapter to go back to; None for the base model. Raises ServeError."""
+        target = self._rollback_target(conn, to)
+        attempted = f"roll {self._alias} back to {target}"
+        row = rounds.adapter(conn, target) if target is not None else None
+        if target is not None and row is None:
+            raise _unknown(attempted)
+        hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
+        self._check_base(row, attempted, hint)
+        return row
+
+    def _rollback_target(self, conn: Connection, to: str | None) -> str | None:
+        active = deployments.active(conn, self._alias)
         if to is None:
             if active is None:
                 raise ServeError(
@@ -277,8 +354,7 @@ class Deployer:
             return str(active.previous) if active.previous else None
         if to == "base":
             return None
-        known = await self._store.read(rounds.adapter, to)
-        if known is not None and not await self._store.read(deployments.has_served, self._alias, to):
+        if rounds.adapter(conn, to) is not None and not deployments.has_served(conn, self._alias, to):
             raise ServeError(
                 f"roll {self._alias} back to {to}",
                 f"{to} has never served",
@@ -294,49 +370,82 @@ class Deployer:
         inspected: they may belong to another state. Raises LockedError while another process moves the alias, and
         ServeError when no request can be made.
         """
+        last = await self._store.read(deployments.newest_rollback)
         try:
-            return await self._reconcile()
+            async with self._replicas(0) as servers:
+                return await self._unless_rolled_back(last, self._reconcile(servers, self._fence(last)))
+        except RolledBackError as error:
+            raise LockedError(error.attempted, error.why, error.hint, retryable=True) from None
         except ServeError as error:  # the admin key is missing or invalid
             urls = self._config.serving.urls
             report = SwapReport(self._alias, "", tuple(ReplicaReport.failed(url, error) for url in urls))
             await self._store.write(_noted, report)
             raise
 
-    async def _reconcile(self) -> SwapReport:
-        async with self._replicas(0) as servers:
-            active = await self._store.read(deployments.active, self._alias)
-            if active is None and not await self._store.read(deployments.history, self._alias, 1):
-                report = await look(servers, self._alias)
-                await self._store.write(_noted, report)
-                return report
-            # A first swap that died leaves nothing active and may have moved aliases: back to the base model.
-            adapter = active.adapter if active is not None else None
-            row = await self._store.read(rounds.adapter, adapter) if adapter else None
-            probe = _probe(row, f"prove adapter {adapter}")
-            other = await self._other(active.split if active is not None else None)
-
-            async def check(lost: AdapterRef) -> None:
-                attempted = f"load adapter {lost.name} again"
-                hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
-                self._check_base(await self._checked(lost.name, attempted), attempted, hint)
-
-            before = await self._store.read(deployments.replica_states, self._alias)
-            report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven, other)
+    async def _reconcile(self, servers: list[Replica], fence: Fence) -> SwapReport:
+        active = await self._store.read(deployments.active, self._alias)
+        if active is None and not await self._store.read(deployments.history, self._alias, 1):
+            report = await look(servers, self._alias)
             await self._store.write(_noted, report)
-            for each in report.changed:
-                last = before.get(each.url)
-                is_lost = report.target and report.target in (
-                    each.previous,
-                    last.serves if last is not None else None,
-                )
-                how = "had lost the deployed adapter" if is_lost else f"answered with {each.previous or 'nothing'}"
-                log.info("%s %s: %s is %s there now", each.url, how, self._alias, each.serves)
-            if not report.errors:
-                drain = self._config.serving.drain_seconds
-                keep = await self._store.read(deployments.in_use, self._alias, drain)
-                # Adapters that served until recently are in `keep`: no drain is needed.
-                await retire(servers, self._alias, keep, 0)
             return report
+        # A first swap that died leaves nothing active and may have moved aliases: back to the base model.
+        adapter = active.adapter if active is not None else None
+        row = await self._store.read(rounds.adapter, adapter) if adapter else None
+        probe = _probe(row, f"prove adapter {adapter}")
+        other = await self._other(active.split if active is not None else None)
+
+        async def check(lost: AdapterRef) -> None:
+            attempted = f"load adapter {lost.name} again"
+            hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
+            self._check_base(await self._checked(lost.name, attempted), attempted, hint)
+
+        before = await self._store.read(deployments.replica_states, self._alias)
+        report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven, other, fence)
+        await fence()
+        await self._store.write(_noted, report)
+        for each in report.changed:
+            last = before.get(each.url)
+            is_lost = report.target and report.target in (
+                each.previous,
+                last.serves if last is not None else None,
+            )
+            how = "had lost the deployed adapter" if is_lost else f"answered with {each.previous or 'nothing'}"
+            log.info("%s %s: %s is %s there now", each.url, how, self._alias, each.serves)
+        if not report.errors:
+            drain = self._config.serving.drain_seconds
+            keep = await self._store.read(deployments.in_use, self._alias, drain)
+            # Adapters that served until recently are in `keep`: no drain is needed.
+            await retire(servers, self._alias, keep, 0)
+        return report
+
+
+def _unknown(attempted: str) -> ServeError:
+    return ServeError(attempted, "there is no such adapter", "`flywheel status` lists the adapters.")
+
+
+def _check_not_rolled_back(conn: Connection, last: int, alias: str) -> None:
+    """Raises RolledBackError after a rollback that is newer than the one of number `last`."""
+    if (newest := deployments.newest_rollback(conn)) != last and (row := deployments.by_number(conn, newest)):
+        # One of another alias does not mean that this swap is unwanted.
+        raise RolledBackError(
+            f"move {alias}",
+            f"a rollback of {row.alias} was asked for meanwhile",
+            "See with `flywheel status` what serves, and deploy again if that is wanted.",
+            retryable=row.alias != alias,
+        )
+
+
+def _requested(
+    conn: Connection,
+    last: int,
+    alias: str,
+    endpoints: list[str],
+    adapter: str | None,
+    reason: str,
+    split: dict[str, Any] | None,
+) -> int:
+    _check_not_rolled_back(conn, last, alias)
+    return deployments.request(conn, alias, endpoints, adapter, reason, split)
 
 
 def _activated(conn: Connection, number: int, report: SwapReport, config: Config) -> None:

@@ -127,7 +127,8 @@ class ModelCall(Struct, frozen=True):
     - `version`: the adapter that answered, or `base`. `model`: the model as requested.
     - `status`: of the HTTP response, 0 if none began. `error`: why there is no answer, or why it ended early.
     - `is_interrupted`: the response was not sent to its end; `answers` have what was sent.
-    - `messages`: as sent, in the OpenAI chat form; those of `/v1/responses` are converted, with the instructions.
+    - `messages`: as sent, in the OpenAI chat form; those of `/v1/responses` and `/v1/messages` are
+      converted, with the instructions.
     - `tools`: in the OpenAI chat form. `parameters`: the other keys of the request.
     - `user`: the `user` of the request. `credential`: a hash of the Authorization header, empty without one.
     - `retry`: which repetition by the client this is, 0 for the first request.

@@ -24,7 +24,8 @@ ALIAS_OWNER: Final = "flywheel"
 """`owned_by` of the aliases in the list of models."""
 CALLS: Final = "/flywheel/calls"
 RESPONSES: Final = "/v1/responses"
-RECORDED: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES})
+MESSAGES: Final = "/v1/messages"
+RECORDED: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
 """Paths of the requests to the alias that the call log holds."""
 
 INFERENCE: Final = frozenset(
@@ -38,7 +39,7 @@ INFERENCE: Final = frozenset(
         "/v1/completions/derender",
         RESPONSES,
         "/v1/responses/render",
-        "/v1/messages",
+        MESSAGES,
         "/v1/messages/count_tokens",
         "/v1/messages/render",
         "/v1/embeddings",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, Row, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, case, func, or_, select
 
 from flywheel.errors import StoreError
 from flywheel.records.states import DeploymentState
@@ -66,8 +66,7 @@ BY_HAND: Final = "by hand"
 def outcomes(conn: Connection, alias: str) -> dict[str, int]:
     """How many swaps of an alias were done, were rollbacks, and failed."""
     is_failed = deployments.c.state == DeploymentState.FAILED.value
-    rolled_back = deployments.c.reason.startswith(ROLLBACK)
-    outcome = case((is_failed, "failed"), (rolled_back, "rolled_back"), else_="done")
+    outcome = case((is_failed, "failed"), (_is_rollback(), "rolled_back"), else_="done")
     ended = or_(is_failed, deployments.c.activated_at.is_not(None))
     query = select(outcome, func.count()).where(deployments.c.alias == alias, ended).group_by(outcome)
     return {"done": 0, "rolled_back": 0, "failed": 0} | dict(list(conn.execute(query)))
@@ -162,6 +161,28 @@ def has_served(conn: Connection, alias: str, adapter: str) -> bool:
     return conn.execute(found.limit(1)).first() is not None
 
 
+def newest_rollback(conn: Connection) -> int:
+    """The number of the last rollback that was asked for, of any alias; 0 before the first."""
+    asked = select(func.max(deployments.c.id)).where(_is_rollback())
+    return conn.execute(asked).scalar_one() or 0
+
+
+def request_rollback(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, why: str = "") -> int:
+    """Request that `adapter` (None: the base model) serves again, and end the unfinished swaps, of other aliases too:
+    their process may not go on. Rollbacks of other aliases do. `why` is recorded. The number of the deployment."""
+    fail_unfinished(conn, f"a rollback of {alias} was asked for", but=(deployments.c.alias != alias) & _is_rollback())
+    return request(conn, alias, endpoints, adapter, f"{ROLLBACK}: {why}" if why else ROLLBACK)
+
+
+def _is_rollback() -> ColumnElement[bool]:
+    return deployments.c.reason.startswith(ROLLBACK)
+
+
+def check_unfinished(conn: Connection, deployment: int) -> None:
+    """Raises StoreError if the deployment has ended."""
+    _unfinished_state(conn, deployment)
+
+
 def request(
     conn: Connection,
     alias: str,
@@ -229,13 +250,13 @@ def fail(conn: Connection, deployment: int, error: str) -> None:
         move(conn, deployment, old, DeploymentState.FAILED, error[:500], error=error)
 
 
-def fail_unfinished(conn: Connection, why: str) -> int:
-    """Mark unfinished swaps as failed; reconciliation corrects the servers. Returns how many.
+def fail_unfinished(conn: Connection, why: str, but: ColumnElement[bool] | None = None) -> int:
+    """Mark unfinished swaps as failed, `but` some; reconciliation corrects the servers. Returns how many.
 
     For a holder of `swap.lock` who began none: those that a dead process left.
     """
-    half = deployments.c.state.in_([state.value for state in UNFINISHED])
-    ids = conn.execute(select(deployments.c.id).where(half)).scalars().all()
+    query = select(deployments.c.id).where(deployments.c.state.in_([state.value for state in UNFINISHED]))
+    ids = conn.execute(query if but is None else query.where(~but)).scalars().all()
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)

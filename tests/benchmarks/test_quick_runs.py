@@ -75,6 +75,17 @@ def test_judge() -> None:
     assert max(result["efficiency_16"], result["efficiency_256_1s"]) < 1.5
 
 
+@pytest.mark.long
+@pytest.mark.training
+def test_swap() -> None:
+    result = result_of("swap", "--quick")
+    assert (result["failed"], result["wrong_version"]) == (0, 0)
+    assert result["asked"] > 0
+    assert result.keys() >= {"p99_ratio", "p50_ratio", "p99_ms", "p99_swap_ms", "swap_seconds", "other_text"}
+    assert result["overhead_ms"].keys() == {"1kB", "100kB", "5MB"}
+    assert result["rollback_ms"].keys() == {"idle", "stopped", "loading"}
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_restart() -> None:

@@ -3,11 +3,28 @@
 Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
 longer needed are unloaded before it, for a free slot, and after it. Both versions of a split are treated alike. The
 caller records what is deployed; adapters' directories are never changed.
+
+A rollback does not wait for a process that swaps: it may be stopped, or hang. That process must not move an alias
+afterwards, whenever it goes on, so every change of an alias takes three steps in this order: read its revision on the
+server; ask the `fence` whether the state still lets this process change it; set it, if the revision is still that
+one. A rollback is recorded in the state, which closes the fences of others, before its own first step. Of a replica:
+
+- The other process asks its fence after that: it is refused.
+- It asked before, and sets the alias after the rollback did: the revision is another one, and the server refuses it,
+  also if the target is the same as before, or is so again after later swaps.
+- It asked before, and sets the alias between the rollback's reading and setting: the rollback is refused, and begins
+  with reading again; the other process has at most this one change for which it had asked.
+- It had set the alias before: the rollback reads what it set, and sets its own target. When the other process takes
+  its change back, it does so only if the alias's revision is that of its own change.
+
+Of two rollbacks, the later one has closed the fence of the earlier one. An adapter that the rollback points at cannot
+be unloaded, as the server refuses that for the target of an alias; if it was unloaded before, it is loaded again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
@@ -18,7 +35,7 @@ from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
 from flywheel.serving.alias_target import AliasTarget, Split
-from flywheel.serving.client.replica_client import Alias, Condition, Replica, every
+from flywheel.serving.client.replica_client import Alias, AliasChangedError, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
 
@@ -127,6 +144,10 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[AdapterRef], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
+Fence = Callable[[], Awaitable[object]]
+"""Raises FlywheelError when this process may no longer change the alias."""
+ROLLBACK_ATTEMPTS = 4
+"""How often a rollback sets the alias of a replica that another process sets meanwhile."""
 PROVE_SECONDS = 60.0
 """Timeout in seconds for verifying what serves already."""
 Proven = MutableMapping[tuple[str, str], str]
@@ -165,6 +186,7 @@ class _Step:
     target: str
     split: Split | None
     serves: str
+    fence: Fence | None
     absent: set[str] = dataclasses.field(default_factory=set)
     loaded: set[str] = dataclasses.field(default_factory=set)
     probe: ProbeFigures | None = None
@@ -195,10 +217,25 @@ class _Step:
 
     async def point(self, alias: str, adapter: AdapterRef | None, missing: str = "") -> None:
         path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
+        if self.fence is not None:
+            await self.fence()
+        revision = self.before.revision
         await self.replica.point(
-            alias, self.target, self.before.target, path, sha256, split=self.split, missing=missing
+            alias,
+            self.target,
+            self.before.target,
+            path,
+            sha256,
+            split=self.split,
+            missing=missing,
+            revision=revision,
         )
         self.serves = next(name for name in self.names if name != missing)
+
+    def is_own(self, now: Alias) -> bool:
+        """Whether this step made the alias what it is `now`."""
+        revision = self.before.revision
+        return now.target == self.target and (revision is None or now.revision == revision + 1)
 
     def report(self) -> ReplicaReport:
         """Mark the swap as complete."""
@@ -224,6 +261,7 @@ async def swap(
     on_state: OnState,
     other: OtherVersion | None = None,
     check: Check | None = None,
+    fence: Fence | None = None,
 ) -> SwapReport:
     """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, split it.
 
@@ -235,7 +273,7 @@ async def swap(
     steps: list[_Step] = []
     try:
         await on_state(DeploymentState.LOADING)
-        await every([_prepare(replica, alias, adapter, other, steps, check) for replica in replicas])
+        await every([_prepare(replica, alias, adapter, other, steps, check, fence) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
             await every([_prove(step, step.target, probe) for step in steps])
@@ -261,13 +299,24 @@ async def swap(
     return report
 
 
-async def rollback(replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None) -> SwapReport:
+async def rollback(
+    replicas: Sequence[Replica],
+    alias: str,
+    adapter: AdapterRef | None,
+    check: Check | None = None,
+    fence: Fence | None = None,
+) -> SwapReport:
     """Return to one version that has served before (None: the base model) on every reachable replica. A split ends.
 
-    Unlike a swap, an unreachable replica does not prevent the others from going back. Raises RollbackError, which
-    names the replicas that did not follow, at the end or when it is stopped while it waits.
+    Unlike a swap, an unreachable replica does not prevent the others from going back. `check` is called before the
+    adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that did not follow,
+    at the end or when it is stopped while it waits, and what `fence` raises.
     """
-    going = [asyncio.create_task(_restore(each, alias, adapter, None, None)) for each in replicas]
+
+    async def go_back(replica: Replica) -> ReplicaReport:
+        return await _restore(replica, alias, adapter, None, None, check, fence=fence, attempts=ROLLBACK_ATTEMPTS)
+
+    going = [asyncio.create_task(go_back(each)) for each in replicas]
     stopped = None
     try:
         await asyncio.wait(going)
@@ -295,6 +344,7 @@ async def reconcile(
     check: Check | None = None,
     proven: Proven | None = None,
     other: OtherVersion | None = None,
+    fence: Fence | None = None,
 ) -> SwapReport:
     """Restore the deployed adapter, and the `other` version of a split, on replicas, for example after a restart of a
     server.
@@ -305,7 +355,8 @@ async def reconcile(
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, other, check, proven))
+        restored = await _restore(replica, alias, adapter, probe, other, check, proven, fence)
+        return await if_healthy(replica, restored)
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
@@ -317,11 +368,17 @@ def _unanswered(replica: Replica) -> ReplicaReport:
 
 
 async def _begin(
-    replica: Replica, alias: str, adapter: AdapterRef | None, other: OtherVersion | None, steps: list[_Step]
+    replica: Replica,
+    alias: str,
+    adapter: AdapterRef | None,
+    other: OtherVersion | None,
+    steps: list[_Step],
+    fence: Fence | None,
 ) -> _Step:
     before = await replica.alias(alias)
     split = other.split(alias, before.base_model) if other else None
-    steps.append(_Step(replica, before, _target(alias, adapter) or before.base_model, split, before.serves))
+    target = _target(alias, adapter) or before.base_model
+    steps.append(_Step(replica, before, target, split, before.serves, fence))
     return steps[-1]
 
 
@@ -332,9 +389,11 @@ async def _prepare(
     other: OtherVersion | None,
     steps: list[_Step],
     check: Check | None,
+    fence: Fence | None,
 ) -> None:
-    step = await _begin(replica, alias, adapter, other, steps)
-    for name, version in zip(step.names, (adapter, other and other.adapter), strict=False):
+    step = await _begin(replica, alias, adapter, other, steps, fence)
+    versions = [adapter, *([other.adapter] if other is not None else [])]
+    for name, version in zip(step.names, versions, strict=True):
         if version is not None:
             await step.load(name, version, check)
 
@@ -347,29 +406,37 @@ async def _restore(
     other: OtherVersion | None,
     check: Check | None = None,
     proven: Proven | None = None,
+    fence: Fence | None = None,
+    attempts: int = 0,
 ) -> ReplicaReport:
-    """Bring one replica to the version, or to both of a split; problems are in the report."""
+    """Bring one replica to the version, or to both of a split; problems are in the report. A rollback has several
+    `attempts`, and sets the alias also if its target stays the same: what others may still send is then refused."""
     steps: list[_Step] = []
     try:
-        step = await _begin(replica, alias, adapter, other, steps)
+        step = await _begin(replica, alias, adapter, other, steps, fence)
         versions = [(adapter, probe), *([(other.adapter, other.probe)] if other else [])]
         failed: dict[str, ServeError] = {}
         for name, (version, its_probe) in zip(step.names, versions, strict=True):
             try:
                 if version is not None:
                     await _bring(step, name, version, its_probe, check, proven)
-            except ServeError as error:
-                failed[name] = error
+            except ServeError as problem:
+                failed[name] = problem
         if len(failed) == len(versions):
             raise failed[step.target]
         # What serves already keeps its share, as without a split. Only a version that is not there is left out.
         missing = next((name for name in failed if step.is_new(name)), "")
-        if step.moves or step.before.waiting or step.before.missing != missing:
+        if step.moves or step.before.waiting or step.before.missing != missing or attempts:
             await step.point(alias, adapter, missing)
-        for error in failed.values():
-            raise error
+        if attempts and adapter is not None and await replica.load(step.target, adapter.path):
+            step.loaded.add(step.target)  # Until now, others may have unloaded it.
+        if failed:
+            raise next(iter(failed.values()))
         return step.report()
     except ServeError as error:
+        if isinstance(error, AliasChangedError) and attempts > 1:
+            left = attempts - 1
+            return await _restore(replica, alias, adapter, probe, other, check, proven, fence, left)
         wanted, serves = (steps[0].target, steps[0].serves) if steps else ("", "")
         return ReplicaReport.failed(replica.url, error, serves=serves, wanted=wanted)
 
@@ -429,10 +496,11 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
         try:
             if step.point_tried:
                 # A change whose response was lost may have taken effect, so ask the server.
-                before = step.before
-                if (step.moves or before.waiting) and (await step.replica.alias(alias)).target == step.target:
+                before, now = step.before, await step.replica.alias(alias)
+                if (step.moves or before.waiting) and step.is_own(now):
                     saved = before.path, before.sha256 or None, before.waiting, before.split, before.missing
-                    await step.replica.point(alias, before.target, step.target, *saved)
+                    with contextlib.suppress(AliasChangedError):  # A rollback has set it since.
+                        await step.replica.point(alias, before.target, step.target, *saved, now.revision)
             elif step.target in step.loaded:
                 # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
                 # is retired.

@@ -110,7 +110,8 @@ T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
 """Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
-MEASURED_AT_ONCE = 16
+MEASURED_AT_ONCE = 4
+"""Measurements of tokens at the same time: more would delay the answers to clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class Alias:
     changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
     at the same time; None if the server has no limit. `waiting` is the reason why the server refuses requests to the
     alias until its target is set; empty if it answers. `missing` is the version of a split that is not loaded, whose
-    share the other one answers; empty if both are."""
+    share the other one answers; empty if both are. `revision` increases by one with each
+    setting of the alias and differs between starts of the server; None if the server does not report it."""
 
     target: str
     path: str | None
@@ -131,6 +133,7 @@ class Alias:
     waiting: str = ""
     split: Split | None = None
     missing: str = ""
+    revision: int | None = None
 
     @property
     def serves(self) -> str:
@@ -146,6 +149,10 @@ class Alias:
     def versions(self) -> list[str]:
         """The target, and the other version of a split."""
         return [self.target, self.split.other.name] if self.split else [self.target]
+
+
+class AliasChangedError(ServeError):
+    """An alias has another target or revision than expected: something else has set it."""
 
 
 class Replica:
@@ -247,7 +254,10 @@ class Replica:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
         limit = most if isinstance(most, int) else None
         instance = str(answer.get("instance", ""))
-        return Alias(target, path, base, sha256, instance, limit, waiting, split, missing)
+        revisions = answer.get("revisions")
+        # Of an alias that was never set there, the server reports none.
+        revision = revisions.get(alias) if isinstance(revisions, dict) else None
+        return Alias(target, path, base, sha256, instance, limit, waiting, split, missing, revision)
 
     async def calls(self, after: int, limit: int) -> CallPage | None:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
@@ -273,18 +283,19 @@ class Replica:
         waiting: str = "",
         split: Split | None = None,
         missing: str = "",
+        revision: int | None = None,
     ) -> None:
-        """Point `alias` to `target` if it points to `expected` now; later requests use it, or are refused for the
-        reason in `waiting`. With `split`, the other version answers a part of them; of the two, `missing` is not
-        loaded."""
+        """Point `alias` to `target` if it points to `expected` now, and its revision is `revision`, if that is given;
+        later requests use it, or are refused for the reason in `waiting`. With `split`, the other version answers a
+        part of them; of the two, `missing` is not loaded. Raises AliasChangedError if it does not."""
         attempted = f"point {alias} at {target} on {self.url}"
-        wanted = {"alias": alias, "expected": expected, "waiting": waiting, "missing": missing}
+        wanted = {"alias": alias, "expected": expected, "waiting": waiting, "missing": missing, "revision": revision}
         wanted |= AliasTarget(target, path, sha256, split).as_json()
         response = await self._call("PUT", routes.ALIAS, attempted, wanted)
         if response.status_code == 404:
             raise no_middleware(attempted)
         if response.status_code == 409:
-            raise ServeError(
+            raise AliasChangedError(
                 attempted,
                 f"{message_of(response)}, not {expected}: something else has changed it",
                 "See that only one Flywheel looks after this server.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from flywheel.system.files import PRIVATE, write_json
 
 
 class TargetMismatchError(Exception):
-    """A compare-and-set found another target than it expected."""
+    """A compare-and-set found another target or another revision than it expected."""
 
     def __init__(self, current: str) -> None:
         super().__init__(current)
@@ -57,6 +58,8 @@ class AliasTable:
         self.base_model = base_model
         self._file = file
         self._change = asyncio.Lock()
+        self._first_revision = secrets.randbits(48)  # Revisions of a server that ran before are none of this one.
+        self._changes = Counter[str]()
         saved, damage = read_aliases(file) if file else ({}, "")
         self._targets = {alias: AliasTarget(base_model) for alias in aliases} | saved
         self.waiting: Mapping[str, str] = {}
@@ -81,24 +84,37 @@ class AliasTable:
         recorded, `restored` from the file, or `confirmed` since the start."""
         return Counter("waiting" if alias in self.waiting else where for alias, where in self._sources.items())
 
+    def revision(self, alias: str) -> int:
+        """A number that each `point` of the alias increases by one, also one that does not change its target."""
+        return self._first_revision + self._changes[alias]
+
     async def point(
-        self, alias: str, target: AliasTarget, expected: str | None = None, waiting: str = "", missing: str = ""
+        self,
+        alias: str,
+        target: AliasTarget,
+        expected: str | None = None,
+        waiting: str = "",
+        missing: str = "",
+        revision: int | None = None,
     ) -> str:
         """Set the target of `alias` and return the previous model name. With a reason in `waiting`, requests to it
         are refused, as before a swap that is taken back. `missing` is the version of the split that is not loaded.
 
-        Raises TargetMismatchError when `expected` is given and is not the present target, and OSError when the file
-        cannot be written; both change nothing.
+        Raises TargetMismatchError when `expected` is given and is not the present target, or `revision` is not the
+        present one, and OSError when the file cannot be written; all change nothing.
         """
         async with self._change:
             current = self._targets.get(alias, AliasTarget(self.base_model)).name
             if expected is not None and expected != current:
                 raise TargetMismatchError(current)
+            if revision is not None and revision != self.revision(alias):
+                raise TargetMismatchError(f"{current}, and was set since")
             changed = {**self._targets, alias: target}
             if self._file:
                 saved = {name: each.as_json() for name, each in changed.items()}
                 await asyncio.to_thread(write_json, self._file, saved, mode=PRIVATE)
             self._targets = changed
+            self._changes[alias] += 1
             self._set(alias, waiting, missing)
             if alias in self._sources:
                 self._sources[alias] = "confirmed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -65,6 +66,18 @@ class AdapterSlots:
                     raise RefusedError(409, f"all {self.most} slots for adapters are taken: {', '.join(loaded)}")
                 await _free_slots(scope)
             await with_body(self._app, scope, body, receive, send)
+
+    async def unload(self, scope: Scope, receive: Receive, send: Send, serving: Collection[str]) -> None:
+        """Pass the request to vLLM unless the adapter is one of those `serving`, the targets of aliases: a process
+        that was stopped in the middle of a swap may ask late. Raises RefusedError."""
+        body = await read_body(receive)
+        if body is None:
+            return
+        wanted = parsed(body, MAX_BYTES)
+        name = wanted.get("lora_name") if isinstance(wanted, dict) else None
+        if name in serving:
+            raise RefusedError(409, f"an alias stands for {name}")
+        await with_body(self._app, scope, body, receive, send)
 
     async def _loaded(self, scope: Scope) -> list[str]:
         """The names of vLLM's adapters, from its own list of models."""
@@ -158,6 +171,7 @@ class Management:
             "splits": {alias: target.split.as_json() for alias, target in targets.items() if target.split},
             "waiting": dict(self._aliases.waiting),
             "missing": dict(self._aliases.missing),
+            "revisions": {alias: self._aliases.revision(alias) for alias in targets},
             "base_model": self._aliases.base_model,
             "instance": self._instance,
             "max_adapters": self._max_adapters,
@@ -167,8 +181,11 @@ class Management:
         try:
             name, alias, expected, waiting, missing = texts(wanted, "alias", "expected", "waiting", "missing")
             target = AliasTarget.of_json(wanted)
+            revision = wanted.get("revision")
+            if not isinstance(revision, int | None):
+                raise TypeError
         except (KeyError, TypeError, ValueError, AttributeError):
-            form = "{alias, target, path?, sha256?, expected?, waiting?, missing?}, all texts"
+            form = "{alias, target, path?, sha256?, expected?, waiting?, missing?}, all texts, a number revision?"
             more = "and split?: {target, path?, sha256?, share, salt}, with a share between 0 and 1"
             raise RefusedError(400, f"expected {form}, {more}") from None
         names = [each.name for each in target.versions]
@@ -177,7 +194,7 @@ class Management:
         if missing and (target.split is None or missing not in names):
             raise RefusedError(400, "only a version of the split can be missing")
         try:
-            previous = await self._aliases.point(alias, target, expected, waiting or "", missing or "")
+            previous = await self._aliases.point(alias, target, expected, waiting or "", missing or "", revision)
         except TargetMismatchError as mismatch:
             raise RefusedError(409, f"{alias} is {mismatch.current}") from None
         except OSError as error:

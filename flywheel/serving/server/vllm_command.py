@@ -344,13 +344,13 @@ def deployed(config: Config, versions: Mapping[str, str] | None = None) -> tuple
     # Those of aliases that the configuration does not name any more come last: there may be no slot for them.
     for alias, target in sorted(saved.items(), key=lambda entry: entry[0] not in config.aliases):
         refused = []
-        for version in target.versions:
-            if version.name == base_name(config.model.base):
+        for each in target.versions:
+            if each.name == base_name(config.model.base):
                 continue
-            if why := _why_unserved(config, version, adapters):
-                refused.append(f"{version.name} cannot be served again: {why}")
-            elif version.path:
-                adapters[version.name] = version.path
+            if why := _why_unserved(config, each, adapters):
+                refused.append(f"{each.name} cannot be served again: {why}")
+            elif each.path:
+                adapters[each.name] = each.path
         if len(refused) == len(target.versions):
             waiting[alias] = "; ".join(refused)
         elif refused:

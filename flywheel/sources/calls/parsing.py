@@ -1,7 +1,7 @@
 """Parses recorded calls: the request, and the answers assembled from a response or a stream of events.
 
-Chat completions, completions and responses, as vLLM and OpenAI write them. Nothing that a client or a server sends
-raises an error: what cannot be parsed is said in `ModelCall.error`.
+Chat completions, completions, responses and messages, as vLLM, OpenAI and Anthropic write them. Nothing that a client
+or a server sends raises an error: what cannot be parsed is said in `ModelCall.error`.
 https://platform.openai.com/docs/api-reference/chat-streaming
 https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, Final
 
 import orjson
@@ -17,9 +18,10 @@ from msgspec import Struct
 
 from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, ToolDefinition, get_path
 from flywheel.serving.calls.call_log import RecordedCall
-from flywheel.sources.calls import responses_api
+from flywheel.sources.calls import messages_api, responses_api
 
-RESPONSES_PATH: Final = "/v1/responses"
+_TRANSLATIONS: Final = {"/v1/responses": responses_api, "/v1/messages": messages_api}
+"""Of the interfaces that differ from that of chat completions, by the ends of their paths."""
 MAX_BRACKETS: Final = 1_000_000
 """An empty list takes 2 bytes as JSON, and 64 as an object."""
 _NO_PARAMETERS: Final = frozenset({"model", "messages", "tools", "stream", "stream_options", "user", "request_id"})
@@ -28,17 +30,19 @@ _ERROR_CHARACTERS: Final = 500
 
 def parse(call: RecordedCall) -> ModelCall:
     """The call with its messages and its answers."""
-    is_responses = call.path.rstrip("/").endswith(RESPONSES_PATH)
+    path = call.path.rstrip("/")
+    api = next((each for end, each in _TRANSLATIONS.items() if path.endswith(end)), None)
     request = _json(call.request)
     problem = ""
     if not isinstance(request, dict):
         request, problem = {}, "the request is not a JSON object"
-    messages, tools = (responses_api.prompt_of if is_responses else _prompt_of)(request)
+    messages, tools = (api.prompt_of if api else _prompt_of)(request)
     if messages is None:
         messages, problem = (), "the request's messages are not a list of objects"
-    user = request.get("user")
-    not_parameters = responses_api.PROMPT | _NO_PARAMETERS if is_responses else _NO_PARAMETERS
-    answer = _response(call, request, is_responses)
+    user = api.user_of(request) if api else request.get("user")
+    not_parameters = api.PROMPT | _NO_PARAMETERS if api else _NO_PARAMETERS
+    parameters = {key: value for key, value in request.items() if key not in not_parameters}
+    answer = _response(call, request, api)
     return ModelCall(
         request_id=call.request_id,
         path=call.path,
@@ -51,7 +55,7 @@ def parse(call: RecordedCall) -> ModelCall:
         is_interrupted=not answer.is_whole and not (answer.error and call.is_complete),
         messages=messages,
         tools=tools,
-        parameters={key: value for key, value in request.items() if key not in not_parameters},
+        parameters=parameters | api.parameters_of(request) if api else parameters,
         user="" if user is None else _text(user),
         credential=call.credential,
         retry=call.retry,
@@ -143,22 +147,26 @@ class _Response(Struct):
         """Take over numbers of tokens, under the names of either interface."""
         for name in ("prompt_tokens", "input_tokens"):
             self.prompt_tokens = _count(get_path(usage, name), self.prompt_tokens)
+        # Messages count the tokens of the cache separately.
+        for name in ("cache_read_input_tokens", "cache_creation_input_tokens"):
+            if self.prompt_tokens is not None:
+                self.prompt_tokens += _count(get_path(usage, name), 0) or 0
         for name in ("completion_tokens", "output_tokens"):
             self.completion_tokens = _count(get_path(usage, name), self.completion_tokens)
 
 
-def _response(call: RecordedCall, request: dict[str, Any], is_responses: bool) -> _Response:
+def _response(call: RecordedCall, request: dict[str, Any], api: ModuleType | None) -> _Response:
     if call.status == 0:
         return _Response(error="" if not call.is_complete else "no response began")
     response = _Response()
     if call.media_type.partition(";")[0].strip().lower() == "text/event-stream":
-        _add_stream(response, call, request, is_responses)
+        _add_stream(response, call, request, api)
     else:
         body = _json(call.response)
         if isinstance(body, dict):
             response.is_whole = call.is_complete
-            if is_responses:
-                _add_items(response, body)
+            if api is not None:
+                _add_items(response, body, api)
             else:
                 response.add(body)
         elif call.is_complete and call.status < 400:
@@ -169,8 +177,8 @@ def _response(call: RecordedCall, request: dict[str, Any], is_responses: bool) -
     return response
 
 
-def _add_stream(response: _Response, call: RecordedCall, request: dict[str, Any], is_responses: bool) -> None:
-    stream = responses_api.Stream() if is_responses else None
+def _add_stream(response: _Response, call: RecordedCall, request: dict[str, Any], api: ModuleType | None) -> None:
+    stream = api.Stream() if api is not None else None
     is_done = False
     for data in events(call.response):
         if data == b"[DONE]":
@@ -181,8 +189,8 @@ def _add_stream(response: _Response, call: RecordedCall, request: dict[str, Any]
             else:
                 response.error = response.error or error_in(event)
                 stream.add(event)
-    if stream is not None:
-        _add_items(response, stream.response())
+    if stream is not None and api is not None:
+        _add_items(response, stream.response(), api)
         response.is_whole = stream.is_whole
         return
     asked = request.get("n")
@@ -192,11 +200,11 @@ def _add_stream(response: _Response, call: RecordedCall, request: dict[str, Any]
     response.is_whole = is_done or ended >= max(count, len(response.choices), 1)
 
 
-def _add_items(response: _Response, body: dict[str, Any]) -> None:
-    """Add the body of a response of `/v1/responses`."""
+def _add_items(response: _Response, body: dict[str, Any], api: ModuleType) -> None:
+    """Add the body of a response of another interface."""
     response.error = response.error or error_in(body)
-    if isinstance(body.get("output"), list):
-        answer = responses_api.answer_of(body)
+    if isinstance(body.get(api.OUTPUT), list):
+        answer: ModelAnswer = api.answer_of(body)
         choice = response.choices[0] = _Choice(answer.content, answer.reasoning, {}, answer.finish_reason)
         choice.add({"tool_calls": list(answer.tool_calls)})
     response.count(body.get("usage"))

@@ -15,6 +15,8 @@ Item = dict[str, Any]
 """An object of the interface: a request, a response, or a part of one."""
 PROMPT: Final = frozenset({"input", "instructions"})
 """The keys of a request that become messages."""
+OUTPUT: Final = "output"
+"""The key of a response that has the list with the answer."""
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _FINISH_REASONS: Final = {"max_output_tokens": "length"}
 """Reasons of incomplete responses, by the name that chat completions have for them."""
@@ -36,6 +38,15 @@ def prompt_of(request: Item) -> tuple[tuple[ChatMessage, ...] | None, tuple[Tool
     tools = request.get("tools")
     offered = tools if isinstance(tools, list) else []
     return tuple(messages), tuple(_tool(tool) for tool in offered if isinstance(tool, dict))
+
+
+def parameters_of(request: Item) -> dict[str, Any]:
+    """The parameters that vLLM makes of others and that change the prompt."""
+    return {}
+
+
+def user_of(request: Item) -> Any:
+    return request.get("user")
 
 
 def _add(messages: list[ChatMessage], item: Item) -> None:

@@ -25,7 +25,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from flywheel.errors import StoreError
+from flywheel.errors import StateBusyError, StoreError
 from flywheel.store.kernel.bulk import sql_text
 from flywheel.store.kernel.schema import SCHEMA_VERSION, meta, metadata
 from flywheel.system.files import make_private, make_private_database
@@ -100,6 +100,7 @@ class _StateConnections:
         begin: str,
         *pragmas: str,
         threads: int = 1,
+        busy_ms: int = BUSY_TIMEOUT_MS,
         around: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """`begin` is the statement that begins a transaction; `pragmas` are set in each connection; each transaction
@@ -112,7 +113,7 @@ class _StateConnections:
             connection = connect()
             # The driver begins no transactions of its own: each begins with a statement of ours.
             connection.isolation_level = None
-            for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *pragmas):
+            for pragma in (f"busy_timeout = {busy_ms}", "foreign_keys = ON", *pragmas):
                 connection.execute(f"PRAGMA {pragma}").close()
             return connection
 
@@ -156,8 +157,9 @@ class Store:
     _reading: _StateConnections
 
     @classmethod
-    async def open(cls, state_dir: Path) -> Self:
-        """Open `state.db` in `state_dir`, made and migrated if needed. Raises StoreError."""
+    async def open(cls, state_dir: Path, *, busy_ms: int = BUSY_TIMEOUT_MS) -> Self:
+        """Open `state.db` in `state_dir`, made and migrated if needed. Raises StoreError, also where another process
+        writes it for longer than `busy_ms`."""
         path = state_dir / "state.db"
         try:
             make_private(state_dir)
@@ -178,8 +180,8 @@ class Store:
             f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
         )
         return await cls._migrated(
-            _StateConnections(str(path), connect, "BEGIN IMMEDIATE", *pragmas),
-            _StateConnections(str(path), connect, "BEGIN", "query_only = ON", threads=READERS),
+            _StateConnections(str(path), connect, "BEGIN IMMEDIATE", *pragmas, busy_ms=busy_ms),
+            _StateConnections(str(path), connect, "BEGIN", "query_only = ON", threads=READERS, busy_ms=busy_ms),
         )
 
     @classmethod
@@ -399,9 +401,11 @@ def _has_wal(path: Path) -> bool:
 
 def _explain(name: str, error: DBAPIError) -> StoreError:
     why = str(error.orig or error)
+    if "locked" in why.lower():
+        hint = "Another program holds it; wait, or find it with `fuser`."
+        return StateBusyError(f"use the state database {name}", why, hint, retryable=True)
     hints = {
         "full": ("Free some space on that disk: nothing that was stored before is lost.", True),
-        "locked": ("Another program holds it; wait, or find it with `fuser`.", True),
         "readonly": ("Make the file and its directory writable for this user.", False),
         "unable to open": ("Make its directory readable and writable for this user.", False),
         "not a database": ("Restore it from a backup, or move it away to start over.", False),

@@ -290,6 +290,16 @@ async def recorded(replica: Replica, mark: str) -> list[RecordedCall]:
     [
         ("/v1/chat/completions", "chatcmpl", {**QUESTION, "tools": [TOOL]}),
         ("/v1/completions", "cmpl", {"prompt": "7", "max_tokens": 2}),
+        (
+            "/v1/messages",
+            "chatcmpl",
+            {
+                "system": "Be brief.",
+                "messages": [{"role": "user", "content": "What is 3 plus 4?"}],
+                "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+                "max_tokens": 4,
+            },
+        ),
         ("/v1/responses", "resp", {"input": "What is 3 plus 4?", "max_output_tokens": 4, "request_id": "resp_mine"}),
     ],
 )

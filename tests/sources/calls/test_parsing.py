@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.sources.calls.parsing import events, parse
+from flywheel.sources.spans.recorded_calls import exact_prompt, inexact_because
 from tests.cases import for_each
 from tests.sources.calls.recorded import assistant, chat, completion, delta, recorded, sse, tool, tool_call, user
 
@@ -258,6 +260,180 @@ def test_the_failure_of_a_streamed_response_is_said() -> None:
     assert parse(recorded({"input": "hi"}, stream, path="/v1/responses")).error == "the engine died"
 
 
+ADD_TOOL = {"name": "add", "input_schema": {"type": "object"}}
+MESSAGES_REQUEST: dict[str, Any] = {
+    "model": "agent",
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1"},
+        {"type": "text", "text": "Be "},
+        {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "1+2?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I add.", "signature": "s"},
+                {"type": "text", "text": "Let me add."},
+                {"type": "tool_use", "id": "call-1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call-1", "content": [{"type": "text", "text": "3"}]},
+                {"type": "text", "text": "Sure?"},
+            ],
+        },
+        {"role": "assistant", "content": "Yes."},
+        {"role": "system", "content": "Today is Monday."},
+        {"role": "user", "content": "And 4?"},
+    ],
+    "tools": [ADD_TOOL],
+    "max_tokens": 9,
+    "stream": False,
+    "metadata": {"user_id": "ann"},
+}
+MESSAGES: tuple[Any, ...] = (
+    SYSTEM,
+    user("1+2?"),
+    {
+        "role": "assistant",
+        "content": "Let me add.",
+        "reasoning": "I add.",
+        "tool_calls": [tool_call("add", '{"a": 1}')],
+    },
+    tool("3"),
+    user("Sure?"),
+    assistant("Yes."),
+    {"role": "system", "content": "Today is Monday."},
+    user("And 4?"),
+)
+
+
+def message_body(**others: Any) -> dict[str, Any]:
+    content = MESSAGES_REQUEST["messages"][1]["content"]
+    usage = {"input_tokens": 4, "cache_read_input_tokens": 8, "output_tokens": 2}
+    return {"type": "message", "content": content, "stop_reason": "tool_use", "usage": usage, **others}
+
+
+def test_messages_become_those_of_a_chat() -> None:
+    call = parse(recorded(MESSAGES_REQUEST, message_body(), path="/v1/messages"))
+    assert call.messages == MESSAGES
+    assert call.tools == (ADD,)
+    assert call.parameters == {"max_tokens": 9}
+    assert (call.user, call.error, call.is_interrupted) == ("ann", "", False)
+    (answer,) = call.answers
+    assert (answer.content, answer.reasoning, answer.finish_reason) == ("Let me add.", "I add.", "tool_calls")
+    assert answer.tool_calls == (tool_call("add", '{"a": 1}'),)
+    assert (call.prompt_tokens, call.completion_tokens) == (12, 2)
+
+
+def test_images_of_messages_are_those_of_a_chat() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+    linked = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    result = {"type": "tool_result", "tool_use_id": "call-1", "content": [image, {"type": "text", "text": "ok"}]}
+    request = {"messages": [{"role": "user", "content": [linked, {"type": "text", "text": "What?"}, result]}]}
+    shown, data = (
+        {"type": "image_url", "image_url": {"url": url}} for url in ("http://x/y.png", "data:image/png;base64,AA")
+    )
+    assert parse(recorded(request, message_body(), path="/v1/messages")).messages == (
+        tool("ok"),
+        user([data]),
+        user([shown, {"type": "text", "text": "What?"}]),
+    )
+
+
+@for_each(
+    "reason", [("max_tokens", "length"), ("end_turn", "stop"), ("stop_sequence", "stop"), ("refusal", "refusal")]
+)
+def test_ends_of_messages_have_the_names_of_a_chat(reason: tuple[str, str]) -> None:
+    sent, name = reason
+    (answer,) = parse(recorded(MESSAGES_REQUEST, message_body(stop_reason=sent), path="/v1/messages")).answers
+    assert answer.finish_reason == name
+
+
+def test_parameters_of_messages_that_change_the_prompt_are_seen() -> None:
+    for others, effort in (
+        ({"output_config": {"effort": "high"}}, "high"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+    ):
+        call = parse(recorded({**MESSAGES_REQUEST, **others}, message_body(), path="/v1/messages"))
+        assert call.parameters["reasoning_effort"] == effort
+        assert inexact_because(call)
+    assert not inexact_because(parse(recorded(MESSAGES_REQUEST, message_body(), path="/v1/messages")))
+
+
+def message_events() -> list[dict[str, Any]]:
+    def block(index: int, start: dict[str, Any], *deltas: dict[str, Any]) -> list[dict[str, Any]]:
+        parts = [{"type": "content_block_delta", "index": index, "delta": each} for each in deltas]
+        begin = {"type": "content_block_start", "index": index, "content_block": start}
+        return [begin, *parts, {"type": "content_block_stop", "index": index}]
+
+    return [
+        {"type": "message_start", "message": {"id": "x", "content": [], "usage": {"input_tokens": 4}}},
+        {"type": "ping"},
+        *block(
+            0,
+            {"type": "thinking", "thinking": ""},
+            {"type": "thinking_delta", "thinking": "I add."},
+            {"type": "signature_delta", "signature": "s"},
+        ),
+        *block(
+            1,
+            {"type": "text", "text": ""},
+            {"type": "text_delta", "text": "Let me"},
+            {"type": "text_delta", "text": " add."},
+        ),
+        *block(
+            2,
+            {"type": "tool_use", "id": "call-1", "name": "add", "input": {}},
+            {"type": "input_json_delta", "partial_json": '{"a"'},
+            {"type": "input_json_delta", "partial_json": ": 1}"},
+        ),
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 2}},
+        {"type": "message_stop"},
+    ]
+
+
+def test_streamed_messages_are_assembled() -> None:
+    call = parse(recorded(MESSAGES_REQUEST, sse(*message_events(), done=False), path="/v1/messages"))
+    whole = parse(recorded(MESSAGES_REQUEST, message_body(), path="/v1/messages"))
+    assert call.answers == whole.answers
+    assert (call.prompt_tokens, call.completion_tokens, call.is_interrupted, call.error) == (4, 2, False, "")
+
+
+def test_streamed_messages_that_were_cut_are_kept_and_marked() -> None:
+    stream = sse(*message_events(), done=False)
+    (whole,) = parse(recorded(MESSAGES_REQUEST, stream, path="/v1/messages")).answers
+    ended = stream.index(b'"stop_reason": "tool_use"')
+    for cut in range(0, len(stream), 7):
+        call = parse(recorded(MESSAGES_REQUEST, stream[:cut], path="/v1/messages", is_complete=False))
+        assert call.is_interrupted is (cut <= stream.index(b"\n", ended) - 1), cut
+        assert all(whole.content.startswith(answer.content) for answer in call.answers)
+
+
+def test_the_failure_of_streamed_messages_is_said() -> None:
+    error = {"type": "error", "error": {"type": "internal_error", "message": "the engine died"}}
+    stream = sse(*message_events()[:5], error, done=False)
+    assert parse(recorded(MESSAGES_REQUEST, stream, path="/v1/messages")).error == "the engine died"
+    refused = parse(recorded(MESSAGES_REQUEST, error, path="/v1/messages", status=400))
+    assert (refused.error, refused.answers) == ("the engine died", ())
+
+
+@pytest.mark.slow
+@pytest.mark.training
+def test_messages_become_what_vllm_makes_of_them() -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    made = AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest(**MESSAGES_REQUEST))
+    sent = json.loads(made.model_dump_json(exclude_none=True))
+    call = parse(recorded(MESSAGES_REQUEST, message_body(), path="/v1/messages"))
+    assert list(exact_prompt(call)) == sent["messages"]
+    assert [tool["function"] for tool in call.tools] == [tool["function"] for tool in sent["tools"]]
+
+
 @for_each("request_body", [b"", b"\xff\xfe", b"[]", b"null", b'{"messages": "hi"}', b'{"messages": ["hi"]}'])
 def test_a_request_that_is_none_says_so(request_body: bytes) -> None:
     call = parse(recorded(request_body, completion(assistant("a"))))
@@ -313,13 +489,20 @@ _WORDS = [
     "response.completed",
     "response.output_item.added",
     "response.output_text.delta",
+    "message_start",
+    "message_delta",
+    "content_block_start",
+    "content_block_delta",
+    "tool_use",
+    "tool_result",
+    "thinking",
     "function_call_output",
     "completed",
     "incomplete",
 ]
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(_WORDS)
 VALUES = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=4))
-PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 
 
 @settings(max_examples=300, deadline=None)
