@@ -5,7 +5,9 @@ brings anything, that promote at least one candidate. `false_promotion_20_cluste
 of 8 tasks each that fare alike. `false_promotion_20_growing`: conversations come between rounds, 5, 25 or 50 each
 time; the worst of the three. With 5 there is one epoch, with 50 every round begins one. All rounds run, also those
 that would not start for lack of power. `power_10_points`: how often a candidate that is better by ten points is
-promoted in the first test, by the number of tasks.
+promoted in the first test, by the number of tasks. `tripwire_cost`: by how much the tripwires lower that, for an
+honest candidate, which is as often cut, fails as many calls and writes half as much again; `tripwires_block`: how
+often they stop a candidate that is better by ten points and has one harm, with 100 tasks.
 
 Comparison, gate, error budget and settings are those of the program. Scores are 0 and 1, the hardest kind. The
 chance that an answer to a task is right is drawn from a beta distribution with mean 0.6, of which half of the
@@ -29,11 +31,12 @@ from scipy import stats
 
 from benchmarks import measurement
 from flywheel.config import GateSettings
-from flywheel.records.round import Comparison, GateTest, SpentTest
-from flywheel.training.gate.gate import GAIN, decide, following_test
-from flywheel.training.gate.paired_comparison import Paired, compare
+from flywheel.records.round import Comparison, CriterionComparison, GateTest, SpentTest
+from flywheel.training.gate.gate import GAIN, TRIPWIRES, decide, following_test
+from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion
 
 ROUNDS: Final = 20
+TASKS: Final = (50, 100, 200)
 MEAN: Final = 0.6
 BETWEEN: Final = 1.0
 """Both parameters of the beta distribution together: at 1 half of the variance lies between tasks."""
@@ -74,11 +77,42 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
     return False
 
 
-def shows_ten_points(gate: GateSettings, tasks: int, seed: int) -> bool:
-    """Whether the first test promotes a candidate that is better by ten points."""
-    test = following_test(gate.alpha, None, tasks)
-    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=GAIN)
+def shows_ten_points(gate: GateSettings, tasks: int, seed: int, harm: str | None = "") -> bool:
+    """Whether the first test promotes a candidate that is better by ten points: an honest one, one that does the
+    named `harm`, or with None one of which the tripwires measured nothing."""
+    test, random = following_test(gate.alpha, None, tasks), np.random.default_rng(seed)
+    found = compared(Traffic(tasks), tasks, gate, test, random, gain=GAIN)
+    if harm is not None:
+        wires = [measured(name, tasks, gate, harm=name == harm, random=random) for name in TRIPWIRES]
+        found = found.model_copy(update={"tripwires": wires})
     return decide(found, gate).promote
+
+
+BAD: Final = {"cut": 0.03, "failed_calls": 0.1, "invalid_format": 0.05}
+"""How much of the answers is bad on both sides."""
+MORE: Final = 0.2
+"""How much more of them a harmful candidate makes bad."""
+RATIO, HARMFUL_RATIO = 1.5, 3.0
+"""Of the lengths. They vary by a factor of e^0.5 between answers to the same task."""
+
+
+def measured(
+    name: str, tasks: int, gate: GateSettings, *, harm: bool, random: np.random.Generator
+) -> CriterionComparison:
+    """What the program makes of a measure of the tripwires. One task is one conversation."""
+    shape = (tasks, gate.samples_for(tasks))
+    if name in BAD:
+        luck = random.random((tasks, 1))
+        sides = [random.random(shape) >= _chances(luck, BAD[name] + more) for more in (MORE * harm, 0.0)]
+    else:
+        ratio = HARMFUL_RATIO if harm else RATIO
+        ours, theirs = random.lognormal(0, 0.5, (2, *shape)).mean(axis=2)
+        times = ratio * ours / theirs if name == "longer" else theirs / (ours / ratio)
+        sides = [times[:, None] <= 2, np.ones((tasks, 1), bool)]
+    candidate, deployed = (side.astype(float).tolist() for side in sides)
+    pairs = [Paired(f"t-{n}", tuple(candidate[n]), tuple(deployed[n]), f"c-{n}") for n in range(tasks)]
+    seed = int(random.integers(2**31))
+    return compare_criterion(name, pairs, takes_away=False, confidence=gate.confidence, seed=seed)
 
 
 def compared(
@@ -127,13 +161,20 @@ def main() -> None:
             str(after_each): share(pool, partial(promotes_one, Traffic(50, after_each), gate), sequences)
             for after_each in (5, 25, 50)
         }
+        power, without = (
+            {str(tasks): share(pool, partial(shows_ten_points, gate, tasks, harm=harm), times) for tasks in TASKS}
+            for harm in ("", None)
+        )
         result: dict[str, Any] = {
             "false_promotion_20": share(pool, partial(promotes_one, Traffic(50), gate), sequences),
             "false_promotion_20_clustered": share(pool, partial(promotes_one, clustered, gate), sequences),
             "false_promotion_20_growing": max(growing.values()),
             "growing_by_conversations_after_each": growing,
-            "power_10_points": {
-                str(tasks): share(pool, partial(shows_ten_points, gate, tasks), times) for tasks in (50, 100, 200)
+            "power_10_points": power,
+            "tripwire_cost": {tasks: round(without[tasks] - power[tasks], 4) for tasks in power},
+            "tripwires_block": {
+                name: round(1 - share(pool, partial(shows_ten_points, gate, 100, harm=name), times), 4)
+                for name in TRIPWIRES
             },
             "sequences": sequences,
         }

@@ -226,9 +226,17 @@ def rounds(work: Work, scratch: Path, runs: int) -> dict[str, Any]:
     }
 
 
-def beside_trl(work: Work, scratch: Path, runs: int, lengths: Sequence[int], latencies: Sequence[float]) -> Any:
-    """The second table: a row for each length of answers and latency of the judge."""
-    model, rows = endless(Path(work.model), scratch / "model"), []
+def beside_trl(
+    work: Work,
+    scratch: Path,
+    runs: int,
+    lengths: Sequence[int],
+    latencies: Sequence[float],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """The second table: a row for each length of answers and latency of the judge. `keep` gets it after each row."""
+    model, rows = endless(Path(work.model), scratch / "model"), list[dict[str, Any]]()
+    found = {"work": {"model": Path(work.model).name, "steps": work.steps}, "runs": runs, "rows": rows}
     for tokens in lengths:
         for latency in latencies:
             each = replace(work, model=model, tokens=tokens, latency=latency, held_out=0)
@@ -237,7 +245,8 @@ def beside_trl(work: Work, scratch: Path, runs: int, lengths: Sequence[int], lat
             kinds = {f"overlap_{number}": partial(run_round, replace(each, overlap=number)) for number in (0, 1)}
             kinds["trl"] = partial(run_trl, each)
             rows.append({"tokens": tokens, "latency": latency, "kinds": alternate(kinds, folder, runs)})
-    return {"work": {"model": Path(work.model).name, "steps": work.steps}, "runs": runs, "rows": rows}
+            keep(found)
+    return found
 
 
 def read(results: Path) -> dict[str, Any]:
@@ -290,6 +299,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=POLICY, help="directory of the base model")
     parser.add_argument("--runs", type=int, default=3, help="runs of each kind (3)")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run (12)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="with --trl: lengths of answers")
     parser.add_argument("--results", type=Path, help=f"write them there, too; of --table: {RESULTS.name}")
     parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")
     options = parser.parse_args()
@@ -297,17 +307,22 @@ def main() -> None:
         print(table(read(options.results or RESULTS)))
         return
     steps, latency, runs = (2, 0.05, 1) if options.quick else (options.steps, 0.5, options.runs)
-    lengths, held_out = (LENGTHS[:1], 8) if options.quick else (LENGTHS, HELD_OUT)
+    lengths, held_out = (options.tokens[:1], 8) if options.quick else (options.tokens, HELD_OUT)
     work, before = Work(str(options.model.absolute()), steps, latency, held_out=held_out), measurement.machine()
+
+    def keep(found: dict[str, Any]) -> None:
+        if options.results:
+            name = "round" if not options.trl else "trl" if options.model.name == POLICY.name else "trl_model"
+            known = read(options.results) | {name: found | {"machine": before}}
+            write_atomic(options.results, f"{json.dumps(known, indent=1)}\n".encode())
+
     with measurement.folders(options.dir) as (_, scratch):
         if options.trl:
-            found = beside_trl(work, scratch, runs, lengths, (latency,) if options.quick else (0.0, latency))
+            latencies = (latency,) if options.quick else (0.0, latency)
+            found = beside_trl(work, scratch, runs, lengths, latencies, keep)
         else:
             found = rounds(work, scratch, runs)
-    if options.results:
-        name = "round" if not options.trl else "trl" if options.model.name == POLICY.name else "trl_model"
-        known = read(options.results) | {name: found | {"machine": before}}
-        write_atomic(options.results, f"{json.dumps(known, indent=1)}\n".encode())
+            keep(found)
     measurement.report(found, before, as_json=options.json)
 
 

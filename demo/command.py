@@ -11,6 +11,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ def play(
     parser.add_argument(
         "--dir", type=Path, default=Path("demo-run"), help="where the run's folder is made (demo-run)"
     )
+    parser.add_argument("--watch", action="store_true", help="both versions answer at first, and are compared")
     if figures is not None:
         parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to stderr")
     if workflow is not None:
@@ -53,6 +55,7 @@ def play(
     options = parser.parse_args()
     if workflow is not None and options.workflow:
         scene = workflow
+    scene = replace(scene, watches=options.watch)
     as_json = figures is not None and options.json
     console = Console(stderr=as_json)
     folder = (options.dir / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()

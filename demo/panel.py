@@ -111,6 +111,8 @@ def render(status: Status, metrics: Metrics) -> RenderableType:
         wheel.add_row("reward", Text(sparkline(curve), style="magenta"))
         wheel.add_row("", f"{curve[0]:.2f} → {curve[-1]:.2f} after {len(curve)} steps")
     wheel.add_row("serving", Text(serving(status), style="bold green"))
+    if watched := watching(status):
+        wheel.add_row("watched", watched)
     for done in reversed([each for each in status["rounds"] if each.get("comparison") or each.get("finished_at")]):
         wheel.add_row(done["round"], _outcome(done))
     return Panel(Group(bars, Text(), wheel), title="flywheel", border_style="cyan", box=box.ROUNDED, width=78)
@@ -121,7 +123,19 @@ def plain(status: Status, metrics: Metrics) -> str:
     counts = ", ".join(f"{number} {name}" for name, number in funnel(status).items())
     curve = rewards(metrics)
     reward = f"; reward {curve[0]:.2f} → {curve[-1]:.2f}" if curve else ""
-    return f"{counts}; {phase(status, metrics)}{reward}; serving {serving(status)}"
+    watched = watching(status)
+    return f"{counts}; {phase(status, metrics)}{reward}; serving {serving(status)}{f'; {watched}' if watched else ''}"
+
+
+def watching(status: Status) -> str:
+    """How both versions of a watched promotion fare; empty without one."""
+    if not (watch := status.get("watch")):
+        return ""
+    figures = watch["figures"]
+    shares = [
+        f"{arm['version']} {_share(arm['rate'])} of {arm['outcomes']}" for arm in (figures["new"], figures["old"])
+    ]
+    return f"{' against '.join(shares)}, e-value {figures['e_value']:.2g} of 20"
 
 
 def lines(status: Status) -> list[Line]:

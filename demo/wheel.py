@@ -36,6 +36,7 @@ QUIET_RATE: Final = 0.5
 """Dialogues per second while a round trains: it needs the processor."""
 LAST_JUDGED: Final = 80
 """Replies of the last version that must have been judged before the table is drawn."""
+WATCHED_UNITS: Final = 120
 LOOK_SECONDS: Final = 1.0
 PLAIN_SECONDS: Final = 5.0
 STOP_SECONDS: Final = 25.0
@@ -61,11 +62,15 @@ class Scene:
     users: Callable[[Config], Users]
     rollout: Mapping[str, Any] = field(default_factory=dict)
     """Settings of rollouts beside those of the configuration."""
+    watches: bool = False
+    """Whether promotions are watched: both versions answer until enough conversations have an outcome."""
 
     def settings(self, folder: Path, judge_url: str, port: int) -> dict[str, Any]:
         """The shipped configuration with the run's own paths and addresses."""
         raw = settings_of(self.template, folder, judge_url, port)
         raw["rollout"] = {**raw.get("rollout", {}), **self.rollout}
+        if self.watches:
+            raw["deploy"] = {"watch": {"new_share": 0.5, "until_units": WATCHED_UNITS}}
         return raw
 
 
@@ -181,7 +186,7 @@ class Wheel:
                 )
 
     def _enough(self, status: Mapping[str, Any]) -> bool:
-        if status["promoted"] < self._rounds:
+        if status["promoted"] < self._rounds or status["watch"]:
             return False
         last = panel.lines(status)[-1]
         return last.accepted + last.rejected >= LAST_JUDGED

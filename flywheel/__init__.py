@@ -1,17 +1,30 @@
 """Flywheel: a closed loop for LLM agents: traces in, judged samples, LoRA adapters that are proven better out."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flywheel.conversations import conversation as conversation
+    from flywheel.conversations import conversation_header as conversation_header
+    from flywheel.notebook.judging import ajudge_replies as ajudge_replies
+    from flywheel.notebook.judging import judge_replies as judge_replies
+    from flywheel.notebook.state import open_state as open_state
     from flywheel.tuner import tune as tune
+
+_FUNCTIONS = {
+    "ajudge_replies": "flywheel.notebook.judging",
+    "conversation": "flywheel.conversations",
+    "conversation_header": "flywheel.conversations",
+    "judge_replies": "flywheel.notebook.judging",
+    "open_state": "flywheel.notebook.state",
+    "tune": "flywheel.tuner",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported only when it is used: most of the program needs no training.
-    if name == "tune":
-        from flywheel.tuner import tune
-
-        return tune
+    # Imported only when it is used: most of the program needs none of them.
+    if name in _FUNCTIONS:
+        return getattr(import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flywheel"
 
 ROOMS: tuple[set[str], ...] = (
-    {"errors", "secrets"},
+    {"errors", "secrets", "conversations"},
     {"system"},
     {"records"},
     {"config"},
@@ -24,6 +24,7 @@ ROOMS: tuple[set[str], ...] = (
     {"web"},
     {"cli"},
     {"tuner"},
+    {"notebook"},
 )
 """A room imports from earlier lines only; those of one line do not import each other, but for the first."""
 INSIDE: dict[str, tuple[set[str], ...]] = {

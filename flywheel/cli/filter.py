@@ -233,11 +233,12 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
 async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
     """A state in memory with a task for each row of a file. Raises ConfigError."""
     from flywheel.records.task import Batch
-    from flywheel.sources.jsonl.record import entries_of_file
+    from flywheel.sources.jsonl.record import entries_of, rows_of_file
     from flywheel.store import ledger
     from flywheel.store.kernel.database import Store
 
-    entries = entries_of_file(file, f"read tasks to judge from {file}")
+    attempted = f"read tasks to judge from {file}"
+    entries = entries_of(rows_of_file(file, attempted), attempted)
     options.keys.extend(entry.key for entry in entries[: options.limit])
     store = await Store.empty()
     try:

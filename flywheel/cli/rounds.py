@@ -147,6 +147,7 @@ async def _train(
     from flywheel.store.rounds import by_name, live
 
     adapter, trained_on = files
+    await rounds.promote_passed()
     if (row := await store.read(live)) is not None:
         if adapter is not None:
             hint = "`flywheel round` without --adapter finishes it."
@@ -244,6 +245,8 @@ async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str
 
 def _print(report: dict[str, Any]) -> None:
     typer.echo(f"{report['round']}: {report['state']}{': ' + report['reason'] if report['reason'] else ''}")
+    if report.get("waits_for"):
+        typer.echo(f"it waits for {report['waits_for']}")
     comparison = report.get("comparison")
     if comparison:
         typer.echo(

@@ -39,7 +39,7 @@ from flywheel.cli.tables import (
     source_condition,
     source_text,
 )
-from flywheel.system.terminal import escape_terminal, moment, quantity
+from flywheel.system.terminal import escape_terminal, moment, percent, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         Status,
         TargetStatus,
     )
+    from flywheel.daemon.watch_figures import WatchStatus
     from flywheel.store.samples import PromptCounts
 
 ROUND_COLUMNS: Final = ("round", "state", "reward", "held-out score", "why")
@@ -198,7 +199,13 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
             ("deployed", f"{own.deployment.alias} → {own.deployment.adapter or 'the base model'}")
             for own in status.targets.values()
         ),
+        *(("watched", _watched(own.watch)) for own in status.targets.values() if own.watch is not None),
         *servers,
+    ]
+    facts += [
+        ("round", f"{_named(each)}: passed, waits for {each.waits_for}{_until(each.waits_until)}")
+        for each in status.rounds
+        if each.waits_for
     ]
     if live is not None:
         facts.append(("round", f"{_named(live)}: {live.progress.summary if live.progress else live.state}"))
@@ -210,9 +217,19 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
     return [(name, escape_terminal(text)) for name, text in facts]
 
 
+def _until(at: str | None) -> str:
+    return f" until {moment(at)} UTC" if at else ""
+
+
 def _source_line(source: SourceStatus) -> str:
     counts = f"{quantity(source.replies, 'reply', 'replies')}, {quantity(source.tasks, 'task')}"
     return f"{short_path(source.path)}: {source_condition(asdict(source))}, {counts}"
+
+
+def _watched(watch: WatchStatus) -> str:
+    """Both versions while a promotion is watched, and what would have been noticed."""
+    share = f"{watch.adapter or 'the base model'} has {percent(watch.share)} since {moment(watch.since)} UTC"
+    return f"{share}: {watch.figures.summary}\n{watch.figures.noticeable}"
 
 
 _UNCHECKED: Final = "not checked yet (requires `flywheel run`)"

@@ -77,6 +77,7 @@ def _print_round(story: dict[str, Any]) -> None:
         _print_sampling(sampling)
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
+    _print_watches(story["watches"])
     if not trains:
         return
     conversations = quantity(len(story["conversations"]), "conversation")
@@ -85,6 +86,13 @@ def _print_round(story: dict[str, Any]) -> None:
         typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
     for task, reason in story["left_out"].items():
         typer.echo(f"excluded {task}: {reason}")
+
+
+def _print_watches(watches: list[dict[str, Any]]) -> None:
+    for watch in watches:
+        until = f"until {watch['ended_at']}" if watch["ended_at"] else "now"
+        why = f" – {watch['reason']}" if watch["reason"] else ""
+        typer.echo(f"watched beside {watch['other'] or 'the base model'} {until}: {watch['state']}{why}")
 
 
 def _print_sampling(sampling: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Self
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from flywheel.config.agentjet import MARKERS, SECTION, ProjectRoot, from_agentjet, project_root
+from flywheel.config.deploy import DeploySettings
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -75,6 +76,7 @@ class Config(Section):
     """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own. Default: one
     target, `model.alias`, for the replies of all agents."""
     serving: ServingSettings = ServingSettings()
+    deploy: DeploySettings = DeploySettings()
     ray: RaySettings = RaySettings()
     retention: RetentionSettings = RetentionSettings()
     daemon: DaemonSettings = DaemonSettings()

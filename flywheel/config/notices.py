@@ -16,6 +16,7 @@ from flywheel.config.section import Section, WebUrl
 class NoticeType(StrEnum):
     """What notices are about."""
 
+    PASSED = "passed"
     PROMOTED = "promoted"
     REJECTED = "rejected"
     ROLLED_BACK = "rolled_back"
@@ -41,8 +42,8 @@ class NotifySettings(Section):
     """A program with its arguments, which gets a notice as JSON on its standard input. It is started without a shell
     and without the variables of keys. Exit code 0: the notice has arrived."""
     on: list[NoticeType] = Field(min_length=1)
-    """What to notify of: `promoted`, `rejected`, `rolled_back`, `judge_failing`, `budget_spent`, `dead_letters`,
-    `source_error`."""
+    """What to notify of: `passed` (a candidate waits for a person), `promoted`, `rejected`,
+    `rolled_back`, `judge_failing`, `budget_spent`, `dead_letters`, `source_error`."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Timeout in seconds of one attempt."""
 

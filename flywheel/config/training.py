@@ -565,6 +565,10 @@ class SuiteSettings(Section):
 
 
 class GateSettings(Section):
+    mode: Literal["auto", "manual"] = "auto"
+    """What follows when the gate has passed a candidate. `auto`: it is deployed. `manual`: its round waits in the
+    state `passed` for `flywheel deploy` or the page of the round, at most `deploy.approval_days`; other rounds go
+    on."""
     max_tasks: int = Field(default=200, gt=0)
     """Maximum number of held-out tasks that both adapters answer; the newest are used."""
     min_tasks: int = Field(default=8, gt=0)
@@ -589,6 +593,9 @@ class GateSettings(Section):
     non_inferiority_margins: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
     """Criteria that must not get worse, with the largest acceptable loss of each (0…1): a candidate is promoted only
     if the lower bound of each one's gain is above minus its margin. Default: none; the rubric's weights decide."""
+    tripwires: bool = True
+    """Whether harm that a mean score hides prevents a promotion: answers over twice or under half as long, cut
+    answers, failed tool calls, invalid formats. Only harm that is shown does."""
     suites: dict[str, SuiteSettings] = {}
     """Fixed sets of tasks that candidate and deployed adapter also answer, by name (letters, digits and `_.-`)."""
 

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -20,7 +22,7 @@ from flywheel.records.states import AdapterState, DeploymentState
 from flywheel.serving.adapter_files import why_changed, why_unloadable
 from flywheel.serving.client.adapter_swap import (
     Fence,
-    Proven,
+    OtherVersion,
     ReplicaReport,
     RollbackError,
     SwapReport,
@@ -45,9 +47,20 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another swap to end."""
+SPLIT_SLOTS = 3
+"""Slots that a swap needs while the alias is split: for both versions and the next one."""
 GRACE_SECONDS = 0.3
 """How long a rollback waits until the process that swaps has taken its swap back."""
 NO_PROBE = "its round left no probe that could prove it"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """That the new version answers a `share` of the units only, by `salt` (see `Split`), and the version that serves
+    now the others."""
+
+    share: float
+    salt: str
 
 
 class RolledBackError(ServeError):
@@ -63,7 +76,7 @@ class Deployer:
         self._store = store
         self._config = config
         self._alias = config.model.alias
-        self._proven: dict[str, Proven] = {}
+        self._proven: dict[tuple[str, str], str] = {}
         self._others: dict[str, Deployer] = {}
 
     def of(self, config: Config) -> Deployer:
@@ -133,8 +146,16 @@ class Deployer:
                 pass
         return ended
 
-    async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
-        """Swap to `adapter` (None: the base model). Raises ServeError; then the previous version still serves."""
+    async def deploy(
+        self,
+        adapter: str | None,
+        reason: str,
+        split: SplitRequest | None = None,
+        *,
+        instead_of: str | EllipsisType | None = ...,
+    ) -> SwapReport:
+        """Swap to `adapter` (None: the base model), if it is given only from `instead_of`, and with `split` for a
+        share of the units. Raises ServeError; then the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
@@ -143,11 +164,26 @@ class Deployer:
         last = await self._store.read(deployments.newest_rollback)
 
         async def deployed(servers: list[Replica]) -> SwapReport:
+            if not isinstance(instead_of, EllipsisType):
+                # Inside the lock: its last holder may have deployed something else.
+                active = await self._store.read(deployments.active, self._alias)
+                if (serves := active.adapter if active is not None else None) not in (adapter, instead_of):
+                    raise ServeError(attempted, rounds.other_serves(instead_of, serves))
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
+            now = await self._store.read(deployments.active, self._alias)
+            before = now.adapter if now is not None else None
+            if split is not None and before == adapter:
+                raise ServeError(attempted, "it serves already, and an alias is split between two versions")
+            recorded = {"other": before, **asdict(split)} if split is not None else None
+            other = await self._other(recorded)
             await self._make_room(servers, adapter)
             urls = self._config.serving.urls
-            number = await self._store.write(_requested, last, self._alias, urls, adapter, reason)
+            number = await self._store.write(_requested, last, self._alias, urls, adapter, reason, recorded)
+
+            async def check(lost: AdapterRef) -> None:
+                if lost.name != adapter:
+                    await self._checked(lost.name, f"load adapter {lost.name} again")
 
             async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:
                 if state in (DeploymentState.LOADING, DeploymentState.PROBING):
@@ -156,7 +192,8 @@ class Deployer:
                     await self._activate(number, report)
 
             try:
-                return await swap(servers, self._alias, _ref(row), probe, on_state, self._fence(last))
+                fence = self._fence(last)
+                return await swap(servers, self._alias, _ref(row), probe, on_state, other, check, fence)
             except BaseException as error:
                 await self._fail(number, error)
                 raise
@@ -164,15 +201,56 @@ class Deployer:
         async with self._replicas(WAIT_SECONDS) as (servers, _):
             return await self._unless_rolled_back(last, deployed(servers))
 
+    async def end_split(self, reason: str) -> SwapReport | None:
+        """Let the deployed version answer everything; None if the alias is not split.
+
+        Raises ServeError. If it names replicas that did not follow, the others have, and `reconcile` brings these.
+        """
+        last = await self._store.read(deployments.newest_rollback)
+
+        async def ended(servers: list[Replica]) -> SwapReport | None:
+            active = await self._store.read(deployments.active, self._alias)
+            if active is None or active.split is None:
+                return None
+            try:
+                ref = await self._ref(active.adapter)
+                report = await rollback(servers, self._alias, ref, fence=self._fence(last))
+            except RollbackError as error:
+                if any(not replica.error for replica in error.report.replicas):
+                    await self._store.write(_unsplit, active.id, error.report, reason)
+                attempted = f"end the split of {self._alias} on every replica"
+                raise ServeError(attempted, error.why, error.hint, retryable=True) from error
+            await self._store.write(_unsplit, active.id, report, reason)
+            return report
+
+        async with self._replicas(WAIT_SECONDS) as servers:
+            return await self._unless_rolled_back(last, ended(servers))
+
+    async def _ref(self, adapter: str | None) -> AdapterRef | None:
+        return _ref(await self._store.read(rounds.adapter, adapter)) if adapter else None
+
+    async def _other(self, split: dict[str, Any] | None) -> OtherVersion | None:
+        """The other version of a recorded split."""
+        if split is None:
+            return None
+        row = await self._store.read(rounds.adapter, split["other"]) if split["other"] else None
+        probe = _probe(row, f"prove adapter {split['other']}")
+        return OtherVersion(_ref(row), probe, split["share"], split["salt"])
+
     async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
         if adapter is not None:
             drain = self._config.serving.drain_seconds
+            active = await self._store.read(deployments.active, self._alias)
+            if self._config.serving.max_loras < SPLIT_SLOTS and active is not None and active.split is not None:
+                # The split ends with the swap, and until then its versions would keep all slots.
+                with contextlib.suppress(RollbackError):
+                    await rollback(servers, self._alias, await self._ref(active.adapter))
             recent = await self._store.read(deployments.in_use, self._alias, drain)
             keep = await self._store.read(deployments.in_use, self._alias, 0)
             await make_room(servers, self._alias, adapter, recent, keep, drain)
 
     async def _activate(self, number: int, report: SwapReport) -> None:
-        writing = asyncio.ensure_future(self._store.write(_activated, number, report))
+        writing = asyncio.ensure_future(self._store.write(_activated, number, report, self._config))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -215,8 +293,9 @@ class Deployer:
             why = f"it was trained on {row.base_model}, and model.base is {base}"
             raise ServeError(attempted, why, hint)
 
-    async def rollback(self, to: str | None = None) -> tuple[str | None, SwapReport]:
-        """Go back to the adapter that served before, or to `to` ("base": the base model), without a proof.
+    async def rollback(self, to: str | None = None, why: str = "") -> tuple[str | None, SwapReport]:
+        """Go back to the adapter that served before, or to `to` ("base": the base model), without a proof; `why` is
+        recorded.
 
         A swap in progress is ended; it was not recorded, so the adapter before it is the one that is rolled back.
         Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
@@ -226,16 +305,19 @@ class Deployer:
 
     async def _rollback(self, to: str | None) -> tuple[str | None, SwapReport]:
         keys = self._keys()
-        number, row = await self._store.write(self._begin_rollback, to)
+        number, row = await self._store.write(self._begin_rollback, to, why)
         target = row.name if row is not None else None
         attempted = f"roll {self._alias} back to {target}"
+
+        async def check(_: AdapterRef) -> None:
+            await self._checked(target, attempted)
+
         lock = swap_lock(self._config.state_dir, GRACE_SECONDS, take_over=True)
         async with lock, self._clients(keys) as servers:
             try:
                 if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
                     await self._make_room(servers, target)
                 # The files of a version that is still loaded are not needed.
-                check = partial(self._checked, target, attempted)
                 fence = partial(self._store.read, deployments.check_unfinished, number)
                 report = await rollback(servers, self._alias, _ref(row), check, fence)
             except RollbackError as error:
@@ -259,11 +341,11 @@ class Deployer:
             with contextlib.suppress(RollbackError):
                 await rollback(servers, self._alias, _ref(row))
 
-    def _begin_rollback(self, conn: Connection, to: str | None) -> tuple[int, Row[Any] | None]:
+    def _begin_rollback(self, conn: Connection, to: str | None, why: str) -> tuple[int, Row[Any] | None]:
         """Record the rollback, which ends a swap in progress; its number, and the adapter. Raises ServeError."""
         row = self._rollback_adapter(conn, to)
         target = row.name if row is not None else None
-        return deployments.request_rollback(conn, self._alias, self._config.serving.urls, target), row
+        return deployments.request_rollback(conn, self._alias, self._config.serving.urls, target, why), row
 
     def _rollback_adapter(self, conn: Connection, to: str | None) -> Row[Any] | None:
         """The adapter to go back to; None for the base model. Raises ServeError."""
@@ -295,7 +377,8 @@ class Deployer:
         return to
 
     async def reconcile(self) -> SwapReport:
-        """Load the active adapter on servers that lost it (a restart), and unload versions out of use.
+        """Load the active adapter, and the other one of a split, on servers that lost it (a restart), and unload
+        versions out of use.
 
         Records the condition of each server for `status`. Where nothing was ever deployed, the servers are only
         inspected: they may belong to another state. Raises LockedError while another process moves the alias, and
@@ -322,14 +405,15 @@ class Deployer:
         adapter = active.adapter if active is not None else None
         row = await self._store.read(rounds.adapter, adapter) if adapter else None
         probe = _probe(row, f"prove adapter {adapter}")
+        other = await self._other(active.split if active is not None else None)
 
-        async def check() -> None:
-            attempted = f"load adapter {adapter} again"
+        async def check(lost: AdapterRef) -> None:
+            attempted = f"load adapter {lost.name} again"
             hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
-            self._check_base(await self._checked(adapter, attempted), attempted, hint)
+            self._check_base(await self._checked(lost.name, attempted), attempted, hint)
 
         before = await self._store.read(deployments.replica_states, self._alias)
-        report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven, fence)
+        report = await reconcile(servers, self._alias, _ref(row), probe, check, self._proven, other, fence)
         await fence()
         await self._store.write(_noted, report)
         for each in report.changed:
@@ -371,14 +455,26 @@ def _begun(conn: Connection) -> int:
 
 
 def _requested(
-    conn: Connection, last: int, alias: str, endpoints: list[str], adapter: str | None, reason: str
+    conn: Connection,
+    last: int,
+    alias: str,
+    endpoints: list[str],
+    adapter: str | None,
+    reason: str,
+    split: dict[str, Any] | None,
 ) -> int:
     _check_not_rolled_back(conn, last, alias)
-    return deployments.request(conn, alias, endpoints, adapter, reason)
+    return deployments.request(conn, alias, endpoints, adapter, reason, split)
 
 
-def _activated(conn: Connection, number: int, report: SwapReport) -> None:
+def _activated(conn: Connection, number: int, report: SwapReport, config: Config) -> None:
     deployments.activate(conn, number, report.alias, report.as_json())
+    rounds.decide_passed(conn, config.target, report.alias, config.training.max_uses)
+    _noted(conn, report)
+
+
+def _unsplit(conn: Connection, number: int, report: SwapReport, reason: str) -> None:
+    deployments.end_split(conn, number, reason)
     _noted(conn, report)
 
 

@@ -54,6 +54,7 @@ class NoticeTarget:
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
         self._store = store
         self._alias = "+".join(config.aliases)
+        self._web_url = config.deploy.web_url.rstrip("/")
         self._settings = settings
         self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
         self._position = self._stored = 0
@@ -118,6 +119,8 @@ class NoticeTarget:
 
     def _content(self, sent: Sequence[Notice]) -> dict[str, Any]:
         text = sent[0].text if len(sent) == 1 else f"{len(sent)} times {sent[0].type.value}, first: {sent[0].text}"
+        if page := self._page_of(sent[0]):
+            text += f" {page['url']}"
         return {
             "type": sent[0].type.value,
             "timestamp": sent[-1].at,
@@ -126,10 +129,15 @@ class NoticeTarget:
                 "alias": self._alias,
                 "host": socket.gethostname(),
                 "notices": [
-                    {"id": each.id, "at": each.at, "subject": each.subject, "text": each.text} for each in sent
+                    {"id": each.id, "at": each.at, "subject": each.subject, "text": each.text, **self._page_of(each)}
+                    for each in sent
                 ],
             },
         }
+
+    def _page_of(self, notice: Notice) -> dict[str, str]:
+        """The address of the page on which a person can decide, if there is something to decide."""
+        return {"url": f"{self._web_url}{notice.page}"} if notice.page else {}
 
     async def _post(self, number: str, body: bytes) -> None:
         import httpx2

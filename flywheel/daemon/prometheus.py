@@ -135,6 +135,17 @@ def _of_rounds(status: Status) -> Iterator[Metric]:
     yield _gauge("active_adapter", text, active, "alias", "adapter")
     since = {each.alias: _seconds(each.since) for each in deployed if each.since}
     yield _gauge("active_adapter_since_timestamp_seconds", "When the alias was pointed at it.", since, "alias")
+    watched = [(own.deployment.alias, own.watch.figures) for own in status.targets.values() if own.watch]
+    units = {
+        (alias, arm.version, outcome): getattr(arm, outcome)
+        for alias, figures in watched
+        for arm in (figures.old, figures.new)
+        for outcome in ("successes", "failures", "missing", "waiting")
+    }
+    text = "Conversations of a promotion that is watched, by version and outcome."
+    yield _gauge("watch_conversations", text, units, "alias", "version", "outcome")
+    text = "The e-value of the test whether the new version is worse: it is rolled back at 20."
+    yield _gauge("watch_e_value", text, {alias: figures.e_value for alias, figures in watched}, "alias")
     shares = {each.adapter: each.acceptance for each in status.by_adapter if each.acceptance is not None}
     yield _gauge("adapter_acceptance_ratio", "Accepted of an adapter's judged answers, 0 to 1.", shares, "adapter")
 

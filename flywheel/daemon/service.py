@@ -23,6 +23,7 @@ from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judging import TaskJudging, recover
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.rounds.retention import Retention
 from flywheel.daemon.rounds.rounds import Rounds
@@ -97,6 +98,9 @@ class Service:
         self._stop_judging = threading.Event()
         self._judge = Stage("judge", self._do_judge)
         self._round = Stage("rounds", self._do_round)
+        # Beside it: a candidate that may be promoted now does not wait for the worker of another round.
+        self._promotion = Stage("promotions", self._do_promotions)
+        self._watch = PromotionWatch(store, config, self._deployer, self._rounds.cancel)
         self._new_tasks = 0
         self._budget_spent_on: date | None = None
         self._rejects_all = False
@@ -118,8 +122,8 @@ class Service:
         )
         self._metrics = Stage("metrics", self.metrics.listen)
         self._stages = (
-            self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory, self._metrics,
-            self._requests,
+            self._judge, self._round, self._promotion, self._reconcile, self._prune, self._remove, self._memory,
+            self._metrics, self._requests,
         )  # fmt: skip
         self._targets = [NoticeTarget(store, config, each) for each in config.notify]
         self._notices = [Stage(f"notice {n}", target.deliver) for n, target in enumerate(self._targets, 1)]
@@ -156,6 +160,7 @@ class Service:
                 await self._do_reconcile()
             except ServeError as failure:
                 log.warning("%s", failure)
+            await self._do_promotions()
             state = await self._rounds.finish_live()
             rounds = 0
             while (
@@ -211,7 +216,7 @@ class Service:
             await self._sources.start()
             scheduler.start()
             self._has_started = True
-            for stage in (self._judge, self._round, self._reconcile, self._remove):
+            for stage in (self._judge, self._round, self._promotion, self._reconcile, self._remove):
                 stage.wake.set()
             tell_systemd(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
@@ -290,6 +295,7 @@ class Service:
         every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
         every(RETRY_SECONDS, "judge", self._retry_judging)
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
+        every(RETRY_SECONDS, "promotions", self._promotion.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(REQUEST_SECONDS, "requests", self._requests.wake.set)
         every(RETRY_SECONDS, "memory", self._memory.wake.set)
@@ -339,6 +345,8 @@ class Service:
             self._sources.read_again()
         if kinds & {RequestKind.RETRY, RequestKind.RELEASE}:
             self._judge.wake.set()
+        if RequestKind.DEPLOY in kinds:
+            self._promotion.wake.set()
 
     async def _warn_of_rejections(self) -> None:
         warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)
@@ -346,6 +354,11 @@ class Service:
         if warning and not self._rejects_all:
             log.warning("%s", warning)
         self._rejects_all = bool(warning)
+
+    async def _do_promotions(self) -> None:
+        """Look at the promotion that is watched, and promote what waited for that, or for a person."""
+        await self._watch.look()
+        await self._rounds.promote_passed()
 
     async def _do_round(self) -> None:
         ended = await self._rounds.finish_live()

@@ -19,6 +19,8 @@ from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.rounds.free_samples import AvailableSamples, AvailableSamplesCache, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
+from flywheel.daemon.rounds.waiting import told
+from flywheel.daemon.watch_figures import WatchStatus, watch_status
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import METRICS_FILE, Comparison
@@ -179,11 +181,13 @@ class TargetStatus(Struct, frozen=True):
     gate: NextTestStatus
     swaps: Mapping[str, int]
     deployment: DeploymentStatus
+    watch: WatchStatus | None
     replicas: list[ServerStatus]
 
 
 class RoundStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A round; of a live one, `steps` and rewards are those of its progress. `comparison` lacks single scores."""
+    """A round; of a live one, `steps` and rewards are those of its progress. `comparison` lacks single scores.
+    `waits_for` and `waits_until` are of one whose candidate waits."""
 
     round: str
     target: str = ""
@@ -200,6 +204,8 @@ class RoundStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     dir: str
     created_at: str
     finished_at: str | None
+    waits_for: str = ""
+    waits_until: str | None = None
 
 
 class LiveRound(RoundStatus, frozen=True, kw_only=True, omit_defaults=True):
@@ -295,7 +301,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         recent_verdicts=verdicts.recent(conn, VERDICTS_SHOWN),
         warnings=[*dict.fromkeys(warnings), *_warnings(conn, config)],
         waiting_for=database.noted(conn, database.ROUND_NOTE),
-        rounds=[RoundStatus(**_round(row)) for row in rounds.newest(conn, ROUNDS_SHOWN)],
+        rounds=[RoundStatus(**_round(row), **told(conn, config, row)) for row in _shown_rounds(conn)],
         rounds_by_state={state.value: rounds.count(conn, state) for state in RoundState},
         promoted=rounds.count(conn, RoundState.PROMOTED),
         live_round=_live(live) if live is not None else None,
@@ -318,6 +324,8 @@ def _of_target(conn: Connection, config: Config) -> tuple[TargetStatus, list[str
     test = next_test(conn, config)
     active = deployments.active(conn, alias)
     inspected = deployments.replica_states(conn, alias)
+    watch = watch_status(conn, alias)
+    warnings += watch.figures.warnings if watch is not None else []
     status = TargetStatus(
         free_samples=available.usable,
         waiting_samples=available.waiting,
@@ -341,6 +349,7 @@ def _of_target(conn: Connection, config: Config) -> tuple[TargetStatus, list[str
             active.previous if active else None,
             active.reason if active else "",
         ),
+        watch=watch,
         replicas=[
             ServerStatus(url, **asdict(inspected.get(url, NOT_INSPECTED)), calls=calls)
             for url, calls in _calls(config).items()
@@ -446,6 +455,13 @@ def _round(row: Row[Any]) -> dict[str, Any]:
         "created_at": row.created_at,
         "finished_at": row.finished_at,
     }
+
+
+def _shown_rounds(conn: Connection) -> list[Row[Any]]:
+    """The newest rounds, and older ones whose candidates wait."""
+    newest = rounds.newest(conn, ROUNDS_SHOWN)
+    shown = {row.id for row in newest}
+    return [*(row for row in rounds.passed(conn) if row.id not in shown), *newest]
 
 
 def _live(row: Row[Any]) -> LiveRound:

@@ -242,6 +242,9 @@ class Comparison(Frozen):
     """In the order of the rubric."""
     suites: list[SuiteComparison] = []
     """In the order of the settings."""
+    tripwires: list[CriterionComparison] = []
+    """What was measured for the tripwires (`flywheel.training.gate.gate.TRIPWIRES`), in their order, so that more is
+    better."""
     candidate_missed: int = 0
     """Answers of the candidate that ended by a miss: a call without a recorded result. They score 0."""
     deployed_missed: int = 0
@@ -273,6 +276,8 @@ class DecisionReason(StrEnum):
     """fewer tasks of a suite with a margin than `gate.min_tasks` are decided"""
     WORSE_ON_SUITE = "worse_on_suite"
     """the candidate is not shown to lose less than the margin on a suite"""
+    HARMFUL = "harmful"
+    """a tripwire shows harm that the mean score hides"""
 
 
 class GateDecision(Frozen):
@@ -285,6 +290,8 @@ class GateDecision(Frozen):
     """The criterion that prevented a promotion."""
     suite: str = ""
     """The suite that prevented it."""
+    tripwire: str = ""
+    """The tripwire that prevented it."""
     min_tasks: int
     min_gain: float
     confidence: float

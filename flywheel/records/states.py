@@ -1,4 +1,4 @@
-"""The states of replies, tasks, rounds, adapters, deployments, dead letters and requests, and the legal transitions.
+"""The states of replies, tasks, rounds, adapters, deployments and others, and the legal transitions.
 
 Transitions are data: `TRANSITIONS` is their only definition, and the store refuses all others. A change is
 compare-and-set (`UPDATE … WHERE id = ? AND state = ?`), with a row in `events` in the same transaction.
@@ -65,7 +65,7 @@ class TaskState(StrEnum):
     UNDECIDED = "undecided"
     """the judge did not decide; it is judged again later"""
     RESERVED = "reserved"
-    """an unfinished round uses it"""
+    """an unfinished round, or one whose candidate waits, uses it"""
     CONSUMED = "consumed"
     """a promoted round, or as many compared rounds as are allowed, have used it"""
     DEAD = "dead"
@@ -90,10 +90,12 @@ class RoundState(StrEnum):
     """its worker runs"""
     EVALUATING = "evaluating"
     """its result is there; it is compared, decided and, if better, swapped in"""
+    PASSED = "passed"
+    """its adapter was shown to be better and waits, as for a person (`gate.mode: manual`); other rounds go on"""
     PROMOTED = "promoted"
     """its adapter was shown to be better and is deployed"""
     REJECTED = "rejected"
-    """its adapter was not shown to be better"""
+    """its adapter was not shown to be better, or was, and nobody wanted it"""
     FAILED = "failed"
     """it ended with an error, or was refused"""
     ABANDONED = "abandoned"
@@ -134,6 +136,21 @@ class DeploymentState(StrEnum):
     """the swap failed before it was active, and the old adapter stays"""
 
 
+class WatchState(StrEnum):
+    """The states of the watch of a promotion."""
+
+    WATCHING = "watching"
+    """both versions answer, and their outcomes are compared"""
+    ROLLING_BACK = "rolling_back"
+    """the new version was shown to be worse; the one before is to answer all"""
+    ROLLED_BACK = "rolled_back"
+    """the version before answers all"""
+    KEPT = "kept"
+    """no loss was shown; the new version answers all"""
+    REPLACED = "replaced"
+    """a person deployed another version or rolled back before the watch ended"""
+
+
 class DeadLetterState(StrEnum):
     """The states of a dead letter."""
 
@@ -165,7 +182,7 @@ class Label(StrEnum):
 
 
 _R, _T, _RO, _A, _D = ReplyState, TaskState, RoundState, AdapterState, DeploymentState
-_L = DeadLetterState
+_L, _W = DeadLetterState, WatchState
 _Table = Mapping[StrEnum, frozenset[StrEnum]]
 
 # One table per kind: members of different StrEnums compare equal by text (a reply's and a task's "dead").
@@ -194,7 +211,8 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
     RoundState: {
         _RO.PLANNED: frozenset({_RO.TRAINING, _RO.FAILED}),
         _RO.TRAINING: frozenset({_RO.EVALUATING, _RO.FAILED, _RO.ABANDONED}),
-        _RO.EVALUATING: frozenset({_RO.PROMOTED, _RO.REJECTED, _RO.FAILED, _RO.ABANDONED}),
+        _RO.EVALUATING: frozenset({_RO.PASSED, _RO.PROMOTED, _RO.REJECTED, _RO.FAILED, _RO.ABANDONED}),
+        _RO.PASSED: frozenset({_RO.PROMOTED, _RO.REJECTED, _RO.FAILED}),
         _RO.ABANDONED: frozenset({_RO.PLANNED, _RO.FAILED}),
         _RO.PROMOTED: frozenset(),
         _RO.REJECTED: frozenset(),
@@ -216,6 +234,13 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _D.DRAINING: frozenset({_D.RETIRED}),
         _D.RETIRED: frozenset(),
         _D.FAILED: frozenset(),
+    },
+    WatchState: {
+        _W.WATCHING: frozenset({_W.ROLLING_BACK, _W.KEPT, _W.REPLACED}),
+        _W.ROLLING_BACK: frozenset({_W.ROLLED_BACK, _W.REPLACED}),
+        _W.ROLLED_BACK: frozenset(),
+        _W.KEPT: frozenset(),
+        _W.REPLACED: frozenset(),
     },
     DeadLetterState: {
         _L.OPEN: frozenset({_L.RETRIED, _L.DROPPED}),

@@ -22,6 +22,7 @@ from flywheel.serving.server_keys import admin_key
 from flywheel.sources.calls.parsing import parse
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
+from flywheel.store.watches import UnitCall
 
 if TYPE_CHECKING:
     from flywheel.serving.client.replica_client import Replica
@@ -140,6 +141,15 @@ class CallLogCopy(CallLog):
                 (int(call_number), str(request_id))
                 for call_number, request_id in connection.execute(query, (number, limit))
             ]
+
+    def units_after(self, number: int, limit: int) -> list[UnitCall]:
+        """The calls that belong to a unit, of those that were stored after that one, in their order."""
+        query = (
+            "SELECT number, request_id, unit, arm, unit_kind, version, started_ns, ended_ns FROM calls "
+            "WHERE number > ? AND unit <> '' ORDER BY number LIMIT ?"
+        )
+        with self.reading() as connection:
+            return [UnitCall(*row) for row in connection.execute(query, (number, limit))]
 
 
 def _server(connection: sqlite3.Connection, url: str) -> PulledServer:

@@ -15,9 +15,12 @@ from flywheel.errors import StoreError
 from flywheel.records.states import DeploymentState
 from flywheel.store.kernel import database
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import deployments
+from flywheel.store.kernel.schema import deployments, events
 from flywheel.store.kernel.transitions import create, move, record, utcnow
 
+_SPLIT: Final = "split"
+"""The old state in the event that ends a split."""
+_NEVER: Final = datetime.max.replace(tzinfo=UTC)
 UNFINISHED: Final = (DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING)
 
 
@@ -30,6 +33,12 @@ def all_active(conn: Connection) -> Sequence[Row[Any]]:
 def active(conn: Connection, alias: str) -> Row[Any] | None:
     """The active deployment of an alias; None before the first swap, when the base model serves."""
     return conn.execute(select(deployments).where(deployments.c.active_alias == alias)).one_or_none()
+
+
+def watched(conn: Connection, alias: str) -> str:
+    """The version that answers a share of the units until its watch ends; empty without a split."""
+    now = active(conn, alias)
+    return now.adapter or "the base model" if now is not None and now.split is not None else ""
 
 
 def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
@@ -51,27 +60,28 @@ def by_number(conn: Connection, number: int) -> Row[Any] | None:
 
 ROLLBACK: Final = "rollback"
 BY_HAND: Final = "by hand"
-"""The reasons of deployments that are a rollback, and that a person asked for."""
+"""The reasons of deployments that are a rollback, to which a cause may be added, and that a person asked for."""
 
 
 def outcomes(conn: Connection, alias: str) -> dict[str, int]:
     """How many swaps of an alias were done, were rollbacks, and failed."""
     is_failed = deployments.c.state == DeploymentState.FAILED.value
-    rolled_back = deployments.c.reason == ROLLBACK
-    outcome = case((is_failed, "failed"), (rolled_back, "rolled_back"), else_="done")
+    outcome = case((is_failed, "failed"), (_is_rollback(), "rolled_back"), else_="done")
     ended = or_(is_failed, deployments.c.activated_at.is_not(None))
     query = select(outcome, func.count()).where(deployments.c.alias == alias, ended).group_by(outcome)
     return {"done": 0, "rolled_back": 0, "failed": 0} | dict(list(conn.execute(query)))
 
 
 def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
-    """Adapters that must stay loaded: the active one, the one to roll back to, and those only just replaced."""
+    """Adapters that must stay loaded: the active one, the other one of a split, the one to roll back to, and those
+    only just replaced."""
     since = (datetime.now(UTC) - timedelta(seconds=drain_seconds)).isoformat(timespec="milliseconds")
     now = active(conn, alias)
     names = conn.execute(
         select(deployments.c.adapter).where(deployments.c.alias == alias, deployments.c.retired_at > since)
     ).scalars()
-    return {name for name in (*names, *((now.adapter, now.previous) if now else ())) if name}
+    active_names = (now.adapter, now.previous, (now.split or {}).get("other")) if now else ()
+    return {name for name in (*names, *active_names) if name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,39 +111,46 @@ def services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[Servin
 class AliasVersion(NamedTuple):
     """From `since` on, an alias stood for `version`, such as `my-agent@r0007`, empty for the base model.
 
-    From `requested` until `since` it was about to change.
+    From `requested` until `since` it was about to change. Until `split_until` another version answered a share.
     """
 
     requested: datetime
     since: datetime
     version: str
+    split_until: datetime | None = None
 
 
 def periods(conn: Connection, alias: str) -> list[AliasVersion]:
     """The versions that an alias stood for, the first deployment first."""
     rows = conn.execute(
-        select(deployments.c.created_at, deployments.c.activated_at, deployments.c.adapter)
+        select(deployments)
         .where(deployments.c.alias == alias, deployments.c.activated_at.is_not(None))
         .order_by(deployments.c.activated_at, deployments.c.id)
     )
+    ended = select(events.c.subject, events.c.at).where(events.c.kind == deployments.name, events.c.old == _SPLIT)
+    ends = {int(subject): datetime.fromisoformat(at) for subject, at in conn.execute(ended)}
     return [
         AliasVersion(
             datetime.fromisoformat(row.created_at),
             datetime.fromisoformat(row.activated_at),
             f"{alias}@{row.adapter}" if row.adapter else "",
+            _NEVER if row.split else ends.get(row.id),
         )
         for row in rows
     ]
 
 
 def answering(known: Sequence[AliasVersion], start: datetime, end: datetime) -> str | None:
-    """The version that answered a request from `start` to `end`; None where it changed meanwhile.
+    """The version that answered a request from `start` to `end`; None where it changed meanwhile, or was one of two.
 
     Before the first deployment that is the base model, as the alias stands for it until then.
     """
     if any(period.requested <= end and start <= period.since for period in known):
         return None
-    return next((period.version for period in reversed(known) if period.since < start), "")
+    for period in reversed(known):
+        if period.since < start:
+            return None if period.split_until and start <= period.split_until else period.version
+    return ""
 
 
 def has_served(conn: Connection, alias: str, adapter: str) -> bool:
@@ -146,16 +163,19 @@ def has_served(conn: Connection, alias: str, adapter: str) -> bool:
 
 def newest_rollback(conn: Connection) -> int:
     """The number of the last rollback that was asked for, of any alias; 0 before the first."""
-    asked = select(func.max(deployments.c.id)).where(deployments.c.reason == ROLLBACK)
+    asked = select(func.max(deployments.c.id)).where(_is_rollback())
     return conn.execute(asked).scalar_one() or 0
 
 
-def request_rollback(conn: Connection, alias: str, endpoints: list[str], adapter: str | None) -> int:
+def request_rollback(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, why: str = "") -> int:
     """Request that `adapter` (None: the base model) serves again, and end the unfinished swaps, of other aliases too:
-    their process may not go on. Rollbacks of other aliases do. The number of the deployment."""
-    is_other = (deployments.c.alias != alias) & (deployments.c.reason == ROLLBACK)
-    fail_unfinished(conn, f"a rollback of {alias} was asked for", but=is_other)
-    return request(conn, alias, endpoints, adapter, ROLLBACK)
+    their process may not go on. Rollbacks of other aliases do. `why` is recorded. The number of the deployment."""
+    fail_unfinished(conn, f"a rollback of {alias} was asked for", but=(deployments.c.alias != alias) & _is_rollback())
+    return request(conn, alias, endpoints, adapter, f"{ROLLBACK}: {why}" if why else ROLLBACK)
+
+
+def _is_rollback() -> ColumnElement[bool]:
+    return deployments.c.reason.startswith(ROLLBACK)
 
 
 def check_unfinished(conn: Connection, deployment: int) -> None:
@@ -163,13 +183,21 @@ def check_unfinished(conn: Connection, deployment: int) -> None:
     _unfinished_state(conn, deployment)
 
 
-def request(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, reason: str) -> int:
-    """Request that `adapter` (None: the base model) serves; the number of the deployment."""
+def request(
+    conn: Connection,
+    alias: str,
+    endpoints: list[str],
+    adapter: str | None,
+    reason: str,
+    split: dict[str, Any] | None = None,
+) -> int:
+    """Request that `adapter` (None: the base model) serves, with `split` beside another one; the number of the
+    deployment."""
     now = active(conn, alias)
     # A rollback skips an adapter that is deployed once more.
     previous = (now.previous if now.adapter == adapter else now.adapter) if now else None
     values = {"alias": alias, "endpoints": endpoints, "adapter": adapter, "previous": previous, "reason": reason}
-    return create(conn, DeploymentState.REQUESTED, reason, **values)
+    return create(conn, DeploymentState.REQUESTED, reason, split=split, **values)
 
 
 def advance(conn: Connection, deployment: int, new: DeploymentState) -> None:
@@ -191,6 +219,12 @@ def activate(conn: Connection, deployment: int, alias: str, report: dict[str, An
         move(conn, deployment, old, new)
     values: dict[str, Any] = {"active_alias": alias, "report": report, "activated_at": now}
     move(conn, deployment, DeploymentState.PROBING, DeploymentState.ACTIVE, **values)
+
+
+def end_split(conn: Connection, deployment: int, reason: str) -> None:
+    """The deployment's adapter answers everything."""
+    conn.execute(deployments.update().where(deployments.c.id == deployment).values(split=None))
+    record(conn, deployments.name, [str(deployment)], _SPLIT, DeploymentState.ACTIVE, reason)
 
 
 def _state(conn: Connection, deployment: int) -> DeploymentState:
@@ -221,10 +255,8 @@ def fail_unfinished(conn: Connection, why: str, but: ColumnElement[bool] | None 
 
     For a holder of `swap.lock` who began none: those that a dead process left.
     """
-    half = deployments.c.state.in_([state.value for state in UNFINISHED])
-    if but is not None:
-        half &= ~but
-    ids = conn.execute(select(deployments.c.id).where(half)).scalars().all()
+    query = select(deployments.c.id).where(deployments.c.state.in_([state.value for state in UNFINISHED]))
+    ids = conn.execute(query if but is None else query.where(~but)).scalars().all()
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)

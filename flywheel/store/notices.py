@@ -24,6 +24,7 @@ WORKS: Final = "ok"
 QUIET_CONDITIONS: Final = frozenset({"ok", "busy", ""})
 """Conditions of sources that nobody has to do something about."""
 _TYPES: Final = {
+    (rounds.name, RoundState.PASSED.value): NoticeType.PASSED,
     (rounds.name, RoundState.PROMOTED.value): NoticeType.PROMOTED,
     (rounds.name, RoundState.REJECTED.value): NoticeType.REJECTED,
     (deployments.name, DeploymentState.ACTIVE.value): NoticeType.ROLLED_BACK,
@@ -36,13 +37,15 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """`id` is the number of its event, `subject` names what it is about."""
+    """`id` is the number of its event, `subject` names what it is about, `page` is the path of the page on which a
+    person can decide about it, empty if there is nothing to decide."""
 
     id: int
     at: str
     type: NoticeType
     subject: str
     text: str
+    page: str = ""
 
 
 def newest_event(conn: Connection) -> int:
@@ -90,7 +93,7 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         table = columns[0].table
         return conn.execute(select(*columns).where(table.c.id == int(event.subject))).one()
 
-    detail = f": {event.detail}" if event.detail else ""
+    detail, page = f": {event.detail}" if event.detail else "", ""
     if event.kind == JUDGE:
         subject = event.subject
         text = f"judging is stopped{detail}" if subject == JUDGE else f"{subject} is paused{detail}"
@@ -98,15 +101,19 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         subject, reason, target = row_of(rounds.c.name, rounds.c.reason, rounds.c.target)
         of = f" of {target}" if target else ""
         text = f"{subject}{of} is {kind}{f': {reason}' if reason else ''}"
+        if kind is NoticeType.PASSED:
+            text = f"{subject}{of} passed the gate and {event.detail} ({reason})"
+            page = f"/rounds/{subject}"
     elif event.kind == deployments.name:
         alias, adapter, reason = row_of(deployments.c.alias, deployments.c.adapter, deployments.c.reason)
-        if reason != ROLLBACK:
+        if not reason.startswith(ROLLBACK):
             return None
-        subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}"
+        why = reason.removeprefix(ROLLBACK)
+        subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}{why}"
     elif event.kind == dead_letters.name:
         unit, subject, error = row_of(dead_letters.c.kind, dead_letters.c.subject, dead_letters.c.error)
         text = f"the {unit} {subject} could not be processed: {error}"
     else:
         [subject] = row_of(sources.c.path)
         text = f"the source {subject} is {event.new}{detail}"
-    return Notice(event.id, event.at, kind, subject, text)
+    return Notice(event.id, event.at, kind, subject, text, page)

@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Row, case, func, select
 from flywheel.errors import FlywheelError, StoreError
 from flywheel.records.states import Label, RequestState, TaskState
 from flywheel.records.task import storable
-from flywheel.store import claims, dead_letters, labels
+from flywheel.store import claims, dead_letters, labels, rounds
 from flywheel.store.dead_letters import DeadLetter
 from flywheel.store.kernel.schema import requests, tasks
 from flywheel.store.kernel.transitions import create, move, utcnow
@@ -41,6 +41,10 @@ class RequestKind(StrEnum):
     """process the units of dead letters again"""
     DROP = "drop"
     """close dead letters for good"""
+    DEPLOY = "deploy"
+    """deploy the waiting candidate of a round"""
+    REFUSE = "refuse"
+    """reject the waiting candidate of a round"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +199,23 @@ def _drop(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, 
     return {"dropped": [_named(letter) for letter in dead_letters.drop(conn, arguments["ids"], by)]}
 
 
+def _deploy(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, Any]:
+    """The process that runs rounds makes the swap."""
+    rounds.approve(conn, arguments["round"], by)
+    return {"deploys": arguments["round"]}
+
+
+def _refuse(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, Any]:
+    rounds.refuse(conn, arguments["round"], by, int(arguments["max_uses"]))
+    return {"refused": [arguments["round"]]}
+
+
 _ACTIONS: Final[Mapping[RequestKind, Callable[[Connection, Mapping[str, Any], str], dict[str, Any]]]] = {
     RequestKind.LABEL: _label,
     RequestKind.RELEASE: lambda conn, arguments, by: _decide(conn, arguments, by, "release"),
     RequestKind.REJECT: lambda conn, arguments, by: _decide(conn, arguments, by, "reject"),
     RequestKind.RETRY: _retry,
     RequestKind.DROP: _drop,
+    RequestKind.DEPLOY: _deploy,
+    RequestKind.REFUSE: _refuse,
 }

@@ -26,13 +26,14 @@ from sqlalchemy import (
     update,
 )
 
-from flywheel.errors import TrainError
+from flywheel.errors import StoreError, TrainError
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.round import AdapterRef, GateTest, RoundResult
 from flywheel.records.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
 from flywheel.store.deployments import UNFINISHED
+from flywheel.store.deployments import active as active_deployment
 from flywheel.store.kernel.bulk import count_rows, first_free, rows_in
 from flywheel.store.kernel.schema import adapters, deployments, events, round_samples, rounds, tasks
 from flywheel.store.kernel.schema import gate_tests as gate_tests_table
@@ -43,6 +44,8 @@ from flywheel.store.samples import LEFT_OUT
 REMOVING: Final = "removing files"
 REMOVED: Final = "files removed"
 """Events of a round about its files."""
+APPROVED: Final = "approved"
+"""The event of a round whose candidate a person wants to be deployed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +146,11 @@ def _needed(conn: Connection, keep_served: int) -> dict[str, str]:
     # For every alias: the state may have served another one before.
     active = conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))).all()
     needed |= {str(row.previous): f"{row.alias} can be rolled back to it" for row in active}
+    needed |= {str(row.split["other"]): f"it answers a share of {row.alias}" for row in active if row.split}
     needed |= {str(row.adapter): f"it serves as {row.alias}" for row in active}
     half = deployments.c.state.in_([state.value for state in UNFINISHED])
     needed |= {str(name): "it is being deployed" for name in conn.execute(select(served).where(half)).scalars()}
-    for row in conn.execute(select(rounds).where(rounds.c.live == 1)):
+    for row in conn.execute(select(rounds).where(rounds.c.finished_at.is_(None))):
         needed.setdefault(str(row.parent), f"{row.name} goes on from it")
     return needed
 
@@ -250,13 +254,81 @@ def retry(conn: Connection, round_id: int, old: RoundState, why: str, attempts: 
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + attempts)
 
 
+def passed(conn: Connection, target: str | None = None) -> Sequence[Row[Any]]:
+    """The rounds of a target (None: of all) whose candidates wait, the oldest first."""
+    waiting = select(rounds).where(rounds.c.state == RoundState.PASSED.value, _of_target(target))
+    return conn.execute(waiting.order_by(rounds.c.id)).all()
+
+
+def let_wait(conn: Connection, row: Row[Any], alias: str, reason: str, waits_for: str, max_uses: int) -> None:
+    """Let the candidate of a round wait that the gate passed. It fails at once if it was compared with something else
+    than what serves."""
+    old, why = RoundState(row.state), f"waits for {waits_for}"
+    if move(conn, row.id, old, RoundState.PASSED, why, reason=reason, live=None, pid=None):
+        decide_passed(conn, row.target, alias, max_uses)
+
+
+def decide_passed(conn: Connection, target: str, alias: str, max_uses: int) -> None:
+    """End the waiting rounds of a target about which what serves now has decided: the one whose adapter it is is
+    promoted, and those that were compared with another one fail. For the transaction that changes what serves."""
+    active = active_deployment(conn, alias)
+    serves = active.adapter if active is not None else None
+    for row in passed(conn, target):
+        if row.name == serves:
+            finish(conn, row.id, RoundState.PASSED, RoundState.PROMOTED, row.reason, max_uses=max_uses)
+        elif row.parent != serves:
+            why = f"{row.reason}; but {other_serves(row.parent, serves)}"
+            finish(conn, row.id, RoundState.PASSED, RoundState.FAILED, why)
+
+
+def other_serves(parent: str | None, serves: str | None) -> str:
+    """Why a candidate that was compared with `parent` cannot be promoted over what serves."""
+    compared, now = (name or "the base model" for name in (parent, serves))
+    return f"it was compared with {compared}, and {now} serves now"
+
+
+def approve(conn: Connection, name: str, by: str) -> None:
+    """Note that a person wants the waiting candidate of a round deployed. Raises StoreError if it does not wait."""
+    record(conn, rounds.name, [str(_waiting(conn, name, "deploy").id)], RoundState.PASSED, APPROVED, f"by {by}")
+
+
+def refuse(conn: Connection, name: str, by: str, max_uses: int) -> None:
+    """Reject the waiting candidate of a round. Raises StoreError if it does not wait."""
+    row = _waiting(conn, name, "refuse")
+    why = f"{row.reason}; but {by} refused it"
+    finish(conn, row.id, RoundState.PASSED, RoundState.REJECTED, why, max_uses=max_uses)
+
+
+def _waiting(conn: Connection, name: str, verb: str) -> Row[Any]:
+    row = by_name(conn, name)
+    if row is None or row.state != RoundState.PASSED:
+        why = "there is no such round" if row is None else f"it is {row.state}, and does not wait"
+        raise StoreError(f"{verb} {name}", why, "`flywheel status` lists the rounds.")
+    return row
+
+
+def is_approved(conn: Connection, round_id: int) -> bool:
+    """Whether a person wants the candidate of a round deployed."""
+    return conn.execute(select(exists().where(_of_round_id(round_id, APPROVED)))).scalar_one()
+
+
+def waits_since(conn: Connection, round_id: int) -> str | None:
+    """When the candidate of a round passed the gate; None if it has not waited."""
+    return conn.execute(select(events.c.at).where(_of_round_id(round_id, RoundState.PASSED))).scalar_one_or_none()
+
+
+def _of_round_id(round_id: int, what: str) -> ColumnElement[bool]:
+    return and_(events.c.kind == rounds.name, events.c.subject == str(round_id), events.c.new == str(what))
+
+
 def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str, *, max_uses: int = 1) -> None:
-    """End a round. A failed round returns its samples.
+    """End a round, unless it is no longer in the state `old`. A failed round returns its samples.
 
     A rejected one returns those that fewer than `max_uses` compared rounds have used (a refused round does not
     count), a promoted one those of them that gave no gradient.
     """
-    move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow())
+    if not move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow()):
+        return
     used = samples_of(conn, round_id, Split.TRAIN)
     spent: set[int] = set()
     if new in (RoundState.PROMOTED, RoundState.REJECTED):

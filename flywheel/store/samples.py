@@ -165,7 +165,7 @@ def tried() -> ColumnElement[int]:
         .select_from(round_samples.join(rounds, rounds.c.id == round_samples.c.round_id))
         .where(
             round_samples.c.task_id == tasks.c.id,
-            rounds.c.state.in_((RoundState.REJECTED.value, RoundState.PROMOTED.value)),
+            rounds.c.state.in_((RoundState.PASSED.value, RoundState.REJECTED.value, RoundState.PROMOTED.value)),
         )
         .correlate(tasks)
         .scalar_subquery()
@@ -213,7 +213,7 @@ def count_free(conn: Connection, scope: Scope = EVERY_TARGET) -> int:
 
 def marks_of_free(conn: Connection, scope: Scope = EVERY_TARGET) -> tuple[int, ...]:
     """Numbers that change when the free samples change. Cheap: an index covers them."""
-    ended = select(func.count()).select_from(rounds).where(rounds.c.live.is_(None)).scalar_subquery()
+    ended = select(func.count()).select_from(rounds).where(rounds.c.finished_at.is_not(None)).scalar_subquery()
     numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0), ended
     return tuple(conn.execute(select(*numbers).where(free(), allowed(scope))).one())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -77,6 +77,44 @@ def of_tasks(conn: Connection, ids: Sequence[int], judge_hash: str) -> dict[int,
     for row in rows_in(conn, of_judge.order_by(verdicts.c.id.desc()), verdicts.c.task_id, ids):
         found.setdefault(row.task_id, []).append((row.rubric_hash, _verdict(row)))
     return found
+
+
+def decided(conn: Connection, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The decided verdicts on tasks by key, for `copy`."""
+    query = (
+        select(verdicts, tasks.c.key)
+        .join(tasks, tasks.c.id == verdicts.c.task_id)
+        .where(verdicts.c.outcome != Outcome.UNDECIDED.value)
+        .order_by(verdicts.c.id)
+    )
+    return [{**row._mapping} for row in rows_in(conn, query, tasks.c.key, keys)]
+
+
+def copy(conn: Connection, found: Sequence[dict[str, Any]]) -> None:
+    """Take over verdicts of another state on the tasks of the same keys. Those that are there stay."""
+    numbers = {key: number for number, key in rows_in(
+        conn, select(tasks.c.id, tasks.c.key), tasks.c.key, [row["key"] for row in found]
+    )}  # fmt: skip
+    for row in found:
+        values = {name: value for name, value in row.items() if name not in ("id", "key", "task_id")}
+        added = insert(verdicts).values(task_id=numbers[row["key"]], **values)
+        conn.execute(added.on_conflict_do_nothing())
+
+
+def newest_of(conn: Connection, keys: Sequence[str], rubric_hash: str, judge_hash: str) -> dict[str, Verdict]:
+    """By key of its task the last verdict by this rubric and judge, or by a filter chain."""
+    query = (
+        select(verdicts, tasks.c.key)
+        .join(tasks, tasks.c.id == verdicts.c.task_id)
+        .where(verdicts.c.judge_hash == judge_hash)
+        .where(or_(verdicts.c.rubric_hash == rubric_hash, verdicts.c.rubric_hash.startswith(CHAIN)))
+        .order_by(verdicts.c.created_at, verdicts.c.id)
+    )
+    counted = (*_COUNTS, "error", "latency_seconds")
+    return {
+        row.key: replace(_verdict(row), **{name: getattr(row, name) for name in counted})
+        for row in rows_in(conn, query, tasks.c.key, keys)
+    }
 
 
 def _verdict(row: Row[Any]) -> Verdict:

@@ -50,6 +50,15 @@ async def decide(request: Request) -> Response:
     return await ask(request, RequestKind(verb), {"tasks": [key]}, f"/tasks/{quote(key, safe='')}")
 
 
+async def decide_round(request: Request) -> Response:
+    """Deploy or refuse the waiting candidate of a round, and show the round again."""
+    name, verb = request.path_params["round"], request.path_params["verb"]
+    if verb not in (RequestKind.DEPLOY, RequestKind.REFUSE):
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+    arguments = {"round": name, "max_uses": site_of(request).config.training.max_uses}
+    return await ask(request, RequestKind(verb), arguments, f"/rounds/{quote(name, safe='')}")
+
+
 async def ask(request: Request, kind: RequestKind, arguments: Mapping[str, Any], then: str, **query: str) -> Response:
     """Have an action done, and lead to the page `then`, which says what became of it."""
     done = await perform(site_of(request).config, kind, arguments, who(request))
@@ -83,6 +92,8 @@ def outcome(request: requests.Request, units: int | None = None) -> dict[str, An
 
 
 def _done(name: str, value: Any) -> str:
+    if name == "deploys":
+        return f"the daemon, or the next `flywheel run`, deploys {value}"
     if not isinstance(value, list):
         return "stored"
     if name != "retried":

@@ -31,7 +31,7 @@ from flywheel.records.states import LIVE_ROUND, RoundState
 from flywheel.store.views import gate_outcomes, task_list
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.training.data.rollout_file import read_answers
-from flywheel.training.gate.gate import decide, misses_of
+from flywheel.training.gate.gate import TRIPWIRES, decide, misses_of
 from flywheel.web import plots
 from flywheel.web.gate_sentence import compared_with, later, level, sentence
 from flywheel.web.site import position, site_of
@@ -137,7 +137,7 @@ class Bar:
 
 
 def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
-    """The total, each criterion and each suite, with the limits of the decision."""
+    """The total, each criterion and each suite, with the limits of the decision, and the tripwires."""
     margins, of_suites = (decision.margins, decision.suite_margins) if decision is not None else ({}, {})
     needed = decision.min_tasks if decision is not None else 0
 
@@ -161,6 +161,7 @@ def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
             bar(f"Suite {each.name}", each, -of_suites[each.name] if each.name in of_suites else None)
             for each in comparison.suites
         ),
+        *(bar(f"Tripwire: {TRIPWIRES[each.criterion].label}", each, None) for each in comparison.tripwires),
     ]
 
 

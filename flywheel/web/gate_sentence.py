@@ -10,6 +10,7 @@ from flywheel.records.states import RoundState
 from flywheel.store.deployments import BY_HAND, ROLLBACK, ServingPeriod
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.system.terminal import percent, quantity
+from flywheel.training.gate.gate import of_tripwire
 
 _ROLLED_BACK: Final = "; rolled back since"
 _NOT_DEPLOYED: Final = "not deployed: "
@@ -24,6 +25,8 @@ def sentence(outcome: GateOutcome) -> str:
             return f"{name} was promoted: {_better(outcome, seen, decision)}."
         case RoundState.PROMOTED:
             return f"{name} was promoted: {reason}."
+        case RoundState.REJECTED if decision is not None and decision.promote:
+            return f"{name} was better and was rejected: {_obstacle(reason, decision)}."
         case RoundState.REJECTED if outcome.is_spent or seen is not None:
             return _rejected(outcome, reason)
         case RoundState.REJECTED:
@@ -34,8 +37,9 @@ def sentence(outcome: GateOutcome) -> str:
             return f"{name} failed after its test: {reason}."
         case RoundState.FAILED:
             return f"{name} failed before its test: {reason}."
-        case RoundState.EVALUATING if decision is not None and decision.promote and seen is not None:
-            return f"{name} is better and is being deployed: {_better(outcome, seen, decision)}."
+        case RoundState.EVALUATING | RoundState.PASSED if decision and decision.promote and seen is not None:
+            then = "waits to be deployed" if outcome.state is RoundState.PASSED else "is being deployed"
+            return f"{name} is better and {then}: {_better(outcome, seen, decision)}."
         case RoundState.EVALUATING:
             return f"{name} has ended its training and has not been decided about yet."
         case RoundState.TRAINING:
@@ -62,7 +66,7 @@ def later(outcome: GateOutcome) -> str:
         return f"{since}."
     if len(outcome.services) == 1:
         return f"It served as {first.alias} from {_time(first.activated_at)} to {_time(first.retired_at)}."
-    again = {ROLLBACK: "by a rollback", BY_HAND: "by hand"}.get(last.reason, "again")
+    again = "by a rollback" if last.reason.startswith(ROLLBACK) else "by hand" if last.reason == BY_HAND else "again"
     return (
         f"It served as {first.alias} from {_time(first.activated_at)}, was last deployed {again}, and {_until(last)}."
     )
@@ -134,6 +138,9 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
             bounds = f" ({suite.gain:+.3f}, {suite.lower:+.3f} to {suite.upper:+.3f})" if suite is not None else ""
             margin = decision.suite_margins[decision.suite]
             return f"{total}: on the suite {decision.suite}{bounds} it may lose more than its margin of {margin:g}."
+        case DecisionReason.HARMFUL:
+            harm = next(each for each in seen.tripwires if each.criterion == decision.tripwire)
+            return f"{total}: {of_tripwire(harm)}."
     if seen.upper < 0:
         return f"{name} was rejected because it is worse than {other}: {gain}, all of it below 0."
     if seen.gain <= 0:

@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from flywheel.daemon.watch_figures import last_figures
 from flywheel.records.states import Split
-from flywheel.store import deployments, rounds
+from flywheel.store import deployments, rounds, watches
 from flywheel.store.views import lineage
 from flywheel.store.views.lineage import Subject
 from flywheel.web.site import is_number, position, site_of
@@ -140,10 +141,11 @@ def _of_subject(conn: Connection, found: Subject, after: int) -> dict[str, Any]:
 async def show_deployment(request: Request) -> Response:
     """One deployment with the report of its swap."""
     site, number = site_of(request), request.path_params["number"]
-    row = await site.read(partial(_deployment, int(number))) if is_number(number) else None
-    if row is None:
+    found = await site.read(partial(_deployment, int(number))) if is_number(number) else None
+    if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no deployment {number[:100]}.")
-    return site.page("deployment.html", deployment=row, replicas=_replicas(row.report or {}), address=address)
+    replicas = _replicas(found["deployment"].report or {})
+    return site.page("deployment.html", **found, replicas=replicas, address=address)
 
 
 def _replicas(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -155,5 +157,9 @@ def _replicas(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _deployment(number: int, conn: Connection) -> Row[Any] | None:
-    return deployments.by_number(conn, number)
+def _deployment(number: int, conn: Connection) -> dict[str, Any] | None:
+    """A deployment, and the watch of its promotion with what was found."""
+    if (row := deployments.by_number(conn, number)) is None:
+        return None
+    watch = watches.of_deployment(conn, number)
+    return {"deployment": row, "watch": watch, "figures": last_figures(conn, watch) if watch is not None else None}

@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from flywheel.config import Config
+from flywheel.daemon.rounds.waiting import told
 from flywheel.records.round import ERROR_FILE, LOG_FILE
 from flywheel.records.states import LIVE_ROUND, RoundState, Split
 from flywheel.secrets import redact_secrets
@@ -31,6 +33,7 @@ from flywheel.store.views.round_list import RoundFacts
 from flywheel.system.terminal import duration
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.data.step_times import times_of
+from flywheel.web import actions
 from flywheel.web.curves import Curves, MetricsTails, charts_of, figures_by_step, sparkline
 from flywheel.web.gate_sentence import later, sentence
 from flywheel.web.site import site_of
@@ -131,7 +134,8 @@ async def show(request: Request) -> Response:
     site, name, query = site_of(request), request.path_params["round"], request.query_params
     split = Split.HELD_OUT if query.get("split") == Split.HELD_OUT.value else Split.TRAIN
     others = list(dict.fromkeys(each for each in query.getlist("with") if each != name))[:MOST_OVERLAID]
-    found = await site.read(partial(_round, name, others, split, _number(query.get("after", "")) or 0))
+    asked, after = query.get("asked", ""), _number(query.get("after", "")) or 0
+    found = await site.read(partial(_round, site.config, asked, name, others, split, after))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
     files = await asyncio.to_thread(_files, found["outcomes"], found["facts"], name)
@@ -153,12 +157,17 @@ async def show(request: Request) -> Response:
         split=split,
         held_out=Split.HELD_OUT,
         address=partial(_address, name, others),
-        **{key: found[key] for key in ("older", "newer", "shares", "samples", "more", "choices", "after")},
+        **{key: found[key] for key in _SHOWN},
         **files,
     )
 
 
-def _round(name: str, others: list[str], split: Split, after: int, conn: Connection) -> dict[str, Any] | None:
+_SHOWN: Final = ("older", "newer", "shares", "samples", "more", "choices", "after", "waiting", "asked")
+
+
+def _round(
+    config: Config, asked: str, name: str, others: list[str], split: Split, after: int, conn: Connection
+) -> dict[str, Any] | None:
     facts = round_list.facts(conn, [name, *others])
     if name not in facts:
         return None
@@ -177,6 +186,8 @@ def _round(name: str, others: list[str], split: Split, after: int, conn: Connect
         "after": after,
         "older": older,
         "newer": newer,
+        "waiting": told(conn, config, own),
+        "asked": actions.asked(conn, asked),
         "choices": [*choices, *(each for each in others if each in facts and each not in choices)],
     }
 
@@ -294,14 +305,16 @@ class PhaseBar:
 
 
 def phases(history: Sequence[Row[Any]], own: ListedRound) -> list[PhaseBar]:
-    """The phases of the round's last worker, and what followed until the round ended."""
+    """The phases of the round's last worker, and what followed until the round ended, or its candidate waited."""
     marks = [(phase.name, _seconds(phase.at)) for phase in own.curves.phases]
     if not marks:
         return []
     ends = [row.at for row in history if row.kind == "rounds" and row.new == RoundState.EVALUATING]
     if ends:
         marks.append(("decision and swap", _seconds(ends[-1])))
-    last = own.facts.finished_at or (own.progress.updated_at if own.progress is not None else "") or ""
+    # A candidate may wait for days.
+    passed = next((row.at for row in history if row.kind == "rounds" and row.new == RoundState.PASSED), None)
+    last = passed or own.facts.finished_at or (own.progress.updated_at if own.progress is not None else "") or ""
     marks.append(("", _seconds(last)))
     known = [(name, at) for name, at in marks if at is not None]
     whole = known[-1][1] - known[0][1]

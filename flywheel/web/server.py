@@ -84,6 +84,7 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/rounds/overlay", rounds.overlay),
     Route("/rounds/{round}", rounds.show),
     Route("/rounds/{round}/curves", rounds.show_curves),
+    Route("/rounds/{round}/{verb}", actions.decide_round, methods=["POST"]),
     Route("/rollouts", rollouts.show_newest),
     Route("/rollouts/{round}", rollouts.show_list),
     Route("/rollouts/{round}/{group}", rollouts.show),

@@ -23,7 +23,7 @@ from flywheel.daemon import notifier
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
-from flywheel.store import deployments, ledger, notices
+from flywheel.store import deployments, ledger, notices, rounds
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
@@ -152,6 +152,30 @@ async def test_each_type_is_found_in_the_events(store: Store) -> None:
     assert [each.subject for each in only] == ["r0002"]
     assert await store.read(database.noted, database.JUDGE_NOTE) == "no key"
     assert DeploymentState.FAILED == "failed"
+
+
+async def test_a_candidate_that_waits_is_told_with_the_page_on_which_to_decide(
+    store: Store, tmp_path: Path, webhook: Webhook
+) -> None:
+    settings = {"deploy": {"web_url": "https://flywheel.example/pages/"}}
+    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": ["passed"]}, **settings))
+
+    def waits(conn: Connection) -> None:
+        values = {"name": "r0007", "trigger": "", "config_hash": "", "rubric_hash": "", "seed": 0, "dir": ""}
+        number = create(conn, RoundState.PLANNED, **values)
+        move(conn, number, RoundState.PLANNED, RoundState.TRAINING)
+        move(conn, number, RoundState.TRAINING, RoundState.EVALUATING)
+        row = rounds.by_name(conn, "r0007")
+        rounds.let_wait(conn, row, "agent", "better: gain +0.1", "a person: `flywheel deploy r0007`", 3)
+
+    await store.write(waits)
+    await target.deliver()
+    [told] = webhook.told
+    page = "https://flywheel.example/pages/rounds/r0007"
+    assert told["data"]["notices"][0]["url"] == page
+    assert told["text"].endswith(
+        f": r0007 passed the gate and waits for a person: `flywheel deploy r0007` (better: gain +0.1) {page}"
+    )
 
 
 def documented() -> Callable[[bytes, dict[str, str], bytes], bool]:

@@ -15,7 +15,8 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.daemon.rounds.worker_process import WorkerProcess
 from flywheel.records.round import ERROR_FILE, LOG_FILE, SPEC_FILE
-from flywheel.serving.server.alias_table import AliasTable, AliasTarget
+from flywheel.serving.alias_target import AliasTarget
+from flywheel.serving.server.alias_table import AliasTable
 from flywheel.system.lock import instance_lock
 from tests.daemon.following import Following, exported
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of

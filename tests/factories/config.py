@@ -17,9 +17,13 @@ RUBRIC: dict[str, Any] = {
 }
 
 
+UNWATCHED: dict[str, Any] = {"deploy": {"watch": {"new_share": 1}}}
+"""Most tests are about what happens where a new version answers alone."""
+
+
 def make_config(folder: Path, **sections: Any) -> Config:
     """A configuration in `folder`, whose state is `folder/state`."""
-    return parse({"state": {"dir": "state"}, **sections}, "test", folder)
+    return parse({"state": {"dir": "state"}, **UNWATCHED, **sections}, "test", folder)
 
 
 def with_settings(config: Config, **sections: dict[str, Any]) -> Config:
@@ -30,7 +34,7 @@ def with_settings(config: Config, **sections: dict[str, Any]) -> Config:
 
 def write_config(folder: Path, *, name: str = "flywheel.yaml", **sections: Any) -> Path:
     """The file of a configuration whose state is `folder/state`."""
-    return write_yaml(folder / name, {"state": {"dir": "state"}, **sections})
+    return write_yaml(folder / name, {"state": {"dir": "state"}, **UNWATCHED, **sections})
 
 
 def write_rubric(folder: Path, *, name: str = "rubric.yaml", **values: Any) -> Path:

@@ -22,7 +22,7 @@ from flywheel.records.round import (
     Score,
     SuiteComparison,
 )
-from flywheel.records.states import AdapterState, DeploymentState, RoundState
+from flywheel.records.states import LIVE_ROUND, AdapterState, DeploymentState, RoundState
 from flywheel.store import gate_tests
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import adapters, deployments, rounds
@@ -84,10 +84,10 @@ def put_round(
 ) -> str:
     """A round in the directory `path`; its name."""
     name = f"r{number:04d}"
-    is_live = state not in (RoundState.PROMOTED, RoundState.REJECTED, RoundState.FAILED)
+    is_live, has_ended = state in LIVE_ROUND, state not in (*LIVE_ROUND, RoundState.PASSED)
     defaults: dict[str, Any] = {
         "trigger": "test", "config_hash": "c", "rubric_hash": "r", "seed": number,
-        "dir": str(path or f"/rounds/{name}"), "created_at": AT, "finished_at": None if is_live else AT,
+        "dir": str(path or f"/rounds/{name}"), "created_at": AT, "finished_at": AT if has_ended else None,
         "live": 1 if is_live else None,
     }  # fmt: skip
     conn.execute(insert(rounds).values(id=number, name=name, state=state.value, **{**defaults, **values}))

@@ -13,7 +13,7 @@ from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import DeploymentState
 from flywheel.records.trace import Reply
 from flywheel.store import deployments, ledger
-from flywheel.store.kernel import schema
+from flywheel.store.kernel import schema, transitions
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import acceptance
 from tests.factories.trace import START, batch, reply
@@ -117,6 +117,36 @@ def test_a_request_that_a_swap_cuts_has_no_version() -> None:
         (41, 99, "a@r2"),
     ):
         assert deployments.answering(known, time(start), time(end)) == version
+
+
+@pytest.mark.parametrize(
+    ("end", "known"),
+    [
+        (None, {30: "", 150: "", 350: ""}),
+        ("end_split", {30: "", 150: "", 350: "my-agent@r0002"}),
+        ("rollback", {30: "", 150: "", 350: "my-agent@r0001"}),
+    ],
+)
+async def test_a_reply_during_a_split_has_no_version_by_history(
+    store: Store, monkeypatch: pytest.MonkeyPatch, end: str | None, known: dict[int, str]
+) -> None:
+    """Either version may have answered."""
+
+    def deploy(conn: Connection) -> None:
+        deployed(conn, "r0002", 10, 20)
+        number = conn.execute(select(schema.deployments.c.id)).scalar_one()
+        split = {"other": "r0001", "share": 0.5, "salt": "s"}
+        conn.execute(schema.deployments.update().values(split=split))
+        if end == "rollback":
+            deployed(conn, "r0001", 290, 300)
+        if end == "end_split":
+            monkeypatch.setattr(transitions, "utcnow", lambda: at(300))
+            deployments.end_split(conn, number, "test")
+
+    await store.write(deploy)
+    for began in known:
+        await store.write(put, reply(began, model="my-agent"))
+    assert {began: told for began, (told, _, _) in zip(known, await store.read(told), strict=True)} == known
 
 
 SYSTEM = {"role": "system", "content": "s"}

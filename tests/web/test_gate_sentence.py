@@ -112,6 +112,12 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
         {"seen": comparison(), "gate": KEEPING},
         "of the suite math, 0 tasks decided are too few",
     ),
+    "vetoed by a tripwire": (
+        RoundState.REJECTED,
+        {"seen": comparison(tripwires=[criterion("cut", -0.2)])},
+        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: more answers"
+        " are cut: not cut 0.800 before and 0.600 now, gain -0.200, -0.240 to -0.160, all of it below -0.05.",
+    ),
     "refused": (
         RoundState.REJECTED,
         {"reason": "no group of its first steps has different rewards"},
@@ -136,6 +142,21 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
         RoundState.FAILED,
         {"seen": comparison(), "reason": "better ({reason}), but not deployed: cannot load it: no room."},
         "r0001 was better and was not promoted: it could not be deployed: cannot load it: no room.",
+    ),
+    "better, but refused": (
+        RoundState.REJECTED,
+        {"seen": comparison(), "tail": "; but alice refused it"},
+        "r0001 was better and was rejected: alice refused it.",
+    ),
+    "better, but nobody decided": (
+        RoundState.REJECTED,
+        {"seen": comparison(), "tail": "; but nobody deployed it within 7 days (deploy.approval_days)"},
+        "r0001 was better and was rejected: nobody deployed it within 7 days (deploy.approval_days).",
+    ),
+    "waiting": (
+        RoundState.PASSED,
+        {"seen": comparison()},
+        "r0001 is better and waits to be deployed: on 20 held-out tasks it scored 0.700 and the base model 0.500,",
     ),
     "of an early version": (
         RoundState.REJECTED,

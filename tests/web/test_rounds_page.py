@@ -83,6 +83,23 @@ def test_a_round(check: Check, address: str) -> None:
     expect(page.locator("#log summary")).to_have_text("The last 60 lines of the log")
 
 
+def test_a_waiting_candidate_is_refused_by_a_button(own_state: Config, own_address: str, visitor: Visitor) -> None:
+    def waits(conn: Connection) -> None:
+        to(conn, RoundState.PLANNED, RoundState.TRAINING)
+        to(conn, RoundState.TRAINING, RoundState.EVALUATING)
+        row = rounds.by_name(conn, LIVE)
+        rounds.let_wait(conn, row, "demo-agent", "better: gain +0.1", "a person", 3)
+
+    write_state(own_state.state_dir, waits)
+    page = visitor.open(f"{own_address}/rounds/{LIVE}")
+    expect(page.locator("#now")).to_contain_text("It waits for the daemon, or the next `flywheel run`")
+    visitor.check(page)
+    page.get_by_role("button", name="Refuse").click()
+    expect(page.get_by_role("status")).to_contain_text("1 refused")
+    expect(page.locator("h1")).to_contain_text("rejected")
+    visitor.check(page)
+
+
 def test_the_value_under_the_pointer_and_the_way_to_its_rollouts(visitor: Visitor, address: str) -> None:
     page = visitor.open(f"{address}/rounds/r0001")
     over = page.locator("#chart-reward .u-over")

@@ -125,7 +125,7 @@ async def _server(config: Config, replica: Replica) -> Finding:
     if waiting := [f"{name} answers 503: {served.waiting}" for name, served in aliases.items() if served.waiting]:
         result, text = Result.FAILED, f"{text}; {'; '.join(waiting)}"
         remedy = "Start `flywheel run`, which restores or confirms what is deployed, or use `flywheel deploy`."
-    elif lost := [served.target for served in aliases.values() if served.target not in models]:
+    elif lost := [name for served in aliases.values() for name in served.versions if name not in models]:
         result, text = Result.FAILED, f"{text}; {', '.join(lost)} is not loaded"
         remedy = "Restart it with `flywheel serve`; the daemon loads the adapter again."
     figures = {"adapters": len(adapters), "max_loras": slots}

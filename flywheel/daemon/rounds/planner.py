@@ -101,7 +101,12 @@ def next_with_samples(conn: Connection, config: Config, target: str | None = Non
 
 def _backoff(conn: Connection, config: Config) -> str:
     newest = reversed(rounds.newest(conn, 1 + MOST_DOUBLINGS, config.takes.train.target))
-    failed = list(itertools.takewhile(lambda row: row.state == RoundState.FAILED, newest))
+    # That a waiting candidate was overtaken says nothing about the next round.
+    failed = list(
+        itertools.takewhile(
+            lambda row: row.state == RoundState.FAILED and rounds.waits_since(conn, row.id) is None, newest
+        )
+    )
     if not failed:
         return ""
     seconds = config.daemon.failed_round_wait_seconds * 2 ** (len(failed) - 1)

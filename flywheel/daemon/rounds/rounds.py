@@ -2,14 +2,17 @@
 
 planned     start the worker                                  → training
 training    wait for it, adopt it, or read its result         → evaluating, or abandoned
-evaluating  compare, decide, swap                             → promoted | rejected | failed
+evaluating  compare, decide, swap                             → passed | promoted | rejected | failed
 abandoned   plan it again while attempts last                 → planned | failed
+
+A round whose candidate waits (`passed`) is live no more: `promote_passed` swaps it in when it need not wait any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -24,11 +27,12 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config, JudgeBudget, JudgePrices
 from flywheel.daemon.configured_source import apply_model_rules
-from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.deployer import Deployer, SplitRequest
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
 from flywheel.daemon.rounds.suites import suites_of
+from flywheel.daemon.rounds.waiting import expired, waits_for
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.judge.filters.chain import chain_of
@@ -37,7 +41,9 @@ from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
 from flywheel.records.round import CANDIDATE_DIR, RoundResult, Suite
 from flywheel.records.states import RoundState
+from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.client.replica_client import Condition
+from flywheel.sources.call_puller import OFF, pulled_servers
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
@@ -154,6 +160,9 @@ class Rounds:
         self._stopping = asyncio.Event()
         self._detaching = asyncio.Event()
         self._with_worker = asyncio.Lock()
+        self._deciding = asyncio.Lock()
+        self._finishing = asyncio.Lock()
+        self._cancelled = ""
         self._noted_supplies: dict[str, tuple[int, int, str]] = {}
 
     async def start_due(self, *, window: bool = False) -> bool:
@@ -250,9 +259,15 @@ class Rounds:
         Raises ServeError when the candidate is better but the servers cannot load it now, and TrainError when the
         adapter's files cannot be read now. Then the round stays in `evaluating`, and the next call retries.
         """
+        async with self._finishing:
+            return await self._finish_live()
+
+    async def _finish_live(self) -> RoundState | None:
         while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
             state = RoundState(row.state)
-            if state in (RoundState.PLANNED, RoundState.TRAINING):
+            if self._cancelled:
+                await self._fail(row, state, self._cancelled)
+            elif state in (RoundState.PLANNED, RoundState.TRAINING):
                 async with self._with_worker:
                     if self._stopping.is_set():
                         break
@@ -261,7 +276,8 @@ class Rounds:
             elif state is RoundState.ABANDONED:
                 await self._retry(row, state, "its worker died")
             else:
-                await self._evaluate(row)
+                async with self._deciding:
+                    await self._evaluate(row)
             ended = await self._store.read(rounds.by_name, row.name)
             if ended is not None and ended.live is None:
                 return RoundState(ended.state)
@@ -296,11 +312,15 @@ class Rounds:
         usage = self._usage_of(row)
         code: int | None = None
         try:
-            if worker is not None and self._stopping.is_set() and not self._detaching.is_set():
+            stopped = self._stopping.is_set() and not self._detaching.is_set()
+            if worker is not None and (stopped or self._cancelled):
                 await worker.stop()
             elif worker is not None:
                 watch = WorkerWatch(row.name, worker, usage)
                 code = await watch.follow(self._config.daemon.round_timeout_seconds, self._detaching)
+            if self._cancelled:
+                await self._fail(row, RoundState.TRAINING, self._cancelled)
+                return
             if self._detaching.is_set():
                 if worker is not None:
                     log.info("%s: its worker (process %d) goes on; the next daemon adopts it", row.name, worker.pid)
@@ -379,11 +399,60 @@ class Rounds:
             log.info("%s is rejected: %s", row.name, decision.reason)
             await self._reject(row, decision.reason)
             return
-        await self._promote(row, own, result.adapter.name, decision.reason)
+        name, alias = result.adapter.name, own.config.model.alias
+        # A crash may have followed the swap.
+        if not await self._store.read(deployments.has_served, alias, name) and (
+            why := await self._store.read(waits_for, own.config, row)
+        ):
+            uses = own.config.training.max_uses
+            await self._store.write(rounds.let_wait, row, alias, decision.reason, why, uses)
+            await self._note("")
+            log.info("%s passed the gate and waits for %s", row.name, why)
+            return
+        await self._promote(row, own, name, decision.reason)
+
+    async def promote_passed(self) -> None:
+        """Promote each candidate that need not wait any more, and reject those about which no person has decided in
+        time. Raises ServeError when the servers cannot load a candidate now; the next call retries."""
+        for waiting in await self._store.read(rounds.passed):
+            async with self._deciding:
+                row = await self._store.read(rounds.by_name, waiting.name)
+                if self._stopping.is_set() or row is None or row.state != RoundState.PASSED:
+                    continue
+                try:
+                    own = self._target_of(row)
+                except TrainError as error:
+                    await self._fail(row, RoundState.PASSED, str(error))
+                    continue
+                if why := await self._store.read(expired, own.config, row):
+                    log.info("%s is rejected: %s", row.name, why)
+                    await self._reject(row, f"{row.reason}; but {why}")
+                elif not await self._store.read(waits_for, own.config, row):
+                    await self._promote(row, own, row.name, row.reason)
+
+    async def cancel(self, parent: str, why: str) -> str | None:
+        """End the live round that goes on from `parent` or is compared with it, in whatever state, and release its
+        samples; its worker is stopped at once. Returns its name, None without such a round."""
+        row = await self._store.read(rounds.live)
+        if row is None or row.parent != parent:
+            return None
+        self._cancelled = why
+        try:
+            worker = self._worker or WorkerProcess.adopt(Path(row.dir), row.pid)
+            if worker is not None:
+                await worker.stop()
+            # `finish_live` fails the round, unless it does not run, or was deciding about it.
+            async with self._finishing:
+                left = await self._store.read(rounds.live)
+                if left is not None and left.name == row.name:
+                    await self._fail(left, RoundState(left.state), why)
+        finally:
+            self._cancelled = ""
+        return str(row.name)
 
     async def _reject(self, row: Row[Any], why: str) -> None:
         uses, rejected = self._config.training.max_uses, RoundState.REJECTED
-        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, rejected, why, max_uses=uses)
+        await self._store.write(rounds.finish, row.id, RoundState(row.state), rejected, why, max_uses=uses)
 
     async def _promote(self, row: Row[Any], own: _TargetRounds, adapter: str, reason: str) -> None:
         alias = own.config.model.alias
@@ -394,26 +463,26 @@ class Rounds:
             await self._promoted(row, f"{reason}; rolled back since")
             return
         if serves not in (adapter, row.parent):
-            compared, now = (name or "the base model" for name in (row.parent, serves))
-            why = f"{reason}; but it was compared with {compared}, and {now} serves now"
-            await self._fail(row, RoundState.EVALUATING, why)
+            why = f"{reason}; but {rounds.other_serves(row.parent, serves)}"
+            await self._fail(row, RoundState(row.state), why)
             return
         if serves != adapter:
             try:
-                await own.deployer.deploy(adapter, f"{row.name}: {reason}")
+                split = await asyncio.to_thread(_split, own.config)
+                await own.deployer.deploy(adapter, f"{row.name}: {reason}", split, instead_of=row.parent)
             except ServeError as error:
                 # A server error does not fail the candidate, whose training may have taken hours.
                 if error.retryable or error.condition == Condition.MISCONFIGURED:
                     await self._note(f"{row.name} is better, but {error}")
                     raise
-                await self._fail(row, RoundState.EVALUATING, f"better ({reason}), but not deployed: {error}")
+                await self._fail(row, RoundState(row.state), f"better ({reason}), but not deployed: {error}")
                 return
         await self._promoted(row, reason)
 
     async def _promoted(self, row: Row[Any], reason: str) -> None:
         await self._note("")
         uses, promoted = self._config.training.max_uses, RoundState.PROMOTED
-        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, promoted, reason, max_uses=uses)
+        await self._store.write(rounds.finish, row.id, RoundState(row.state), promoted, reason, max_uses=uses)
         log.info("%s is promoted: %s", row.name, reason)
 
     async def stop(self, *, detach: bool = False) -> None:
@@ -439,6 +508,18 @@ class Rounds:
     async def _note(self, text: str) -> None:
         if await self._store.read(database.noted, database.ROUND_NOTE) != text:
             await self._store.write(database.note, database.ROUND_NOTE, text)
+
+
+def _split(config: Config) -> SplitRequest | None:
+    """How a promotion is shared with the version before while it is watched; None if it is not, or could not be."""
+    share = config.deploy.watch.new_share
+    if share == 1 or config.serving.call_log is None:
+        return None
+    pulled = pulled_servers(call_log_copy_path(config.state_dir))
+    if off := [url for url in config.serving.urls if url in pulled and pulled[url].condition == OFF]:
+        log.warning("the promotion is not watched: %s records no calls", ", ".join(off))
+        return None
+    return SplitRequest(share, secrets.token_hex(16))
 
 
 def _end_other_version(name: str, directory: Path) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
@@ -48,6 +48,8 @@ _TABLES: Final = (
     # Apart from the contents, because each call writes here for all of its parts.
     "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
 )
+_ADDED: Final = ("unit", "arm", "unit_kind")
+"""Columns of `calls` that older files lack. They are added with a default, so older versions still read the file."""
 _NEWEST = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
 
 
@@ -58,6 +60,11 @@ class RecordedCall:
     `version` is the adapter or "base". `credential` is a short hash of the Authorization header, the same on every
     server, "" without one. `retry` counts the client's earlier attempts, as it says. `status` is 0 if no response
     began; `is_complete` says whether the response's last byte was sent. `media_type` is the response's.
+
+    While the alias is split, `unit` is what the request was assigned by, as 16 hexadecimal digits, and `unit_kind`
+    says how it is known: `conversation` or `session` (a header), or `fallback`. `arm` is the version that it was
+    assigned to, `new` or `old`, whatever answered; empty if it continues a response of one of them. All are empty
+    without a split.
     """
 
     request_id: str
@@ -72,9 +79,12 @@ class RecordedCall:
     media_type: str = ""
     request: bytes = b""
     response: bytes = b""
+    unit: str = ""
+    arm: str = ""
+    unit_kind: str = ""
 
 
-_PLAIN: Final = tuple(field.name for field in fields(RecordedCall))[:-2]
+_PLAIN: Final = tuple(field.name for field in fields(RecordedCall) if field.name not in ("request", "response"))
 """The fields that are not bodies."""
 
 
@@ -296,6 +306,10 @@ def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds
     with _ending(connection):
         for table in tables:
             connection.execute(table)
+        there = {name for _, name, *_ in connection.execute("PRAGMA table_info(calls)")}
+        for name in _ADDED:
+            if name not in there:
+                connection.execute(f"ALTER TABLE calls ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
         connection.execute("INSERT OR IGNORE INTO log VALUES (?, 0, 1)", (secrets.token_hex(8),))
         if found != FORMAT:
             connection.execute(f"PRAGMA user_version = {FORMAT}")
@@ -331,7 +345,7 @@ def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[byte
     connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", new)
     request = packed([known[digest] for digest in hashes])
     size = len(call.request) + len(call.response)
-    values = [*astuple(call)[:-2], request, size, zlib.compress(call.response, 1)]
+    values = [*(getattr(call, name) for name in _PLAIN), request, size, zlib.compress(call.response, 1)]
     number = connection.execute(
         f"INSERT INTO calls ({', '.join(_PLAIN)}, request, size, response) "  # noqa: S608 - constants
         f"VALUES ({', '.join('?' * len(values))})",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,10 @@ class _CallJson(msgspec.Struct):
     media_type: Name
     request: Annotated[list[Number], msgspec.Meta(max_length=MAX_PARTS)]
     response: Text
+    # Older servers do not say these.
+    unit: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
+    arm: Literal["new", "old", ""] = ""
+    unit_kind: Literal["conversation", "session", "fallback", ""] = ""
 
 
 class _PageJson(msgspec.Struct):

@@ -47,9 +47,9 @@ class JsonScan:
         self._text = text
         self._containers = 0
 
-    def members(self) -> Iterator[tuple[str, int, int]]:
-        """Key, start and end of the values of an object; none of another value."""
-        at = self.skip_space(0)
+    def members(self, at: int = 0) -> Iterator[tuple[str, int, int]]:
+        """Key, start and end of the values of the object that begins there; none of another value."""
+        at = self.skip_space(at)
         if self._text[at] != "{":
             self._end(at)
             return
@@ -66,13 +66,13 @@ class JsonScan:
             yield key, start, end
             at = self._next(end)
 
-    def elements(self, at: int) -> Iterator[int]:
-        """The ends of the elements of the list that begins there."""
+    def elements(self, at: int) -> Iterator[tuple[int, int]]:
+        """Start and end of the elements of the list that begins there."""
         at = self.skip_space(at + 1)
         while self._text[at] != "]":
-            at = self._end(at)
-            yield at
-            at = self._next(at)
+            end = self._end(at)
+            yield at, end
+            at = self._next(end)
 
     def skip_space(self, at: int) -> int:
         found = _space(self._text, at)
@@ -123,7 +123,7 @@ def _ends(text: str) -> Iterator[int]:
     scan, within = JsonScan(text), JsonScan(text)
     for key, start, end in scan.members():
         if key in LISTS and text[start] == "[":
-            yield from within.elements(start)  # The bracket is in the part of the next value.
+            yield from (last for _, last in within.elements(start))  # The bracket is in the part of the next value.
         else:
             yield end
 

@@ -1,8 +1,8 @@
 """The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
 
 Until the last replica has it, the old version serves, and it keeps serving after any failure. Versions that are no
-longer needed are unloaded before it, for a free slot, and after it. The caller records what is deployed; adapters'
-directories are never changed.
+longer needed are unloaded before it, for a free slot, and after it. Both versions of a split are treated alike. The
+caller records what is deployed; adapters' directories are never changed.
 
 A rollback does not wait for a process that swaps: it may be stopped, or hang. That process must not move an alias
 afterwards, whenever it goes on, so every change of an alias takes three steps in this order: read its revision on the
@@ -34,6 +34,7 @@ from typing import Any, Protocol
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
+from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.replica_client import Alias, AliasChangedError, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
@@ -141,7 +142,7 @@ class RollbackError(ServeError):
 
 log = logging.getLogger(__name__)
 
-Check = Callable[[], Awaitable[object]]
+Check = Callable[[AdapterRef], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
 Fence = Callable[[], Awaitable[object]]
 """Raises FlywheelError when this process may no longer change the alias."""
@@ -149,8 +150,8 @@ ROLLBACK_ATTEMPTS = 4
 """How often a rollback sets the alias of a replica that another process sets meanwhile."""
 PROVE_SECONDS = 60.0
 """Timeout in seconds for verifying what serves already."""
-Proven = tuple[str, str]
-"""The verified adapter of a replica, and the start of its server."""
+Proven = MutableMapping[tuple[str, str], str]
+"""The start of the server at which a version was verified last, by URL and served name."""
 
 
 class OnState(Protocol):
@@ -159,29 +160,77 @@ class OnState(Protocol):
     async def __call__(self, state: DeploymentState, report: SwapReport | None = None, /) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class OtherVersion:
+    """The other version of a split (see `Split`): `share` of the units go to the one that is deployed, the rest to
+    this one. Without an adapter it is the base model."""
+
+    adapter: AdapterRef | None
+    probe: Probe | None
+    share: float
+    salt: str
+
+    def split(self, alias: str, base_model: str) -> Split:
+        name = _target(alias, self.adapter) or base_model
+        path, sha256 = (self.adapter.path, self.adapter.sha256) if self.adapter else (None, None)
+        return Split(AliasTarget(name, path, sha256), self.share, self.salt)
+
+
 @dataclass(slots=True)
 class _Step:
-    """The progress of the swap on one replica."""
+    """The progress of the swap on one replica. `serves` is what answers there, of a split the new version; `absent`
+    are the versions that were not loaded, and `loaded` those of them that are now."""
 
     replica: Replica
     before: Alias
     target: str
-    loaded: bool
+    split: Split | None
+    serves: str
     fence: Fence | None
+    absent: set[str] = dataclasses.field(default_factory=set)
+    loaded: set[str] = dataclasses.field(default_factory=set)
     probe: ProbeFigures | None = None
     point_tried: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether the alias must be changed."""
-        return self.before.target != self.target
+        return (self.before.target, self.before.split) != (self.target, self.split)
 
-    async def point(self, alias: str, adapter: AdapterRef | None) -> None:
+    @property
+    def names(self) -> list[str]:
+        """The served names of the versions."""
+        return [self.target, self.split.other.name] if self.split else [self.target]
+
+    def is_new(self, name: str) -> bool:
+        """Whether the version does not serve there yet."""
+        return name in self.absent or name not in self.before.versions or name == self.before.missing
+
+    async def load(self, name: str, adapter: AdapterRef, check: Check | None) -> None:
+        if await self.replica.has(name, adapter.path):
+            return
+        self.absent.add(name)
+        if check is not None:
+            await check(adapter)
+        if await self.replica.load(name, adapter.path):
+            self.loaded.add(name)
+
+    async def point(self, alias: str, adapter: AdapterRef | None, missing: str = "") -> None:
         path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
         if self.fence is not None:
             await self.fence()
         revision = self.before.revision
-        await self.replica.point(alias, self.target, self.before.target, path, sha256, revision=revision)
+        await self.replica.point(
+            alias,
+            self.target,
+            self.before.target,
+            path,
+            sha256,
+            split=self.split,
+            missing=missing,
+            revision=revision,
+        )
+        self.serves = next(name for name in self.names if name != missing)
 
     def is_own(self, now: Alias) -> bool:
         """Whether this step made the alias what it is `now`."""
@@ -191,7 +240,7 @@ class _Step:
     def report(self) -> ReplicaReport:
         """Mark the swap as complete."""
         return ReplicaReport(
-            self.replica.url, self.before.serves, self.loaded, self.moves, self.probe, serves=self.target
+            self.replica.url, self.before.serves, bool(self.loaded), self.moves, self.probe, serves=self.target
         )
 
 
@@ -210,23 +259,28 @@ async def swap(
     adapter: AdapterRef | None,
     probe: Probe | None,
     on_state: OnState,
+    other: OtherVersion | None = None,
+    check: Check | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Point `alias` to `adapter` (None: the base model) on every replica, or on none.
+    """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, split it.
 
-    `on_state` is called for loading, probing, and active or failed. Raises ServeError, and any exception of
-    `on_state`, after everything was restored; the error names what could not be restored.
+    `on_state` is called for loading, probing, and active or failed; `check` before an adapter's files are loaded.
+    Raises ServeError, and any exception of `on_state`, after everything was restored; the error names what could not
+    be restored.
     """
     target = _target(alias, adapter)
     steps: list[_Step] = []
     try:
         await on_state(DeploymentState.LOADING)
-        await every([_prepare(replica, alias, adapter, steps, fence=fence) for replica in replicas])
+        await every([_prepare(replica, alias, adapter, other, steps, check, fence) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
-            await every([_prove(step, probe) for step in steps])
-        if target:
-            await every([_still_there(step) for step in steps])
+            await every([_prove(step, step.target, probe) for step in steps])
+        if other is not None and other.probe is not None:
+            # It serves already, but for a server that has lost it.
+            await every([_prove(step, step.names[1], other.probe) for step in steps if step.is_new(step.names[1])])
+        await every([_still_there(step) for step in steps])
         for step in steps:
             step.point_tried = True
             await step.point(alias, adapter)
@@ -252,7 +306,7 @@ async def rollback(
     check: Check | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Return to a version that has served before (None: the base model) on every reachable replica.
+    """Return to one version that has served before (None: the base model) on every reachable replica. A split ends.
 
     Unlike a swap, an unreachable replica does not prevent the others from going back. `check` is called before the
     adapter's files are loaded, if they are not. Raises RollbackError, which names the replicas that did not follow,
@@ -260,7 +314,7 @@ async def rollback(
     """
 
     async def go_back(replica: Replica) -> ReplicaReport:
-        return await _restore(replica, alias, adapter, None, check, fence=fence, attempts=ROLLBACK_ATTEMPTS)
+        return await _restore(replica, alias, adapter, None, None, check, fence=fence, attempts=ROLLBACK_ATTEMPTS)
 
     going = [asyncio.create_task(go_back(each)) for each in replicas]
     stopped = None
@@ -288,18 +342,21 @@ async def reconcile(
     adapter: AdapterRef | None,
     probe: Probe | None,
     check: Check | None = None,
-    proven: MutableMapping[str, Proven] | None = None,
+    proven: Proven | None = None,
+    other: OtherVersion | None = None,
     fence: Fence | None = None,
 ) -> SwapReport:
-    """Restore the deployed adapter on replicas, for example after a restart of a server.
+    """Restore the deployed adapter, and the `other` version of a split, on replicas, for example after a restart of a
+    server.
 
-    `check` is called before the adapter's files are loaded again. `proven` has the last verified state by URL and is
+    `check` is called before an adapter's files are loaded again. `proven` has the last verified states and is
     updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be
-    restored; its report says why. Must not run during a swap.
+    restored; its report says why, and of a split it serves the version that it has. Must not run during a swap.
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, check, proven, fence=fence))
+        restored = await _restore(replica, alias, adapter, probe, other, check, proven, fence)
+        return await if_healthy(replica, restored)
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
@@ -310,22 +367,35 @@ def _unanswered(replica: Replica) -> ReplicaReport:
     return ReplicaReport(replica.url, error=error, condition=Condition.UNREACHABLE)
 
 
+async def _begin(
+    replica: Replica,
+    alias: str,
+    adapter: AdapterRef | None,
+    other: OtherVersion | None,
+    steps: list[_Step],
+    fence: Fence | None,
+) -> _Step:
+    before = await replica.alias(alias)
+    split = other.split(alias, before.base_model) if other else None
+    target = _target(alias, adapter) or before.base_model
+    steps.append(_Step(replica, before, target, split, before.serves, fence))
+    return steps[-1]
+
+
 async def _prepare(
     replica: Replica,
     alias: str,
     adapter: AdapterRef | None,
+    other: OtherVersion | None,
     steps: list[_Step],
-    check: Check | None = None,
-    fence: Fence | None = None,
+    check: Check | None,
+    fence: Fence | None,
 ) -> None:
-    before = await replica.alias(alias)
-    step = _Step(replica, before, _target(alias, adapter) or before.base_model, loaded=False, fence=fence)
-    steps.append(step)
-    if adapter is None:
-        return
-    if check is not None and not await replica.has(step.target, adapter.path):
-        await check()
-    step.loaded = await replica.load(step.target, adapter.path)
+    step = await _begin(replica, alias, adapter, other, steps, fence)
+    versions = [adapter, *([other.adapter] if other is not None else [])]
+    for name, version in zip(step.names, versions, strict=True):
+        if version is not None:
+            await step.load(name, version, check)
 
 
 async def _restore(
@@ -333,51 +403,74 @@ async def _restore(
     alias: str,
     adapter: AdapterRef | None,
     probe: Probe | None,
+    other: OtherVersion | None,
     check: Check | None = None,
-    proven: MutableMapping[str, Proven] | None = None,
+    proven: Proven | None = None,
     fence: Fence | None = None,
     attempts: int = 0,
 ) -> ReplicaReport:
-    """Bring one replica to the version; problems are in the report. A rollback has several `attempts`, and sets the
-    alias also if its target stays the same: what others may still send is then refused."""
+    """Bring one replica to the version, or to both of a split; problems are in the report. A rollback has several
+    `attempts`, and sets the alias also if its target stays the same: what others may still send is then refused."""
     steps: list[_Step] = []
     try:
-        await _prepare(replica, alias, adapter, steps, check, fence)
-        step = steps[0]
-        state = (step.target, step.before.instance)
-        if adapter is not None and probe is not None:
-            # Also if it was loaded before: it may have failed its last verification.
-            if step.loaded or step.moves:
-                await _prove(step, probe)
-            elif proven is not None and step.before.instance and proven.get(replica.url) != state:
-                await _prove_soon(step, probe)
-        if proven is not None:
-            proven[replica.url] = state
-        if step.moves or step.before.waiting or attempts:
-            await step.point(alias, adapter)
-        if attempts and adapter is not None:  # Until now, others may have unloaded it.
-            step.loaded |= await replica.load(step.target, adapter.path)
+        step = await _begin(replica, alias, adapter, other, steps, fence)
+        versions = [(adapter, probe), *([(other.adapter, other.probe)] if other else [])]
+        failed: dict[str, ServeError] = {}
+        for name, (version, its_probe) in zip(step.names, versions, strict=True):
+            try:
+                if version is not None:
+                    await _bring(step, name, version, its_probe, check, proven)
+            except ServeError as problem:
+                failed[name] = problem
+        if len(failed) == len(versions):
+            raise failed[step.target]
+        # What serves already keeps its share, as without a split. Only a version that is not there is left out.
+        missing = next((name for name in failed if step.is_new(name)), "")
+        if step.moves or step.before.waiting or step.before.missing != missing or attempts:
+            await step.point(alias, adapter, missing)
+        if attempts and adapter is not None and await replica.load(step.target, adapter.path):
+            step.loaded.add(step.target)  # Until now, others may have unloaded it.
+        if failed:
+            raise next(iter(failed.values()))
         return step.report()
     except ServeError as error:
         if isinstance(error, AliasChangedError) and attempts > 1:
             left = attempts - 1
-            return await _restore(replica, alias, adapter, probe, check, proven, fence=fence, attempts=left)
-        wanted = steps[0].target if steps else ""
-        return ReplicaReport.failed(replica.url, error, serves=steps[0].before.serves if steps else "", wanted=wanted)
+            return await _restore(replica, alias, adapter, probe, other, check, proven, fence, left)
+        wanted, serves = (steps[0].target, steps[0].serves) if steps else ("", "")
+        return ReplicaReport.failed(replica.url, error, serves=serves, wanted=wanted)
 
 
-async def _prove(step: _Step, probe: Probe) -> None:
-    step.probe = await prove(step.replica, step.target, step.before.base_model, probe)
+async def _bring(
+    step: _Step, name: str, adapter: AdapterRef, probe: Probe | None, check: Check | None, proven: Proven | None
+) -> None:
+    """Load a version on a replica and verify it, if it was not verified since the server started."""
+    await step.load(name, adapter, check)
+    state, instance = (step.replica.url, name), step.before.instance
+    if probe is not None:
+        # Also if it was loaded before: it may have failed its last verification.
+        if step.is_new(name):
+            await _prove(step, name, probe)
+        elif proven is not None and instance and proven.get(state) != instance:
+            await _prove_soon(step, name, probe)
+    if proven is not None:
+        proven[state] = instance
 
 
-async def _prove_soon(step: _Step, probe: Probe) -> None:
+async def _prove(step: _Step, name: str, probe: Probe) -> None:
+    figures = await prove(step.replica, name, step.before.base_model, probe)
+    if name == step.target:
+        step.probe = figures
+
+
+async def _prove_soon(step: _Step, name: str, probe: Probe) -> None:
     """Verify the adapter that already serves; no other change of the servers can run meanwhile."""
     try:
         async with asyncio.timeout(PROVE_SECONDS):
-            await _prove(step, probe)
+            await _prove(step, name, probe)
     except TimeoutError:
         raise ServeError(
-            f"prove {step.target} on {step.replica.url}",
+            f"prove {name} on {step.replica.url}",
             f"its engine gave no answer within {PROVE_SECONDS:g} s",
             "See whether the server is overloaded or hangs; it is asked again.",
             retryable=True,
@@ -386,10 +479,11 @@ async def _prove_soon(step: _Step, probe: Probe) -> None:
 
 async def _still_there(step: _Step) -> None:
     """Raise ServeError when the replica has restarted: its alias would point to an adapter that is not loaded."""
-    if step.target not in await step.replica.models():
+    adapters = set(step.names) - {step.before.base_model}
+    if lost := adapters - (await step.replica.models()).keys() if adapters else None:
         raise ServeError(
             f"point an alias at {step.target} on {step.replica.url}",
-            "the adapter is not loaded there any more: the server has restarted",
+            f"{' and '.join(sorted(lost))} is not loaded there any more: the server has restarted",
             "It is tried again; by hand, deploy again.",
             retryable=True,
         )
@@ -404,10 +498,10 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
                 # A change whose response was lost may have taken effect, so ask the server.
                 before, now = step.before, await step.replica.alias(alias)
                 if (step.moves or before.waiting) and step.is_own(now):
-                    saved = before.path, before.sha256 or None, before.waiting, now.revision
+                    saved = before.path, before.sha256 or None, before.waiting, before.split, before.missing
                     with contextlib.suppress(AliasChangedError):  # A rollback has set it since.
-                        await step.replica.point(alias, before.target, step.target, *saved)
-            elif step.loaded:
+                        await step.replica.point(alias, before.target, step.target, *saved, now.revision)
+            elif step.target in step.loaded:
                 # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
                 # is retired.
                 await step.replica.unload(step.target)
@@ -424,7 +518,7 @@ async def retire(
 ) -> dict[str, list[str]]:
     """Unload versions of `alias` that are no longer needed. Returns the unloaded names per replica.
 
-    `keep` are names of adapters to keep (the deployed one and those to roll back to). The serving version is always
+    `keep` are names of adapters to keep (the deployed one and those to roll back to). The serving versions are always
     kept, and a version is unloaded only after it has not served for `drain_seconds`, so that requests in flight
     complete. Must not run during a swap.
     """
@@ -473,9 +567,9 @@ async def _retire(replica: Replica, alias: str, keep: Collection[str], drain_sec
     kept = {version_name(alias, name) for name in keep}
 
     async def idle() -> set[str]:
-        serving = (await replica.alias(alias)).target
+        serving = (await replica.alias(alias)).versions
         loaded = [name for name in await replica.models() if name.startswith(version_name(alias, ""))]
-        return {name for name in loaded if name not in kept and name != serving}
+        return {name for name in loaded if name not in kept and name not in serving}
 
     old = await idle()
     if old:

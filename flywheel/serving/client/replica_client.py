@@ -14,6 +14,7 @@ import httpx2
 from flywheel.errors import ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
+from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
@@ -119,8 +120,9 @@ class Alias:
     hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
     changes with each start of the server; it is empty if the server does not report it. `max_adapters` can be loaded
     at the same time; None if the server has no limit. `waiting` is the reason why the server refuses requests to the
-    alias until its target is set; empty if it answers. `revision` increases by one with each setting of the alias and
-    differs between starts of the server; None if the server does not report it."""
+    alias until its target is set; empty if it answers. `missing` is the version of a split that is not loaded, whose
+    share the other one answers; empty if both are. `revision` increases by one with each
+    setting of the alias and differs between starts of the server; None if the server does not report it."""
 
     target: str
     path: str | None
@@ -129,12 +131,24 @@ class Alias:
     instance: str = ""
     max_adapters: int | None = None
     waiting: str = ""
+    split: Split | None = None
+    missing: str = ""
     revision: int | None = None
 
     @property
     def serves(self) -> str:
-        """The model that answers; empty if none does."""
-        return "" if self.waiting else self.target
+        """The model that answers, of two the new one; empty if none does."""
+        return next(iter(self.answering), "")
+
+    @property
+    def answering(self) -> list[str]:
+        """The models that answer, of two the new one first."""
+        return [] if self.waiting else [name for name in self.versions if name != self.missing]
+
+    @property
+    def versions(self) -> list[str]:
+        """The target, and the other version of a split."""
+        return [self.target, self.split.other.name] if self.split else [self.target]
 
 
 class AliasChangedError(ServeError):
@@ -231,16 +245,19 @@ class Replica:
             # An older server that was not restarted yet has no digests.
             sha256 = answer["digests"].get(target, "") if "digests" in answer else None
             most = answer.get("max_adapters")
-            waiting = str(answer.get("waiting", {}).get(alias, ""))
-        except (KeyError, TypeError, AttributeError):
+            waiting, missing = (str(answer.get(name, {}).get(alias, "")) for name in ("waiting", "missing"))
+            shown = answer.get("splits", {}).get(alias)
+            split = None if shown is None else Split.of_json(shown)
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise no_middleware(attempted) from None
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
         limit = most if isinstance(most, int) else None
+        instance = str(answer.get("instance", ""))
         revisions = answer.get("revisions")
         # Of an alias that was never set there, the server reports none.
         revision = revisions.get(alias) if isinstance(revisions, dict) else None
-        return Alias(target, path, base, sha256, str(answer.get("instance", "")), limit, waiting, revision)
+        return Alias(target, path, base, sha256, instance, limit, waiting, split, missing, revision)
 
     async def calls(self, after: int, limit: int) -> CallPage | None:
         """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
@@ -264,15 +281,17 @@ class Replica:
         path: str | None = None,
         sha256: str | None = None,
         waiting: str = "",
+        split: Split | None = None,
+        missing: str = "",
         revision: int | None = None,
     ) -> None:
         """Point `alias` to `target` if it points to `expected` now, and its revision is `revision`, if that is given;
-        later requests use it, or are refused for the reason in `waiting`. Raises AliasChangedError if it does not."""
+        later requests use it, or are refused for the reason in `waiting`. With `split`, the other version answers a
+        part of them; of the two, `missing` is not loaded. Raises AliasChangedError if it does not."""
         attempted = f"point {alias} at {target} on {self.url}"
-        wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
-        response = await self._call(
-            "PUT", routes.ALIAS, attempted, {**wanted, "waiting": waiting, "revision": revision}
-        )
+        wanted = {"alias": alias, "expected": expected, "waiting": waiting, "missing": missing, "revision": revision}
+        wanted |= AliasTarget(target, path, sha256, split).as_json()
+        response = await self._call("PUT", routes.ALIAS, attempted, wanted)
         if response.status_code == 404:
             raise no_middleware(attempted)
         if response.status_code == 409:
@@ -284,6 +303,9 @@ class Replica:
             )
         if response.status_code != 200:
             raise refused(attempted, response)
+        if split and not self._json(response, attempted).get("split"):
+            why = "an older version of Flywheel runs there, which gives one version all requests"
+            raise ServeError(attempted, why, "Restart the server.").of_condition(Condition.MISCONFIGURED)
 
     async def logprobs(self, model: str, texts: Sequence[Sequence[int]]) -> list[float]:
         """The log-probability, in nats, of the last token of each text (token ids) under `model`.

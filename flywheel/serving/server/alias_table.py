@@ -1,7 +1,8 @@
 """The aliases of one server: their target models, stored in a file that survives restarts, as clients see them.
 
 An alias whose target is not known or not loaded at the start waits: requests to it are refused with the reason until
-its target is set. Runs inside vLLM's process, so only the standard library is imported, and modules that do the same.
+its target is set. Of a split alias, the version that is loaded answers alone until then. Runs inside vLLM's process,
+so only the standard library is imported, and modules that do the same.
 Does not know what is loaded later.
 """
 
@@ -13,23 +14,13 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.serving import routes
+from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.server.asgi import error_json
 from flywheel.system.files import PRIVATE, write_json
-
-
-@dataclass(frozen=True, slots=True)
-class AliasTarget:
-    """The target of an alias: a served model's name and, unless it is the base model, the adapter's directory and the
-    hash of its verified files."""
-
-    name: str
-    path: str | None = None
-    sha256: str | None = None
 
 
 class TargetMismatchError(Exception):
@@ -44,10 +35,7 @@ def read_aliases(file: Path) -> tuple[dict[str, AliasTarget], str]:
     """The saved aliases, none if the file is missing; and why a damaged file cannot be read."""
     try:
         saved = json.loads(file.read_bytes())
-        return {
-            alias: AliasTarget(str(entry["target"]), entry.get("path"), entry.get("sha256"))
-            for alias, entry in saved.items()
-        }, ""
+        return {alias: AliasTarget.of_json(entry) for alias, entry in saved.items()}, ""
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -76,9 +64,15 @@ class AliasTable:
         self._targets = {alias: AliasTarget(base_model) for alias in aliases} | saved
         self.waiting: Mapping[str, str] = {}
         """The aliases that are not answered, and why not."""
+        self.missing: Mapping[str, str] = {}
+        """The split aliases of which one version is not loaded here, and that version."""
         for alias, target in self._targets.items():
-            why = damage if target.name in (base_model, *loaded) else f"{target.name} is not loaded"
-            self._wait(alias, waiting.get(alias, why))
+            lost = [each.name for each in target.versions if each.name not in (base_model, *loaded)]
+            if len(lost) == len(target.versions):
+                why = " and ".join(f"{name} is not loaded" for name in lost)
+                self._set(alias, waiting.get(alias, why), "")
+            else:
+                self._set(alias, waiting.get(alias, damage), "".join(lost))
         self._sources = {alias: "restored" if alias in saved else "base" for alias in aliases}
 
     @property
@@ -90,11 +84,6 @@ class AliasTable:
         recorded, `restored` from the file, or `confirmed` since the start."""
         return Counter("waiting" if alias in self.waiting else where for alias, where in self._sources.items())
 
-    def resolve(self, model: str) -> str | None:
-        """The target of `model`, or None when it is not an alias."""
-        target = self._targets.get(model)
-        return target.name if target else None
-
     def revision(self, alias: str) -> int:
         """A number that each `point` of the alias increases by one, also one that does not change its target."""
         return self._first_revision + self._changes[alias]
@@ -105,10 +94,11 @@ class AliasTable:
         target: AliasTarget,
         expected: str | None = None,
         waiting: str = "",
+        missing: str = "",
         revision: int | None = None,
     ) -> str:
         """Set the target of `alias` and return the previous model name. With a reason in `waiting`, requests to it
-        are refused, as before a swap that is taken back.
+        are refused, as before a swap that is taken back. `missing` is the version of the split that is not loaded.
 
         Raises TargetMismatchError when `expected` is given and is not the present target, or `revision` is not the
         present one, and OSError when the file cannot be written; all change nothing.
@@ -121,17 +111,18 @@ class AliasTable:
                 raise TargetMismatchError(f"{current}, and was set since")
             changed = {**self._targets, alias: target}
             if self._file:
-                saved = {name: {"target": t.name, "path": t.path, "sha256": t.sha256} for name, t in changed.items()}
+                saved = {name: each.as_json() for name, each in changed.items()}
                 await asyncio.to_thread(write_json, self._file, saved, mode=PRIVATE)
             self._targets = changed
             self._changes[alias] += 1
-            self._wait(alias, waiting)
+            self._set(alias, waiting, missing)
             if alias in self._sources:
                 self._sources[alias] = "confirmed"
             return current
 
-    def _wait(self, alias: str, why: str) -> None:
-        self.waiting = {name: reason for name, reason in {**self.waiting, alias: why}.items() if reason}
+    def _set(self, alias: str, waiting: str, missing: str) -> None:
+        self.waiting = {name: why for name, why in {**self.waiting, alias: waiting}.items() if why}
+        self.missing = {name: lost for name, lost in {**self.missing, alias: missing}.items() if lost}
 
 
 _UNKNOWN: Final = re.compile(r"The model `(.*)` does not exist", re.DOTALL)

@@ -16,9 +16,10 @@ from urllib.parse import parse_qs
 from flywheel.errors import CallLogError
 from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
+from flywheel.serving.alias_target import AliasTarget, texts
 from flywheel.serving.calls.call_log import PAGE_BYTES, CallLog
 from flywheel.serving.environment_variables import MAX_ADAPTERS_VARIABLE
-from flywheel.serving.server.alias_table import AliasTable, AliasTarget, TargetMismatchError
+from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, read_body
@@ -167,7 +168,9 @@ class Management:
             "aliases": {alias: target.name for alias, target in targets.items()},
             "paths": {target.name: target.path for target in targets.values() if target.path},
             "digests": {target.name: target.sha256 for target in targets.values() if target.sha256},
+            "splits": {alias: target.split.as_json() for alias, target in targets.items() if target.split},
             "waiting": dict(self._aliases.waiting),
+            "missing": dict(self._aliases.missing),
             "revisions": {alias: self._aliases.revision(alias) for alias in targets},
             "base_model": self._aliases.base_model,
             "instance": self._instance,
@@ -176,27 +179,25 @@ class Management:
 
     async def _point(self, wanted: Any, send: Send) -> None:
         try:
-            alias, target = wanted["alias"], wanted["target"]
-            others = [wanted.get(key) for key in ("path", "sha256", "expected", "waiting")]
-            texts = isinstance(alias, str) and isinstance(target, str)
-            if not (texts and all(isinstance(value, str | None) for value in others)):
-                raise TypeError
-            path, sha256, expected, waiting = others
+            name, alias, expected, waiting, missing = texts(wanted, "alias", "expected", "waiting", "missing")
+            target = AliasTarget.of_json(wanted)
             revision = wanted.get("revision")
             if not isinstance(revision, int | None):
                 raise TypeError
-        except (KeyError, TypeError, AttributeError):
-            raise RefusedError(
-                400,
-                "expected {alias, target, path?, sha256?, expected?, waiting?}, all texts, and a number revision?",
-            ) from None
-        if not alias or not target or alias in (target, self._aliases.base_model):
-            raise RefusedError(400, "an alias must have a name of its own")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            form = "{alias, target, path?, sha256?, expected?, waiting?, missing?}, all texts, a number revision?"
+            more = "and split?: {target, path?, sha256?, share, salt}, with a share between 0 and 1"
+            raise RefusedError(400, f"expected {form}, {more}") from None
+        names = [each.name for each in target.versions]
+        if not alias or not name or alias in (*names, self._aliases.base_model) or len({*names}) < len(names):
+            raise RefusedError(400, "an alias must have a name of its own, and the versions of a split two")
+        if missing and (target.split is None or missing not in names):
+            raise RefusedError(400, "only a version of the split can be missing")
         try:
-            made = AliasTarget(target, path, sha256)
-            previous = await self._aliases.point(alias, made, expected, waiting or "", revision)
+            previous = await self._aliases.point(alias, target, expected, waiting or "", missing or "", revision)
         except TargetMismatchError as mismatch:
             raise RefusedError(409, f"{alias} is {mismatch.current}") from None
         except OSError as error:
             raise RefusedError(500, f"the alias file cannot be written: {error}") from None
-        await answer(send, 200, {"alias": alias, "target": target, "previous": previous})
+        is_split = target.split is not None
+        await answer(send, 200, {"alias": alias, "target": name, "previous": previous, "split": is_split})

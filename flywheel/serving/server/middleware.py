@@ -41,6 +41,7 @@ from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, w
 from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
+from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
 from flywheel.system.server_limits import (
     App,
     Limited,
@@ -68,9 +69,9 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_model(
-    body: bytes, resolve: Callable[[str], str | None], request_id: Callable[[str], str] | None = None
+    body: bytes, resolve: Callable[[str, RequestText], str | None], request_id: Callable[[str], str] | None = None
 ) -> Rewritten:
-    """`body` with the top-level `model` of its JSON object replaced if `resolve` returns another name.
+    """`body` with the top-level `model` of its JSON object replaced if `resolve` returns another name for it.
 
     With `request_id`, a request to an alias gets the `request_id` that it returns for the target.
 
@@ -82,7 +83,9 @@ def rewrite_model(
     try:
         text = body.decode(encoding, "surrogatepass")
         found = _members(text)
-        targets = [_target(text, start, resolve) for key, start, _ in found if key == "model"]
+        request = RequestText(text, {key: (start, end) for key, start, end in found if key in MEMBERS})
+        found = [member for member in found if member[0] not in MEMBERS]
+        targets = [_target(request, start, resolve) for key, start, _ in found if key == "model"]
     except TooComplexError as error:
         raise RefusedError(400, f"the body {error}") from None
     except (ValueError, IndexError):
@@ -105,7 +108,7 @@ def rewrite_model(
 
 
 def _members(text: str) -> list[tuple[str, int, int]]:
-    """Key, start and end of the top-level values `model` and `request_id`."""
+    """Key, start and end of the top-level values `model` and `request_id`, and of those that assign a request."""
     found = []
     models = 0
     for count, (key, start, end) in enumerate(JsonScan(text).members(), 1):
@@ -113,13 +116,14 @@ def _members(text: str) -> list[tuple[str, int, int]]:
         if models > MAX_MODEL_KEYS or count > MAX_KEYS:
             more = f"{MAX_MODEL_KEYS} `model` keys" if models > MAX_MODEL_KEYS else f"{MAX_KEYS:,} keys"
             raise TooComplexError(f"has more than {more}")
-        if key in ("model", "request_id"):
+        if key in ("model", "request_id") or key in MEMBERS:
             found.append((key, start, end))
     return found
 
 
-def _target(text: str, start: int, resolve: Callable[[str], str | None]) -> str | None:
-    return resolve(json.JSONDecoder().raw_decode(text, start)[0]) if text[start] == '"' else None
+def _target(request: RequestText, start: int, resolve: Callable[[str, RequestText], str | None]) -> str | None:
+    is_text = request.text[start] == '"'
+    return resolve(json.JSONDecoder().raw_decode(request.text, start)[0], request) if is_text else None
 
 
 POLL_SECONDS = 0.05
@@ -235,13 +239,20 @@ class AliasMiddleware:
     ) -> None:
         """`key` is the client's, which the request to vLLM does not have."""
 
-        def resolve(model: str) -> str | None:
+        sender, assigned = credential_of(key), Assignment("")
+
+        def resolve(model: str, body: RequestText) -> str | None:
+            nonlocal assigned
             if why := self._aliases.waiting.get(model):
                 raise RefusedError(503, f"{model} has no answer yet: {why}")
-            target = self._aliases.resolve(model)
-            if target is None and not may_ask(model):
+            target = self._aliases.targets.get(model)
+            if target is not None:
+                missing = self._aliases.missing.get(model, "")
+                assigned = assign(target, missing, scope, sender, body, self._version)
+                return assigned.version
+            if not may_ask(model):
                 raise RefusedError(404, unknown_model(model, self._aliases.targets))
-            return target
+            return None
 
         started_ns = time.time_ns()
         request = await read_body(receive)
@@ -257,10 +268,10 @@ class AliasMiddleware:
             request_id = marked(target)
             scope = with_header(scope, b"x-request-id", request_id.encode())
             if self._recorder is not None and path in routes.RECORDED:
-                version = self._version(target)
                 call = RecordedCall(
-                    request_id, path, version, credential_of(key), retries_of(scope), started_ns, request=request
-                )
+                    request_id, path, self._version(target), sender, retries_of(scope), started_ns,
+                    request=request, unit=assigned.unit, arm=assigned.arm, unit_kind=assigned.kind,
+                )  # fmt: skip
                 return await self._recorder.recorded(call, self._app, scope, body, receive, send)
         elif mark_of(header(scope, b"x-request-id").decode("latin-1")):
             # Only the middleware sets this header, and only for requests to an alias.
@@ -290,11 +301,12 @@ class AliasMiddleware:
         return 200 if is_ready else 503, json.dumps({"ready": is_ready, "health": health, "aliases": counts}).encode()
 
     def _announcement(self) -> str:
-        waiting = self._aliases.waiting
-        targets = [
-            f"{alias} {'waits: ' + waiting[alias] if alias in waiting else 'is answered by ' + target.name}"
-            for alias, target in self._aliases.targets.items()
-        ]
+        waiting, missing = self._aliases.waiting, self._aliases.missing
+        targets = []
+        for alias, target in self._aliases.targets.items():
+            names = [each.name for each in target.versions if each.name != missing.get(alias)]
+            how = f"waits: {waiting[alias]}" if alias in waiting else f"is answered by {' and '.join(names)}"
+            targets.append(f"{alias} {how}")
         return f"flywheel serve is ready at {self._address}/v1: {', '.join(targets)}"
 
 

@@ -22,6 +22,7 @@ from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
 from flywheel.serving.adapter_files import why_unloadable
+from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
     ADMIN_KEY_FILE_VARIABLE,
@@ -153,9 +154,9 @@ def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[
     """The server's arguments and additional environment variables. `versions` are those that the state says are
     deployed, by alias.
 
-    The last targets of the aliases are loaded at the start. An adapter whose files are missing, damaged or different
-    from the verified ones, or that was trained on another base model, is not loaded, and its alias is refused until
-    its target is set. Raises ServeError.
+    The last targets of the aliases, and the other versions of those that are split, are loaded at the start. An
+    adapter whose files are missing, damaged or different from the verified ones, or that was trained on another base
+    model, is not loaded; an alias without a version is refused until its target is set. Raises ServeError.
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
@@ -342,16 +343,28 @@ def deployed(config: Config, versions: Mapping[str, str] | None = None) -> tuple
             waiting[alias] = "the daemon has not confirmed what it stands for (serving.start: wait)"
     # Those of aliases that the configuration does not name any more come last: there may be no slot for them.
     for alias, target in sorted(saved.items(), key=lambda entry: entry[0] not in config.aliases):
-        if target.name == base_name(config.model.base):
-            continue
-        why = "its directory was not written down"
-        if target.path:
-            rank, sha256 = config.serving.max_lora_rank, target.sha256 or None
-            why = why_unloadable(Path(target.path), sha256=sha256, base_model=config.model.base, max_rank=rank)
-        if not why and target.name not in adapters and len(adapters) >= config.max_adapters:
-            why = f"all {config.max_adapters} slots for adapters are taken (serving.max_loras)"
-        if why:
-            waiting[alias] = f"{target.name} cannot be served again: {why}"
-        elif target.path:
-            adapters[target.name] = target.path
+        refused = []
+        for each in target.versions:
+            if each.name == base_name(config.model.base):
+                continue
+            if why := _why_unserved(config, each, adapters):
+                refused.append(f"{each.name} cannot be served again: {why}")
+            elif each.path:
+                adapters[each.name] = each.path
+        if len(refused) == len(target.versions):
+            waiting[alias] = "; ".join(refused)
+        elif refused:
+            log.warning("%s is answered by its other version alone: %s", alias, refused[0])
     return adapters, waiting
+
+
+def _why_unserved(config: Config, version: AliasTarget, adapters: Mapping[str, str]) -> str | None:
+    """Why an adapter cannot be loaded at the start, beside these others; None if it can."""
+    if not version.path:
+        return "its directory was not written down"
+    rank, sha256 = config.serving.max_lora_rank, version.sha256 or None
+    if why := why_unloadable(Path(version.path), sha256=sha256, base_model=config.model.base, max_rank=rank):
+        return why
+    if version.name not in adapters and len(adapters) >= config.max_adapters:
+        return f"all {config.max_adapters} slots for adapters are taken (serving.max_loras)"
+    return None

@@ -262,11 +262,11 @@ def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
 
 
-def entries_of_file(path: Path, attempted: str) -> list[Entry]:
-    """An entry for each line of a file, in order. Lines with the same `task_id` are tasks of their own. Raises
-    ConfigError, which names the line, also for one without an answer."""
+def entries_of(rows: Iterable[DataRow], attempted: str) -> list[Entry]:
+    """An entry for each line, in order. Lines with the same `task_id` are tasks of their own. Raises ConfigError,
+    which names the line, also for one without an answer."""
     found: dict[str, Entry] = {}
-    for row in rows_of_file(path, attempted):
+    for row in rows:
         task, metadata = row.task, row.task["metadata"]
         if not task["answer"].strip():
             raise ConfigError(attempted, f"line {row.number}: it has no answer", f"Give it one in {ANSWER[0]!r}.")

@@ -34,10 +34,10 @@ CHUNK: Final = 500
 _DIALECT: Final = SQLiteDialect_pysqlite()
 
 
-def chunks(values: Sequence[T]) -> Iterator[list[T]]:
-    """The values in portions of `CHUNK`."""
-    for start in range(0, len(values), CHUNK):
-        yield list(values[start : start + CHUNK])
+def chunks(values: Sequence[T], size: int = CHUNK) -> Iterator[list[T]]:
+    """The values in portions."""
+    for start in range(0, len(values), size):
+        yield list(values[start : start + size])
 
 
 def rows_in(

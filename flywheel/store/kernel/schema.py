@@ -479,6 +479,7 @@ deployments = Table(
     Column("endpoints", JSON, nullable=False),
     Column("adapter", Text),
     Column("previous", Text),
+    Column("split", JSON(none_as_null=True)),
     Column("state", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("report", JSON),
@@ -488,4 +489,46 @@ deployments = Table(
     Column("retired_at", Text),
 )
 """What each alias was pointed at, and when. `report` says how the swap went on each server. `active_alias` is the
-alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model."""
+alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is the base model. `split` is
+`{"other", "share", "salt"}` if the alias was split: `share` of the units go to the adapter, the others to the adapter
+`other` (null: the base model); it becomes NULL when the split ends and the adapter stays."""
+
+watches = Table(
+    "watches",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("deployment_id", ForeignKey("deployments.id"), nullable=False, unique=True),
+    Column("alias", Text, nullable=False),
+    Column("adapter", Text),
+    Column("other", Text),
+    Column("share", Float, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False, server_default=text("''")),
+    Column("read_to", Integer, nullable=False, server_default=text("0")),
+    Column("figures", JSON),
+    Column("created_at", Text, nullable=False),
+    Column("ended_at", Text),
+)
+"""The watch of each promotion. `share` of the units get `adapter`, the others `other`; NULL is the base model.
+`read_to` is the number of the last call that was read of the copy of the call logs; `figures` are the last ones."""
+
+watch_units = Table(
+    "watch_units",
+    metadata,
+    Column("watch_id", ForeignKey("watches.id"), primary_key=True),
+    Column("unit", Text, primary_key=True),
+    Column("arm", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("request_id", Text, nullable=False),
+    Column("started_ns", BigInteger, nullable=False),
+    Column("ended_ns", BigInteger, nullable=False),
+    Column("calls", Integer, nullable=False),
+    Column("place", Integer),
+    Column("outcome", Text),
+    Column("why", Text, nullable=False, server_default=text("''")),
+    Column("delay_seconds", Float),
+    Index("watch_units_in_order", "watch_id", "place"),
+    sqlite_with_rowid=False,
+)
+"""The units (conversations) of the running watches, with the first call of each. `arm` is empty for one that is not
+tested. `place` is the order in which outcomes became known, `delay_seconds` how long after the call's end."""

@@ -19,6 +19,7 @@ from flywheel.records.states import (
     RequestState,
     RoundState,
     TaskState,
+    WatchState,
 )
 from flywheel.records.task import storable
 from flywheel.store.kernel import schema
@@ -30,6 +31,7 @@ _TABLES: dict[type[StrEnum], Table] = {
     RoundState: schema.rounds,
     AdapterState: schema.adapters,
     DeploymentState: schema.deployments,
+    WatchState: schema.watches,
     DeadLetterState: schema.dead_letters,
     RequestState: schema.requests,
 }

@@ -102,9 +102,9 @@ _CHECKS: Final[tuple[tuple[str, FromClause, ColumnElement[bool]], ...]] = (
     ("tasks belong to no reply", tasks, and_(not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value)),
     ("judged tasks have no verdict", tasks, and_(tasks.c.state.in_(_judged), not_(_has_verdict))),
     (
-        "reserved tasks are in no live round",
+        "reserved tasks are in no live round, and in none that waits",
         tasks,
-        and_(tasks.c.state == TaskState.RESERVED.value, not_(_trained_in(*LIVE_ROUND))),
+        and_(tasks.c.state == TaskState.RESERVED.value, not_(_trained_in(*LIVE_ROUND, RoundState.PASSED))),
     ),
     (
         "consumed tasks are in no finished round",

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Row, RowMapping, Select, and_,
 
 from flywheel.records.exclusion import NONE_SELECTED, WORDS, Exclusion, TaskScopes
 from flywheel.records.states import Split, TaskState
+from flywheel.store import watches
 from flywheel.store.gate_tests import conversation
 from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import (
@@ -279,6 +280,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
             {key: d[key] for key in ("alias", "state", "reason", "previous", "activated_at", "retired_at", "error")}
             for d in served
         ],
+        "watches": [watches.as_json(watch) for watch in watches.of_adapters(conn, [row["name"]])],
     }
 
 

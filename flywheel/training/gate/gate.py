@@ -6,8 +6,10 @@ Plain arithmetic, because the daemon calls it often and must not import a scient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import NormalDist
+from types import MappingProxyType
 from typing import Final
 
 from flywheel.config import GateSettings
@@ -27,6 +29,30 @@ GAIN: Final = 0.1
 PRIOR_CONVERSATIONS: Final = 50
 """Weight of the prior spread, in conversations, relative to past comparisons."""
 _NORMAL: Final = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Tripwire:
+    """What is measured so that more is better, the loss beyond which it is harm, and how the harm is told."""
+
+    label: str
+    margin: float
+    harm: str
+
+
+TRIPWIRES: Final[Mapping[str, Tripwire]] = MappingProxyType(
+    {
+        # The median ratio is beyond 2, or below ½, if that of more than half of the prompts is.
+        "longer": Tripwire("not twice as long", 0.5, "most answers are more than twice as long"),
+        "shorter": Tripwire("not half as long", 0.5, "most answers are less than half as long"),
+        # A user gets these answers as they are: one more in twenty is noticed.
+        "cut": Tripwire("not cut", 0.05, "more answers are cut"),
+        "invalid_format": Tripwire("valid format", 0.05, "more answers have an invalid format"),
+        # An agent may try a call again.
+        "failed_calls": Tripwire("calls that work", 0.1, "more tool calls fail"),
+    }
+)
+"""The tripwires by what they measure (`flywheel.training.gate.tripwires`)."""
 
 
 def alpha_of(alpha: float, number: int) -> float:
@@ -106,7 +132,8 @@ def _t_quantile(z: float, freedom: int) -> float:
 def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     """Promote only if the lower bound of the gain's interval is above `min_gain`.
 
-    A criterion or suite with a margin must also be shown to be worse by less than the margin.
+    A criterion or suite with a margin must also be shown to be worse by less than the margin. A tripwire blocks only
+    if it is shown to be worse by more than its margin.
     """
     figures = (
         f"gain {comparison.gain:+.3f}, {percent(comparison.confidence)} interval {comparison.lower:+.3f} to"
@@ -120,13 +147,16 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
 
     suite_margins = {name: suite.margin for name, suite in gate.suites.items() if suite.margin is not None}
 
-    def decision(reason_code: DecisionReason, reason: str, criterion: str = "", suite: str = "") -> GateDecision:
+    def decision(
+        reason_code: DecisionReason, reason: str, *, criterion: str = "", suite: str = "", tripwire: str = ""
+    ) -> GateDecision:
         return GateDecision(
             promote=reason_code is DecisionReason.BETTER,
             reason=reason,
             reason_code=reason_code,
             criterion=criterion,
             suite=suite,
+            tripwire=tripwire,
             min_tasks=gate.min_tasks,
             min_gain=gate.min_gain,
             confidence=gate.confidence,
@@ -147,12 +177,26 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     for criterion, margin in gate.non_inferiority_margins.items():
         if objection := _objection(comparison, criterion, margin, gate.min_tasks):
             reason_code, why = objection
-            return decision(reason_code, f"{why} ({figures})", criterion)
+            return decision(reason_code, f"{why} ({figures})", criterion=criterion)
     for name, margin in suite_margins.items():
         if objection := _objection_of_suite(comparison, name, margin, gate.min_tasks):
             reason_code, why = objection
             return decision(reason_code, f"{why} ({figures})", suite=name)
+    if gate.tripwires and (found := harm_of(comparison)) is not None:
+        return decision(DecisionReason.HARMFUL, f"{of_tripwire(found)} ({figures})", tripwire=found.criterion)
     return decision(DecisionReason.BETTER, f"better: {figures}")
+
+
+def harm_of(comparison: Comparison) -> CriterionComparison | None:
+    """The first tripwire that shows harm."""
+    return next((each for each in comparison.tripwires if each.upper < -TRIPWIRES[each.criterion].margin), None)
+
+
+def of_tripwire(found: CriterionComparison) -> str:
+    """The harm that a tripwire shows."""
+    wire = TRIPWIRES[found.criterion]
+    gain = f"gain {found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f}, all of it below {-wire.margin:g}"
+    return f"{wire.harm}: {wire.label} {found.deployed_mean:.3f} before and {found.candidate_mean:.3f} now, {gain}"
 
 
 def misses_of(comparison: Comparison) -> str:

@@ -15,7 +15,9 @@ from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
 from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.rollout_file import append_answer
+from flywheel.training.gate.tripwires import measures
 from flywheel.training.optim.collector import Collector
+from flywheel.training.optim.rollout_grading import rubric_of
 
 CUT_AFTER = 0.9
 """The share of a batch's timeout after which an answer is cut."""
@@ -35,6 +37,7 @@ class HeldOutAnswers:
         missed: How many answers of each ended by a miss.
         failed: In how many answers of each the user's agent failed.
         values: Those of each criterion; None where it was not evaluated, as after a miss.
+        tripwires: Those of each measure of the tripwires.
     """
 
     rewards: Pairs
@@ -42,6 +45,7 @@ class HeldOutAnswers:
     missed: tuple[int, int]
     failed: tuple[int, int]
     values: dict[str, Pairs]
+    tripwires: dict[str, Pairs]
     usage: dict[str, int]
 
 
@@ -108,9 +112,21 @@ def answer(
         criterion: _paired([values.get(criterion) for values in looked_at], samples)
         for criterion in {criterion for values in looked_at for criterion in values}
     }
+    rubric = rubric_of(spec) if spec.rubric else None
+    candidate, deployed = (
+        [side.rollouts[at : at + samples] for at in range(0, len(side.rollouts), samples)] for side in of_sides
+    )
     at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
     missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
-    return HeldOutAnswers(pairs, at_bound, (missed[0], missed[1]), (failed[0], failed[1]), values, whole.usage())
+    return HeldOutAnswers(
+        pairs,
+        at_bound,
+        (missed[0], missed[1]),
+        (failed[0], failed[1]),
+        values,
+        measures(candidate, deployed, rubric),
+        whole.usage(),
+    )
 
 
 def most_open(settings: Config) -> int:

@@ -45,6 +45,7 @@ from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
+from flywheel.training.gate.gate import TRIPWIRES
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import Pairs, answer, check_enough, most_open, requests
@@ -450,20 +451,18 @@ class Round:
         whole, (candidate_missed, deployed_missed) = compared(paired(answers.rewards)), answers.missed
         candidate_failed, deployed_failed = answers.failed
         at_bound = compared(paired(answers.at_bound)) if deployed_missed or deployed_failed else None
+        by_measure = partial(compare_criterion, confidence=gate.confidence, seed=self.spec.seed)
         criteria = [
-            compare_criterion(
-                criterion.id,
-                paired(answers.values[criterion.id]),
-                takes_away=criterion.weight < 0,
-                confidence=gate.confidence,
-                seed=self.spec.seed,
-            )
+            by_measure(criterion.id, paired(answers.values[criterion.id]), takes_away=criterion.weight < 0)
             for criterion in (rubric_of(self.spec).every if answers.values else ())
             if criterion.id in answers.values
         ]
+        tripwires = [by_measure(name, paired(answers.tripwires[name]), takes_away=False) for name in TRIPWIRES]
         return whole.model_copy(
             update={
                 "criteria": criteria,
+                # What no answer tells is not listed.
+                "tripwires": [each for each in tripwires if each.tasks],
                 "suites": [self._compare_on(*each, (candidate, deployed)) for each in self.suites],
                 "candidate_missed": candidate_missed,
                 "deployed_missed": deployed_missed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +93,61 @@ def test_every_body_comes_back_byte_for_byte(tmp_path: Path, requests: list[byte
         page = read_page(log.page_json(0, 100, 10**9), 0)
         assert [each for _, each in page.calls] == told
         assert page.state == log.state()
+
+
+OLDER = (
+    "CREATE TABLE log (log_id TEXT NOT NULL, dropped INTEGER NOT NULL, only INTEGER PRIMARY KEY CHECK (only = 1))",
+    "CREATE TABLE calls (number INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE, "
+    "path TEXT NOT NULL, version TEXT NOT NULL, credential TEXT NOT NULL, retry INTEGER NOT NULL, "
+    "started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL, status INTEGER NOT NULL, is_complete INTEGER NOT NULL, "
+    "media_type TEXT NOT NULL, request BLOB NOT NULL, size INTEGER NOT NULL, response BLOB NOT NULL)",
+    "CREATE TABLE parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
+    "CREATE TABLE part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
+    "INSERT INTO log VALUES ('c0ffee', 3, 1)",
+    "PRAGMA user_version = 1",
+)
+"""A file as it was before units."""
+INSERT_OLDER = (
+    "INSERT INTO calls (request_id, path, version, credential, retry, started_ns, ended_ns, status, is_complete, "
+    "media_type, request, size, response) VALUES (?, '/v1/completions', 'base', '', 0, 1, 2, 200, 1, '', ?, 2, ?)"
+)
+UNIT = {"unit": "0123456789abcdef", "arm": "new", "unit_kind": "conversation"}
+
+
+def test_a_file_of_an_older_version_is_read_and_written_by_both(tmp_path: Path) -> None:
+    path = tmp_path / "calls.db"
+    with contextlib.closing(sqlite3.connect(path)) as older, older:
+        for statement in OLDER:
+            older.execute(statement)
+        older.execute("INSERT INTO parts VALUES (1, ?, ?)", (b"x" * 16, zlib.compress(b"{}")))
+        older.execute("INSERT INTO part_uses VALUES (1, 1)")
+        older.execute(INSERT_OLDER, ("fw-1", packed([1]), zlib.compress(b"")))
+    with CallLog(path) as log, CallLog(path) as second:
+        assert log.state() == ("c0ffee", 1, 1, 3)
+        assert [(each.request_id, each.request, each.unit, each.arm) for each in stored(log)] == [
+            ("fw-1", b"{}", "", "")
+        ]
+        second.append([call("fw-2", **UNIT)])
+        # A server that was not restarted yet goes on.
+        with contextlib.closing(sqlite3.connect(path)) as older, older:
+            older.execute(INSERT_OLDER, ("fw-3", packed([1]), zlib.compress(b"")))
+            assert older.execute("PRAGMA user_version").fetchone() == (1,)
+        assert [each.unit for each in stored(log)] == ["", UNIT["unit"], ""]
+        assert log.find(["fw-2"]) == {"fw-2": call("fw-2", **UNIT)}
+        assert [each for _, each in read_page(log.page_json(0, 9, 10**9), 0).calls] == stored(log)
+
+
+def test_a_page_of_an_older_server_has_no_units_and_a_wrong_one_is_no_page(tmp_path: Path) -> None:
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([call(**UNIT)])
+        page = json.loads(log.page_json(0, 9, 10**9))
+    assert {name: page["calls"][0][name] for name in UNIT} == UNIT
+    for name, value in (("unit", "0123"), ("unit", "x" * 16), ("arm", "newer"), ("unit_kind", "guess"), ("arm", 1)):
+        with pytest.raises(ValueError, match=name):
+            read_page(json.dumps({**page, "calls": [{**page["calls"][0], name: value}]}), 0)
+    older = {name: value for name, value in page["calls"][0].items() if name not in UNIT}
+    ((_, read),) = read_page(json.dumps({**page, "calls": [older]}), 0).calls
+    assert read == call()
 
 
 @given(st.lists(st.integers(1, 2000)))

@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 from flywheel.serving.calls import request_parts
 from flywheel.serving.calls.request_parts import MAX_CONTAINERS, MAX_DEPTH
-from flywheel.serving.server.middleware import MAX_KEYS, MAX_MODEL_KEYS, rewrite_model
+from flywheel.serving.server import middleware
+from flywheel.serving.server.middleware import MAX_KEYS, MAX_MODEL_KEYS, Rewritten
 from flywheel.system.server_limits import RefusedError
+
+
+def rewrite_model(
+    body: bytes, resolve: Callable[[str], str | None], request_id: Callable[[str], str] | None = None
+) -> Rewritten:
+    """Of aliases that are not split."""
+    return middleware.rewrite_model(body, lambda model, _: resolve(model), request_id)
+
 
 ALIASES = {"agent": "agent@r0007", "代理/a": "代理/a@r0001", "same": "same"}
 

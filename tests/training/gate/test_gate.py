@@ -218,6 +218,11 @@ def test_only_a_candidate_that_is_better_and_keeps_each_suite_with_a_margin_is_p
         assert decision.reason_code in (DecisionReason.FEW_ON_SUITE, DecisionReason.WORSE_ON_SUITE)
 
 
+HARM = CriterionComparison(
+    criterion="cut", tasks=50, candidate_mean=0.7, deployed_mean=0.9, gain=-0.2, lower=-0.3, upper=-0.1
+)
+
+
 def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
     grounds = {
         DecisionReason.BETTER: (comparison(), GATE),
@@ -227,11 +232,14 @@ def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
         DecisionReason.WORSE_ON_CRITERION: (with_criteria(criterion(lower=-0.05)), GUARDED),
         DecisionReason.FEW_ON_SUITE: (comparison(), KEEPING),
         DecisionReason.WORSE_ON_SUITE: (on_suites(suite(lower=-0.05)), KEEPING),
+        DecisionReason.HARMFUL: (comparison().model_copy(update={"tripwires": [HARM]}), GATE),
     }
+    assert set(grounds) == set(DecisionReason)
     for reason_code, (seen, gate) in grounds.items():
         decision = decide(seen, gate)
         assert decision.reason_code is reason_code
         assert decision.criterion == ("safe" if "criterion" in reason_code else "")
+        assert decision.tripwire == ("cut" if reason_code is DecisionReason.HARMFUL else "")
         assert decision.suite == ("math" if "suite" in reason_code else "")
         assert decision.suite_margins == ({"math": 0.05} if gate is KEEPING else {})
         limits = (decision.min_tasks, decision.min_gain, decision.confidence, decision.margins)

@@ -125,6 +125,8 @@ def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_depl
     assert missing.lower_at_bound is not None
     assert missing.lower_at_bound < missing.lower
     assert [(each.criterion, each.tasks) for each in missing.criteria] == [("right", 8)]
+    wires = [(each.criterion, each.tasks, each.gain) for each in missing.tripwires]
+    assert wires == [("longer", 7, 0.0), ("shorter", 7, 0.0), ("cut", 7, 0.0)], "of t-1, no seed has two answers"
     alone = comparison(Noted())
     assert (alone.candidate_missed, alone.deployed_missed, alone.lower_at_bound) == (0, 0, None)
 

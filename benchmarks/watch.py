@@ -1,0 +1,138 @@
+"""How often the watch of a promotion rolls back what is as good, and what is worse by ten points: `python -m
+benchmarks.watch`.
+
+Units arrive one after the other and get an arm at random; `deploy.watch` has its defaults, so that a watch ends after
+1,000 outcomes. `false_rollback` is the share of watches of a version that is as good that roll it back, `power_10` of
+one that is ten points worse: the worst of all scenes, which are below `scenes`. Scenes differ in the success rate of
+the old version (0.5 to 0.95), and in `drift`: both rates fall by 0.3 within the watch; `clusters`: eight units in a
+row are of one user, and users differ (beta distribution, half of the variance); `late`: verdicts arrive in another
+order, on average after 200 further units; `missing`: every fifth unit has no outcome.
+
+`delay`: without an end, the median number of units until a version that is ten points worse (0.8 → 0.7) is rolled
+back, and how many of them it answered, by the share of the new version. `noticed`: how often a loss of the size that
+`status` then calls noticeable was shown after so many units.
+
+The test is the daemon's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+from benchmarks import measurement
+from flywheel.config.deploy import WatchSettings
+from flywheel.training.gate.sequential_test import SequentialTest, detectable_loss
+
+LOSS: Final = 0.1
+DRIFT: Final = 0.3
+CLUSTER: Final = 8
+LATE: Final = 200.0
+MISSING: Final = 0.2
+RATES: Final = (0.5, 0.65, 0.8, 0.95)
+ENDLESS: Final = 6000
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How units fare. `rate` is the success rate of the old version."""
+
+    rate: float
+    drift: bool = False
+    clusters: bool = False
+    late: bool = False
+    missing: bool = False
+
+    @property
+    def name(self) -> str:
+        return ", ".join([f"rate {self.rate:g}", *(key for key, value in asdict(self).items() if value is True)])
+
+
+SCENES: Final = [
+    Scene(rate, **{kind: True} if kind else {})
+    for rate in RATES
+    for kind in ("", "drift", "clusters", "late", "missing")
+]
+
+
+def outcomes(scene: Scene, share: float, loss: float, count: int, rng: random.Random) -> Iterator[tuple[bool, bool]]:
+    """Arm (whether the new version's) and success of so many units, in the order in which outcomes become known."""
+    known = []
+    user = 0.0
+    for place in range(count):
+        is_new = rng.random() < share
+        base = scene.rate - (DRIFT * place / count if scene.drift else 0.0)
+        if scene.clusters and place % CLUSTER == 0:
+            user = rng.betavariate(base, 1 - base) - base
+        chance = base + user - (loss if is_new else 0.0)
+        success = rng.random() < chance
+        if scene.missing and rng.random() < MISSING:
+            continue
+        known.append((place + (rng.expovariate(1 / LATE) if scene.late else 0.0), is_new, success))
+    yield from ((is_new, success) for _, is_new, success in sorted(known))
+
+
+def units_to_rollback(scene: Scene, share: float, loss: float, count: int, seed: int) -> tuple[int, int] | None:
+    """After how many outcomes the new version is rolled back, and how many of them are its own; None if it is not."""
+    test = SequentialTest(share)
+    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed)):
+        test.add(is_new=is_new, success=success)
+        if test.shows_harm:
+            return sum(test.units), test.units[1]
+    return None
+
+
+def main() -> None:
+    options = measurement.parser("watch", __doc__).parse_args()
+    before = measurement.machine()
+    settings, seeds = WatchSettings(), range(10 if options.quick else 1000)
+    scenes = [Scene(0.8)] if options.quick else SCENES
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+
+        def stopped(scene: Scene, share: float, loss: float, count: int) -> list[tuple[int, int]]:
+            watch = partial(units_to_rollback, scene, share, loss, count)
+            return [each for each in pool.map(watch, seeds, chunksize=25) if each is not None]
+
+        def frequency(scene: Scene, loss: float, count: int, share: float = settings.new_share) -> float:
+            return round(len(stopped(scene, share, loss, count)) / len(seeds), 3)
+
+        by_scene = {
+            scene.name: {
+                "false_rollback": frequency(scene, 0.0, settings.until_units),
+                "power_10": frequency(scene, LOSS, settings.until_units),
+            }
+            for scene in scenes
+        }
+        delay: dict[str, dict[str, Any]] = {}
+        for share in (0.9, 0.5, 0.1):
+            found = stopped(Scene(0.8), share, LOSS, ENDLESS)
+            delay[f"{share:g}"] = {
+                "units": median(units for units, _ in found),
+                "of_the_worse": median(own for _, own in found),
+                "rolled_back": round(len(found) / len(seeds), 3),
+                "false_rollback": frequency(Scene(0.8), 0.0, ENDLESS, share),
+            }
+        noticed = {}
+        for units in (100, 300, 600, 1000):
+            loss = detectable_loss(units, settings.new_share, 0.8)
+            if loss is not None:
+                noticed[str(units)] = {"loss": round(loss, 3), "shown": frequency(Scene(0.8), loss, units)}
+    result = {
+        "watches": len(seeds),
+        "false_rollback": max(each["false_rollback"] for each in by_scene.values()),
+        "power_10": min(each["power_10"] for each in by_scene.values()),
+        "delay": delay,
+        "noticed": noticed,
+        "scenes": by_scene,
+    }
+    measurement.report(result, before, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

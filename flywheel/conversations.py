@@ -1,0 +1,49 @@
+"""Agents say which conversation a model call belongs to: a header of their requests to `flywheel serve`.
+
+Standard library only: agents import this, and so does the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
+
+CONVERSATION_HEADER: Final = "x-flywheel-conversation"
+MAX_HEADER_BYTES: Final = 512
+
+_current: ContextVar[str] = ContextVar("flywheel_conversation", default="")
+
+Request = TypeVar("Request", bound=Any)
+"""One of httpx or httpx2."""
+
+
+@contextlib.contextmanager
+def conversation(conversation_id: str) -> Iterator[None]:
+    """Model calls in this context, also those of tasks that begin in it, belong to the conversation.
+
+    Clients need `conversation_header`. Raises ValueError for an empty id.
+    """
+    if not conversation_id.strip():
+        raise ValueError("a conversation needs an id")
+    token = _current.set(conversation_id)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def conversation_header(request: Request) -> Request:
+    """Give a request the header of the conversation, outside one none. It is the `auth` of an HTTP client, which is
+    called with each request: `openai.AsyncOpenAI(http_client=openai.DefaultAsyncHttpxClient(auth=...))`.
+
+    An id that no header can carry, or a long one, is sent as its SHA-256.
+    """
+    if given := _current.get():
+        fits = given.isascii() and given.isprintable() and len(given) <= MAX_HEADER_BYTES and given == given.strip()
+        request.headers[CONVERSATION_HEADER] = (
+            given if fits else hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+        )
+    return request

@@ -1,0 +1,157 @@
+"""Watches promotions: while two versions of an alias answer, it compares the outcomes of their conversations, and
+rolls the new one back if it is shown to be worse.
+
+A unit's outcome is that of the reply which its first call after the swap belongs to: a failure for an error of the
+engine, an empty or cut answer, or a rejection; missing where the client gave up or sent what the server refuses, or
+where the question alone decides. See `flywheel.training.gate.sequential_test` for the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from sqlalchemy import Row
+
+from flywheel.config import Config
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.watch_figures import figures_of
+from flywheel.records.request_id import BASE_VERSION
+from flywheel.records.states import WatchState
+from flywheel.records.trace import ModelCall
+from flywheel.serving.calls.call_log import call_log_copy_path
+from flywheel.serving.client.adapter_swap import version_name
+from flywheel.sources.call_puller import CallLogCopy
+from flywheel.store import watches
+from flywheel.store.kernel.bulk import chunks
+from flywheel.store.kernel.database import Store
+from flywheel.store.watches import Outcome, Result, UnitCall
+from flywheel.system.terminal import quantity
+
+log = logging.getLogger(__name__)
+
+CALLS_AT_ONCE: Final = 1_000
+PARSED_AT_ONCE: Final = 50
+
+
+def outcome_of_call(call: ModelCall) -> Outcome | None:
+    """The outcome that a call alone decides; None where it needs a verdict."""
+    if 400 <= call.status < 500:
+        return Outcome(Result.MISSING, "refused by the server (4xx)")
+    if call.status >= 500 or (call.error and not call.is_interrupted):
+        return Outcome(Result.FAILURE, "an error of the engine")
+    if call.is_interrupted or not call.status:
+        return Outcome(Result.MISSING, "the client did not wait for the end")
+    if not any(answer.content or answer.tool_calls for answer in call.answers):
+        return Outcome(Result.FAILURE, "an empty answer")
+    if any(answer.finish_reason == "length" for answer in call.answers):
+        return Outcome(Result.FAILURE, "a cut answer")
+    return None
+
+
+CancelRound = Callable[[str, str], Awaitable[object]]
+"""Cancels the live round whose parent is an adapter, for a reason."""
+
+
+class PromotionWatch:
+    """Watches the promotions of all targets. `look` is called regularly, and goes on from any state that a crash
+    left."""
+
+    def __init__(self, store: Store, config: Config, deployer: Deployer, cancel_round: CancelRound) -> None:
+        self._store, self._config = store, config
+        self._deployer, self._cancel_round = deployer, cancel_round
+        self._targets = list(config.by_target().values())
+
+    async def look(self) -> None:
+        """Read new outcomes of all watches, and end those that are decided. Raises ServeError and CallLogError."""
+        for own in self._targets:
+            alias = own.model.alias
+            if (watch := await self._store.write(watches.follow, alias)) is None:
+                continue
+            if watch.state == WatchState.WATCHING:
+                await self._read_calls(watch)
+                await self._read_outcomes(watch)
+                watch = await self._decide(watch)
+            if watch is not None:
+                await self._roll_back(watch, own)
+
+    async def _read_calls(self, watch: Row[Any]) -> None:
+        """Enter the units of new calls, with those outcomes that the calls alone decide."""
+        since = await self._store.read(watches.activated_ns, watch)
+        path = call_log_copy_path(self._config.state_dir)
+        if not path.exists():
+            return
+        after, more = watch.read_to, True
+        with closing(CallLogCopy(path)) as calls:
+            while more:
+                page = await asyncio.to_thread(calls.units_after, after, CALLS_AT_ONCE)
+                after, more = page[-1].number if page else after, len(page) == CALLS_AT_ONCE
+                own = [call for call in page if call.started_ns >= since]
+                own = await asyncio.to_thread(self._of_alias, calls, watch, own)
+                await self._store.write(watches.enter, watch.id, own, after)
+                entered = {call.request_id: call.unit for call in own}
+                first = {row.request_id for row in await self._store.read(watches.undecided, watch.id)}
+                wanted = [request_id for request_id in entered if request_id in first]
+                for some in chunks(wanted, PARSED_AT_ONCE):
+                    parsed = await asyncio.to_thread(calls.calls_of, some)
+                    found = {
+                        entered[request_id]: outcome
+                        for request_id, call in parsed.items()
+                        if (outcome := outcome_of_call(call)) is not None
+                    }
+                    await self._store.write(watches.decide, watch.id, found, time.time_ns())
+
+    def _of_alias(self, calls: CallLogCopy, watch: Row[Any], page: Sequence[UnitCall]) -> list[UnitCall]:
+        """The calls to the watched alias. The base model can answer several."""
+        versions = {
+            version_name(watch.alias, name) if name else BASE_VERSION for name in (watch.adapter, watch.other)
+        }
+        own = [call for call in page if call.version in versions]
+        if len(self._targets) == 1 or BASE_VERSION not in versions:
+            return own
+        asked = calls.calls_of([call.request_id for call in own if call.version == BASE_VERSION])
+        return [call for call in own if call.request_id not in asked or asked[call.request_id].model == watch.alias]
+
+    async def _read_outcomes(self, watch: Row[Any]) -> None:
+        """Take over the verdicts on replies whose calls are units."""
+        waiting = {row.request_id: row.unit for row in await self._store.read(watches.undecided, watch.id)}
+        found = await self._store.read(watches.outcomes_of, list(waiting))
+        if found:
+            by_unit = {waiting[request_id]: outcome for request_id, outcome in found.items()}
+            await self._store.write(watches.decide, watch.id, by_unit, time.time_ns())
+
+    async def _decide(self, watch: Row[Any]) -> Row[Any] | None:
+        """End the watch if it is decided; the watch if the new version is to be rolled back."""
+        figures = await self._store.read(figures_of, watch)
+        settings = self._config.deploy.watch
+        age = datetime.now(UTC) - datetime.fromisoformat(watch.created_at)
+        if figures.shows_harm:
+            why = f"worse in traffic: {figures.summary}"
+            await self._store.write(watches.begin_rollback, watch, why, figures)
+            return await self._store.read(watches.current, watch.alias)
+        if figures.outcomes >= settings.until_units:
+            why = f"no loss was shown in {quantity(figures.outcomes, 'conversation')}: {figures.summary}"
+        elif age >= timedelta(days=settings.max_days):
+            why = f"no loss was shown in {settings.max_days:g} days: {figures.summary}; {figures.noticeable}"
+        else:
+            return None
+        own = next(each for each in self._targets if each.model.alias == watch.alias)
+        # The figures first: after a crash between the two, `follow` ends the watch with them.
+        await self._store.write(watches.note, watch, why, figures)
+        await self._deployer.of(own).end_split(why)
+        await self._store.write(watches.follow, watch.alias)
+        log.info("%s stays deployed as %s: %s", watch.adapter, watch.alias, why)
+        return None
+
+    async def _roll_back(self, watch: Row[Any], own: Config) -> None:
+        """Give everything to the version before. Begun again after a crash, until it has happened."""
+        log.warning("%s is rolled back: %s", version_name(watch.alias, watch.adapter), watch.reason)
+        await self._cancel_round(watch.adapter, f"its parent {watch.adapter} was rolled back: {watch.reason}")
+        await self._deployer.of(own).rollback(watch.other or "base", why=watch.reason)
+        # The rollback is recorded: `follow` ends the watch, now or after a crash.
+        await self._store.write(watches.follow, watch.alias)

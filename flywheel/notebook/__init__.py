@@ -1,0 +1,1 @@
+"""Functions for Python programs and notebooks: judge replies, and read a state as tables."""

@@ -1,0 +1,152 @@
+"""`flywheel.judge_replies`: judges replies from Python as `flywheel filter --tasks` judges those of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.config import Config, load, parse
+from flywheel.daemon.judging.judging import TaskJudging
+from flywheel.errors import ConfigError
+from flywheel.judge.rubric import Rubric
+from flywheel.judge.rubric.file import load_rubric, parse_rubric
+from flywheel.records.task import Batch, Entry
+from flywheel.records.verdict import Outcome, Verdict
+from flywheel.sources.jsonl.record import entries_of, rows_of
+from flywheel.store import ledger, verdicts
+from flywheel.store.kernel.database import Store
+
+ATTEMPTED: Final = "judge replies"
+
+
+def judge_replies(
+    rubric: Rubric | Mapping[str, Any] | str | Path,
+    replies: Iterable[Mapping[str, Any]],
+    *,
+    judge: Config | Mapping[str, Any] | str | Path,
+    cache: str | Path | None = None,
+    progress: bool = False,
+) -> list[Verdict]:
+    """Judge replies; the verdicts are in their order, and those of `flywheel filter` on the same.
+
+    Also in a notebook, whose event loop goes on.
+
+    Args:
+        rubric: A rubric, its file, or what is in the file.
+        replies: Replies as in task files: `question` and `answer`, or `messages`, and perhaps `history`, `tools`,
+            `metadata`.
+        judge: The section `judge` of the settings (`base_url`, `model`, `api_key_env`, …), or a configuration file,
+            whose filter chain then applies as well.
+        cache: A directory in which verdicts are kept: the judge is not asked about the same again. Default: none.
+        progress: Whether a bar on stderr shows how many replies are judged.
+
+    A reply that the judge does not decide has the outcome `undecided` and an `error`. Raises ConfigError for a wrong
+    rubric, reply or setting, and JudgeError if the judge cannot be used.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, "flywheel-judge") as thread:
+        judging = thread.submit(asyncio.run, _judge(rubric, replies, judge, cache, stop, progress=progress))
+        try:
+            return judging.result()
+        finally:
+            stop.set()  # An interrupted cell waits only for the calls in flight.
+
+
+async def ajudge_replies(
+    rubric: Rubric | Mapping[str, Any] | str | Path,
+    replies: Iterable[Mapping[str, Any]],
+    *,
+    judge: Config | Mapping[str, Any] | str | Path,
+    cache: str | Path | None = None,
+    progress: bool = False,
+) -> list[Verdict]:
+    """`judge_replies` in the caller's event loop."""
+    return await _judge(rubric, replies, judge, cache, threading.Event(), progress=progress)
+
+
+async def _judge(
+    rubric: Rubric | Mapping[str, Any] | str | Path,
+    replies: Iterable[Mapping[str, Any]],
+    judge: Config | Mapping[str, Any] | str | Path,
+    cache: str | Path | None,
+    stop: threading.Event,
+    *,
+    progress: bool,
+) -> list[Verdict]:
+    entries = tuple(entries_of(rows_of(_lines(replies), Path("replies"), ATTEMPTED), ATTEMPTED))
+    async with _store(None) as store, _store(cache) as kept:
+        judging = TaskJudging(store, _config(judge), rubric=_rubric(rubric))
+        keys = [entry.key for entry in entries]
+        await _record(store, entries)
+        await store.write(verdicts.copy, await kept.read(verdicts.decided, keys))
+        with _bar(len(keys), shown=progress) as step:
+            report = await judging.run(stop=stop, on_judged=lambda _: step())
+        if cache is not None:
+            await _record(kept, entries)
+            await kept.write(verdicts.copy, await store.read(verdicts.decided, keys))
+        if report.error is not None:
+            raise report.error
+        hashes = judging.rubric.hash, judging.grader.judge_hash
+        found = await store.read(verdicts.newest_of, keys, *hashes)
+    return [found.get(key, Verdict(Outcome.UNDECIDED, None, error="it was not judged")) for key in keys]
+
+
+@asynccontextmanager
+async def _store(directory: str | Path | None) -> AsyncIterator[Store]:
+    """The state in a directory, or one in memory."""
+    store = await (Store.empty() if directory is None else Store.open(Path(directory)))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def _record(store: Store, entries: tuple[Entry, ...]) -> None:
+    source = await store.write(ledger.source_id, "replies", "jsonl")
+    await store.write(ledger.record_batch, source, Batch(None, entries), train_ratio=1.0, split_seed=0)
+
+
+def _lines(replies: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Raises ConfigError for a reply that is no JSON object."""
+    for number, reply in enumerate(replies, 1):
+        try:
+            text = json.dumps({name: value for name, value in reply.items() if name != "task_id"}, sort_keys=True)
+            # By content: a kept verdict is never one on another reply with the same id.
+            yield json.dumps({**reply, "task_id": hashlib.sha256(text.encode()).hexdigest()}).encode()
+        except (TypeError, ValueError) as error:
+            hint = "Each reply is a mapping of texts, numbers, lists and mappings."
+            raise ConfigError(ATTEMPTED, f"reply {number}: {error}", hint) from None
+
+
+def _config(judge: Config | Mapping[str, Any] | str | Path) -> Config:
+    if isinstance(judge, Config):
+        return judge
+    if isinstance(judge, Mapping):
+        return parse({"judge": {**judge}, "sources": []}, "`judge`", Path.cwd())
+    return load(Path(judge))
+
+
+def _rubric(rubric: Rubric | Mapping[str, Any] | str | Path) -> Rubric:
+    if isinstance(rubric, Rubric):
+        return rubric
+    if isinstance(rubric, Mapping):
+        return parse_rubric({**rubric}, "the rubric")
+    return load_rubric(Path(rubric), "Name a rubric in YAML.")
+
+
+@contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Any]:
+    """A function to call for each reply that is judged."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("judging", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,140 @@
+"""`flywheel.open_state`: the tasks, verdicts, rounds and rollouts of a state as flat mappings, for tables."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, select
+
+from flywheel.errors import StoreError
+from flywheel.records.round import ROLLOUTS_FILE
+from flywheel.store.kernel.database import read_once
+from flywheel.store.kernel.schema import adapters, judge_models, rounds, tasks, verdicts
+from flywheel.store.verdicts import CHAIN, PERSON
+from flywheel.training.data.rollout_file import prompts_of, read_rollouts
+
+Row = dict[str, Any]
+PAGE: Final = 500
+_ROLLOUT: Final = ("answer", "reward", "advantage", "missed", "dropped", "error")
+_METADATA: Final = ("trace_id", "source", "user_id")
+
+
+class State:
+    """A state directory, read beside a daemon that writes it. Each method reads what is there when it is iterated,
+    in pages: rows that are added meanwhile may be included. Raises StoreError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def tasks(self) -> Iterator[Row]:
+        """A row per task: id, conversation, agent, adapter that answered, split, state, question and answer."""
+        for row in self._pages(_tasks_after):
+            payload = row.pop("payload")
+            metadata = payload.get("metadata", {})
+            yield {
+                **row,
+                "question": payload["main_query"],
+                "answer": payload["answer"],
+                **{name: metadata.get(name) for name in _METADATA},
+            }
+
+    def verdicts(self) -> Iterator[Row]:
+        """A row per verdict and task: outcome, score, by whom, and of each criterion `passed.ID` and `value.ID`."""
+        for row in self._pages(_verdicts_after):
+            results = row.pop("results")
+            found = {f"{name}.{each['criterion']}": each[name] for each in results for name in ("passed", "value")}
+            yield {**row, **found}
+
+    def rounds(self) -> Iterator[Row]:
+        """A row per round, with its adapter and the figures of its comparison: `gain`, `lower`, `upper`, and the mean
+        scores of candidate and deployed; None where there was none."""
+        for row in self._pages(_rounds_after):
+            comparison = row.pop("comparison") or {}
+            names = ("gain", "lower", "upper", "candidate_mean", "deployed_mean", "tasks", "conversations")
+            yield {**row, **{name: comparison.get(name) for name in names}}
+
+    def rollouts(self, round: str) -> Iterator[Row]:  # noqa: A002 - what it is
+        """A row per rollout of a round: step, task, question, answer, reward, and of each criterion `passed.ID`."""
+        known = list(self.rounds())
+        if not any(row["round"] == round for row in known):
+            names = ", ".join(row["round"] for row in known[-10:]) or "none"
+            raise StoreError(f"read the rollouts of {round}", "there is no such round", f"The last rounds: {names}.")
+        directory = self.directory / "rounds" / round
+        path, prompts = directory / ROLLOUTS_FILE, prompts_of(directory)
+        for rollout in read_rollouts(path) if path.exists() else ():
+            yield {
+                "round": round,
+                **{name: rollout[name] for name in ("step", "task_id")},
+                "question": prompts.get(rollout["task_id"], {}).get("query", ""),
+                **{
+                    name: rollout.get(name)
+                    for name in ("answer", "reward", "advantage", "missed", "dropped", "error")
+                },
+                **{f"passed.{each['criterion']}": each["passed"] for each in rollout["criteria"]},
+            }
+
+    def _pages(self, page: Callable[[Connection, int], Sequence[Row]]) -> Iterator[Row]:
+        after = 0
+        # In a thread: a notebook's event loop runs in this one.
+        with ThreadPoolExecutor(1, "flywheel-state") as thread:
+            while found := thread.submit(asyncio.run, read_once(self.directory, page, after)).result():
+                after = found[-1]["number"]
+                for row in found:
+                    del row["number"]
+                    yield row
+
+
+def open_state(path: str | Path) -> State:
+    """The state in a directory (`state.dir`), read-only. Raises StoreError if there is none."""
+    directory = Path(path).expanduser()
+    if not (directory / "state.db").exists():
+        hint = "Name the state directory: `flywheel status` shows it."
+        raise StoreError(f"open the state in {directory}", "there is no state.db", hint)
+    return State(directory)
+
+
+def _tasks_after(conn: Connection, after: int) -> list[Row]:
+    names = ("conversation_id", "agent", "adapter", "model", "target", "started_at", "split", "state", "payload")
+    columns = [tasks.c.id.label("number"), tasks.c.key.label("task_id"), *(tasks.c[name] for name in names)]
+    query = select(*columns).where(tasks.c.id > after).order_by(tasks.c.id).limit(PAGE)
+    return [{**row} for row in conn.execute(query).mappings()]
+
+
+def _verdicts_after(conn: Connection, after: int) -> list[Row]:
+    judge = func.coalesce(judge_models.c.model, "").label("judge")
+    names = ("outcome", "score", "reason", "error", "calls", "prompt_tokens", "completion_tokens", "created_at")
+    columns = [
+        verdicts.c.id.label("number"), tasks.c.key.label("task_id"), tasks.c.agent, tasks.c.adapter, tasks.c.split,
+        judge, verdicts.c.rubric_hash, *(verdicts.c[name] for name in names), verdicts.c.results,
+    ]  # fmt: skip
+    query = (
+        select(*columns)
+        .join(tasks, tasks.c.id == verdicts.c.task_id)
+        .outerjoin(judge_models, judge_models.c.hash == verdicts.c.judge_hash)
+        .where(verdicts.c.id > after)
+        .order_by(verdicts.c.id)
+        .limit(PAGE)
+    )
+    found = []
+    for row in conn.execute(query).mappings():
+        rubric = row["rubric_hash"]
+        by = "filter" if rubric.startswith(CHAIN) else "person" if rubric == PERSON else "judge"
+        found.append({**row, "by": by})
+    return found
+
+
+def _rounds_after(conn: Connection, after: int) -> list[Row]:
+    names = ("state", "target", "parent", "trigger", "attempt", "reason", "created_at", "finished_at")
+    columns = [rounds.c.id.label("number"), rounds.c.name.label("round"), *(rounds.c[name] for name in names)]
+    query = (
+        select(*columns, adapters.c.name.label("adapter"), adapters.c.comparison)
+        .outerjoin(adapters, adapters.c.round_id == rounds.c.id)
+        .where(rounds.c.id > after)
+        .order_by(rounds.c.id)
+        .limit(PAGE)
+    )
+    return [{**row} for row in conn.execute(query).mappings()]

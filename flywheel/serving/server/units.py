@@ -1,0 +1,122 @@
+"""Which version of a split alias answers a request: that of its unit, which is a conversation if the client names it.
+
+The arm of a unit follows from the salt of the split and the request alone, so replicas agree without shared state.
+Runs inside vLLM's process; only the standard library is imported, and modules that do the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES
+from flywheel.records.request_id import mark_of
+from flywheel.serving.alias_target import AliasTarget
+from flywheel.serving.calls.request_parts import LISTS, JsonScan
+from flywheel.system.server_limits import Scope, header
+
+NAMED: Final = (("conversation", CONVERSATION_HEADER.encode()), ("session", b"x-litellm-session-id"))
+"""The kinds of units that a header names, and that header."""
+QUESTIONS: Final = (*LISTS, "prompt")
+"""What holds the question, the first of them that is there."""
+FOLLOWED: Final = "previous_response_id"
+MEMBERS: Final = frozenset({*QUESTIONS, FOLLOWED, "user"})
+"""The top-level members of a body by which a request is assigned."""
+MAX_MESSAGES: Final = 64
+"""So many messages are looked at for the first one of the user."""
+_MAX_SHORT: Final = 1000
+"""The longest text that is decoded."""
+
+
+class RequestText(NamedTuple):
+    """The text of a request's JSON, and where the values of some of its top-level members begin and end."""
+
+    text: str
+    places: dict[str, tuple[int, int]]
+
+    def raw(self, name: str) -> str:
+        """The JSON of a member, empty without it."""
+        start, end = self.places.get(name, (0, 0))
+        return self.text[start:end]
+
+
+class Assignment(NamedTuple):
+    """The served model that answers, and what the call log says of the unit (see `RecordedCall`)."""
+
+    version: str
+    unit: str = ""
+    kind: str = ""
+    arm: str = ""
+
+
+def assign(
+    target: AliasTarget,
+    missing: str,
+    scope: Scope,
+    credential: str,
+    body: RequestText,
+    version_of: Callable[[str], str],
+) -> Assignment:
+    """The version of an alias for a request.
+
+    `missing` is a version that is not loaded here: the other one answers for it, and the arm stays. `version_of`
+    gives what response ids say of a served model. A response that the request continues leads to its version, if that
+    is one of the two, and to no arm: the client has chosen.
+    """
+    if target.split is None:
+        return Assignment(target.name)
+    new, old = (each.name for each in target.versions)
+    kind, parts = _key(scope, credential, body)
+    digest = hashlib.blake2b(key=target.split.salt.encode(), digest_size=16)
+    for part in (kind.encode(), *parts):
+        # With its length: no other parts have the same bytes together.
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    unit, number = digest.digest()[:8].hex(), int.from_bytes(digest.digest()[8:], "big")
+    arm = "new" if number < target.split.share * 2**64 else "old"
+    version = new if arm == "new" else old
+    mark = mark_of(_short(body.raw(FOLLOWED)))
+    if followed := next((name for name in (new, old) if mark is not None and mark.version == version_of(name)), ""):
+        version, arm = followed, ""
+    if version == missing:
+        version = old if missing == new else new
+    return Assignment(version, unit, kind, arm)
+
+
+def _key(scope: Scope, credential: str, body: RequestText) -> tuple[str, list[bytes]]:
+    """The kind of the unit and what it is known by."""
+    for kind, name in NAMED:
+        value = header(scope, name).strip()
+        if 0 < len(value) <= MAX_HEADER_BYTES:
+            return kind, [value]
+    texts = (credential, body.raw("user"), _question(body))
+    # Bodies may hold halves of surrogate pairs.
+    return "fallback", [text.encode("utf-8", "surrogatepass") for text in texts]
+
+
+def _question(body: RequestText) -> str:
+    """The JSON of the first message of the user, or of the text that stands for the messages."""
+    name = next((name for name in QUESTIONS if name in body.places), "")
+    text, (at, _) = body.text, body.places.get(name, (0, 0))
+    if name not in LISTS or text[at] != "[":
+        return body.raw(name)
+    try:
+        for start, end in itertools.islice(JsonScan(text).elements(at), MAX_MESSAGES):
+            roles = (text[begin:finish] for key, begin, finish in JsonScan(text).members(start) if key == "role")
+            if _short(next(roles, "")) == "user":
+                return text[start:end]
+    except (ValueError, IndexError):
+        pass  # The server refuses the body.
+    return ""
+
+
+def _short(raw: str) -> str:
+    """The value of a short JSON text; empty for anything else."""
+    try:
+        value = json.loads(raw) if raw[:1] == '"' and len(raw) <= _MAX_SHORT else ""
+    except ValueError:
+        return ""
+    return str(value)
