@@ -177,7 +177,7 @@ class Deployer:
                 raise ServeError(attempted, "it serves already, and an alias is split between two versions")
             recorded = {"other": before, **asdict(split)} if split is not None else None
             other = await self._other(recorded)
-            await self._make_room(servers, adapter)
+            await self._make_room(servers, adapter, self._fence(last))
             urls = self._config.serving.urls
             number = await self._store.write(_requested, last, self._alias, urls, adapter, reason, recorded)
 
@@ -223,7 +223,7 @@ class Deployer:
             await self._store.write(_unsplit, active.id, report, reason)
             return report
 
-        async with self._replicas(WAIT_SECONDS) as servers:
+        async with self._replicas(WAIT_SECONDS) as (servers, _):
             return await self._unless_rolled_back(last, ended(servers))
 
     async def _ref(self, adapter: str | None) -> AdapterRef | None:
@@ -237,14 +237,14 @@ class Deployer:
         probe = _probe(row, f"prove adapter {split['other']}")
         return OtherVersion(_ref(row), probe, split["share"], split["salt"])
 
-    async def _make_room(self, servers: list[Replica], adapter: str | None) -> None:
+    async def _make_room(self, servers: list[Replica], adapter: str | None, fence: Fence) -> None:
         if adapter is not None:
             drain = self._config.serving.drain_seconds
             active = await self._store.read(deployments.active, self._alias)
             if self._config.serving.max_loras < SPLIT_SLOTS and active is not None and active.split is not None:
                 # The split ends with the swap, and until then its versions would keep all slots.
                 with contextlib.suppress(RollbackError):
-                    await rollback(servers, self._alias, await self._ref(active.adapter))
+                    await rollback(servers, self._alias, await self._ref(active.adapter), fence=fence)
             recent = await self._store.read(deployments.in_use, self._alias, drain)
             keep = await self._store.read(deployments.in_use, self._alias, 0)
             await make_room(servers, self._alias, adapter, recent, keep, drain)
@@ -301,9 +301,9 @@ class Deployer:
         Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
         """
         async with rollback_lock(self._config.state_dir, GRACE_SECONDS):
-            return await self._rollback(to)
+            return await self._rollback(to, why)
 
-    async def _rollback(self, to: str | None) -> tuple[str | None, SwapReport]:
+    async def _rollback(self, to: str | None, why: str) -> tuple[str | None, SwapReport]:
         keys = self._keys()
         number, row = await self._store.write(self._begin_rollback, to, why)
         target = row.name if row is not None else None
@@ -315,10 +315,10 @@ class Deployer:
         lock = swap_lock(self._config.state_dir, GRACE_SECONDS, take_over=True)
         async with lock, self._clients(keys) as servers:
             try:
-                if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
-                    await self._make_room(servers, target)
-                # The files of a version that is still loaded are not needed.
                 fence = partial(self._store.read, deployments.check_unfinished, number)
+                if to is not None:  # The one before is still loaded, and no server that hangs delays the others.
+                    await self._make_room(servers, target, fence)
+                # The files of a version that is still loaded are not needed.
                 report = await rollback(servers, self._alias, _ref(row), check, fence)
             except RollbackError as error:
                 # Once recorded, `reconcile` rolls the other replicas back too.
