@@ -19,11 +19,14 @@ import pytest
 
 from flywheel.daemon.deployer import RolledBackError
 from flywheel.errors import LockedError, ServeError, StoreError
+from flywheel.records.round import AdapterRef
+from flywheel.records.states import DeploymentState
 from flywheel.serving import routes
-from flywheel.serving.client.adapter_swap import _Step, _undo
+from flywheel.serving.client.adapter_swap import SwapReport, swap
 from flywheel.serving.client.replica_client import AliasChangedError, Replica
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store
+from flywheel.system.files import tree_sha256
 from flywheel.system.lock import instance_lock, swap_lock
 from tests import warm
 from tests.cli.conftest import Run, flywheel
@@ -178,12 +181,18 @@ async def test_what_a_stopped_process_sets_before_the_rollback_does_is_set_again
 async def test_a_swap_does_not_take_back_what_another_one_has_done_since(gated: tuple[Fleet, Gate]) -> None:
     """The same adapter was deployed again, while the process that had deployed it first was stopped."""
     own, _ = gated
+    path = own.path("r0003")
+    adapter = AdapterRef(name="r0003", path=str(path), sha256=tree_sha256(path))
+
+    async def on_state(state: DeploymentState, _report: SwapReport | None = None) -> None:
+        if state is DeploymentState.ACTIVE:
+            await own.deployer.rollback()
+            await own.deployer.deploy("r0003", "test")
+            raise InterruptedError
+
     async with Replica(own.config.serving.urls[0]) as replica:
-        before = await replica.alias("agent")
-        step = _Step(replica, before, R3, loaded=False, fence=None, point_tried=True)
-        await own.deployer.rollback()
-        await own.deployer.deploy("r0003", "test")
-        assert await _undo([step], "agent") == []
+        with pytest.raises(InterruptedError):
+            await swap([replica], "agent", adapter, PROBE, on_state)
     assert await own.targets() == [R3]
 
 
@@ -250,6 +259,19 @@ async def test_a_swap_that_a_rollback_of_another_alias_ends_can_be_tried_again(g
     with pytest.raises(RolledBackError, match="a rollback of other was asked for") as caught:
         await swapping
     assert caught.value.retryable
+
+
+async def test_no_swap_begins_beside_a_rollback(gated: tuple[Fleet, Gate]) -> None:
+    """It would take the rollback for one of a dead process."""
+    own, gate = gated
+    setting = gate.hold_setting(R1)
+    rolling = asyncio.create_task(own.deployer.rollback())
+    await until(setting.arrived.is_set, "the rollback's change")
+    (own.config.state_dir / "swap.lock").unlink()  # as if it had not been taken yet
+    with pytest.raises(LockedError):
+        await own.deployer.reconcile()
+    setting.opened.set()
+    assert (await rolling)[0] == "r0001"
 
 
 async def test_a_lock_is_taken_over_from_a_holder_that_keeps_it(tmp_path: Path) -> None:
