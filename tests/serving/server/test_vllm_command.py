@@ -306,6 +306,29 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
 
 
+def test_both_versions_of_a_split_are_loaded_again_or_the_one_that_is_whole(
+    make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make(max_loras=2)
+    folders = [adapter(tmp_path / name) for name in ("r0008", "r0007")]
+    new, old = ({"target": f"agent@{each.name}", "path": str(each)} for each in folders)
+    save(config, {"agent": {**new, "split": {**old, "share": 0.5, "salt": "s"}}})
+
+    def loaded() -> tuple[Any, Any]:
+        _, environment = vllm_command.command(config)
+        return tuple(json.loads(environment[f"FLYWHEEL_{name}"]) for name in ("LOADED_ADAPTERS", "WAITING_ALIASES"))
+
+    assert loaded() == (["agent@r0008", "agent@r0007"], {})
+    assert caplog.text == ""
+    (folders[0] / "adapter_config.json").unlink()
+    assert loaded() == (["agent@r0007"], {})
+    assert "agent is answered by its other version alone: agent@r0008 cannot be served again" in caplog.text
+    (folders[1] / "adapter_config.json").unlink()
+    adapters, waiting = loaded()
+    assert (adapters, list(waiting)) == ([], ["agent"])
+    assert waiting["agent"].count("cannot be served again") == 2
+
+
 @pytest.mark.training
 def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], tmp_path: Path) -> None:
     config = make()
