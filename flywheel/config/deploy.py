@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
-from flywheel.config.section import Section, WebUrl
+from flywheel.config.section import Section, UserPath, WebUrl
 
 
 class WatchSettings(Section):
@@ -28,3 +28,6 @@ class DeploySettings(Section):
     free for other rounds."""
     web_url: WebUrl = "http://127.0.0.1:4400"
     """The address at which people reach `flywheel web`, for the links in notices of `passed`."""
+    publish: UserPath | None = None
+    """Folder to which each adapter that is deployed is written, with a model card, and in which `current.json` says
+    what each alias stands for. `serving.adopt` reads it. Default: none."""

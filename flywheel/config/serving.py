@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from flywheel.config.ingest import Address, host_and_port
-from flywheel.config.section import Section
+from flywheel.config.section import Section, UserPath
 from flywheel.system.server_limits import is_loopback
 
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
+DNS: Final = "dns"
+"""Scheme of an entry of `serving.urls` that stands for a replica at each address of a name."""
+
+
 def _replica(url: str) -> str:
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        port = parts.port
     except ValueError as error:
         raise ValueError(
             "its port is not a number up to 65535" if "ort" in str(error) else "its host is no address"
         ) from None
     if parts.username is not None or parts.password is not None:
         raise ValueError("a name or password in it would be shown: name the key's variable in serving.api_key_env")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("it must begin with http:// or https:// and name a host")
+    if parts.scheme not in ("http", "https", DNS) or not parts.hostname:
+        raise ValueError("it must begin with http://, https:// or dns:// and name a host")
+    if parts.scheme == DNS and (port is None or parts.path.strip("/")):
+        raise ValueError("it must be dns://NAME:PORT: the addresses of the name, all with that port")
     if parts.query or parts.fragment:
         raise ValueError("it must be host, port and path alone")
     if any(not letter.isprintable() or letter.isspace() for letter in parts.hostname):
@@ -43,7 +49,7 @@ def _replicas(urls: list[str]) -> list[str]:
     for url in urls:
         parts = urlsplit(url)
         host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-        place = (host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path)
+        place = (host, parts.port or {"http": 80, "https": 443}.get(parts.scheme), parts.path)
         if place in seen:
             raise ValueError(f"a replica is named twice: {seen[place]} and {url}")
         seen[place] = url
@@ -106,11 +112,15 @@ class ServingSettings(Section):
     directory records no deployment, and 503 with the reason if its adapter cannot be loaded. `wait`: 503 also if no
     deployment is recorded, until the daemon says what is deployed; for servers that start with an empty state
     directory beside others that serve an adapter."""
+    adopt: UserPath | None = None
+    """Folder that `deploy.publish` writes. A server without a record of its own starts with what `current.json` names
+    there, also without the daemon, which then confirms or corrects it. Default: none."""
     urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
         default_factory=lambda given: [own_url(given["host"], given["port"])], min_length=1
     )
-    """URLs of all vLLM replicas that serve the agent (without `/v1`). Default: the server that `flywheel serve`
-    starts on `host` and `port`."""
+    """URLs of all vLLM replicas that serve the agent (without `/v1`). `dns://NAME:PORT` stands for one replica
+    (`http`) at each address that the name has at the time. Default: the server that `flywheel serve` starts on `host`
+    and `port`."""
     api_key_env: str | None = None
     """Name of the environment variable with the agents' key; `flywheel serve` then refuses requests without it. The
     key gives access to inference, the list of models and the metrics only."""
@@ -128,6 +138,9 @@ class ServingSettings(Section):
     with another `Host` header are refused."""
     max_body_mb: float = Field(default=32.0, gt=0)
     """Maximum size of a request body in MB (1,000,000 bytes); longer ones are refused with 413."""
+    max_adapter_gb: float = Field(default=4.0, gt=0)
+    """Maximum size in GB (1,000,000,000 bytes) of an adapter that the daemon sends to a server that does not have its
+    files on a disk of its own."""
     tool_call_parser: str | None = None
     """vLLM's parser for the model's tool calls, or `none`. Default: by the model's family (Qwen, Llama, Mistral,
     DeepSeek, GLM, …)."""

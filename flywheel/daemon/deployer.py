@@ -20,6 +20,7 @@ from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import AdapterState, DeploymentState
 from flywheel.serving.adapter_files import why_changed, why_unloadable
+from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.client.adapter_swap import (
     Fence,
     OtherVersion,
@@ -33,8 +34,10 @@ from flywheel.serving.client.adapter_swap import (
     retire,
     rollback,
     swap,
+    version_name,
 )
 from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.replica_addresses import has_left, replica_urls
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import deployments, rounds
 from flywheel.store.deployments import ReplicaState
@@ -78,6 +81,7 @@ class Deployer:
         self._alias = config.model.alias
         self._proven: dict[tuple[str, str], str] = {}
         self._others: dict[str, Deployer] = {}
+        self._unpublished = ""
 
     def of(self, config: Config) -> Deployer:
         """The deployer of the target whose settings these are (`Config.by_target`), the same one each time."""
@@ -100,15 +104,18 @@ class Deployer:
             yield servers, last
 
     def _keys(self) -> dict[str, str | None]:
-        return {url: admin_key(self._config, url, f"ask {url}") for url in self._config.serving.urls}
+        """The admin key by entry of `serving.urls`."""
+        return {entry: admin_key(self._config, entry, f"ask {entry}") for entry in self._config.serving.urls}
 
     @contextlib.asynccontextmanager
     async def _clients(self, keys: Mapping[str, str | None]) -> AsyncIterator[list[Replica]]:
-        seconds = self._config.serving.load_timeout_seconds
+        serving = self._config.serving
         async with contextlib.AsyncExitStack() as stack:
             yield [
-                await stack.enter_async_context(Replica(url, key, timeout_seconds=seconds))
-                for url, key in keys.items()
+                await stack.enter_async_context(
+                    Replica(url, keys[entry], timeout_seconds=serving.load_timeout_seconds)
+                )
+                for url, entry in (await replica_urls(serving)).items()
             ]
 
     async def _unless_rolled_back(self, last: int, work: Coroutine[Any, Any, T]) -> T:
@@ -163,14 +170,14 @@ class Deployer:
         probe = _probe(row, attempted)
         last = await self._store.read(deployments.newest_rollback)
 
-        async def deployed(servers: list[Replica]) -> SwapReport:
+        async def deployed(found: list[Replica]) -> SwapReport:
             if not isinstance(instead_of, EllipsisType):
                 # Inside the lock: its last holder may have deployed something else.
                 active = await self._store.read(deployments.active, self._alias)
                 if (serves := active.adapter if active is not None else None) not in (adapter, instead_of):
                     raise ServeError(attempted, rounds.other_serves(instead_of, serves))
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
-            await ask(servers, self._alias)
+            servers = await ask(found, self._alias, self._has_left)
             now = await self._store.read(deployments.active, self._alias)
             before = now.adapter if now is not None else None
             if split is not None and before == adapter:
@@ -178,7 +185,7 @@ class Deployer:
             recorded = {"other": before, **asdict(split)} if split is not None else None
             other = await self._other(recorded)
             await self._make_room(servers, adapter, self._fence(last))
-            urls = self._config.serving.urls
+            urls = [each.url for each in servers]
             number = await self._store.write(_requested, last, self._alias, urls, adapter, reason, recorded)
 
             async def check(lost: AdapterRef) -> None:
@@ -192,14 +199,16 @@ class Deployer:
                     await self._activate(number, report)
 
             try:
-                fence = self._fence(last)
-                return await swap(servers, self._alias, _ref(row), probe, on_state, other, check, fence)
+                fence, left = self._fence(last), self._has_left
+                return await swap(servers, self._alias, _ref(row), probe, on_state, other, check, fence, left)
             except BaseException as error:
                 await self._fail(number, error)
                 raise
 
         async with self._replicas(WAIT_SECONDS) as (servers, _):
-            return await self._unless_rolled_back(last, deployed(servers))
+            report = await self._unless_rolled_back(last, deployed(servers))
+        await self._publish()
+        return report
 
     async def end_split(self, reason: str) -> SwapReport | None:
         """Let the deployed version answer everything; None if the alias is not split.
@@ -237,6 +246,9 @@ class Deployer:
         probe = _probe(row, f"prove adapter {split['other']}")
         return OtherVersion(_ref(row), probe, split["share"], split["salt"])
 
+    async def _has_left(self, replica: Replica) -> bool:
+        return await has_left(self._config.serving, replica.url)
+
     async def _make_room(self, servers: list[Replica], adapter: str | None, fence: Fence) -> None:
         if adapter is not None:
             drain = self._config.serving.drain_seconds
@@ -257,6 +269,37 @@ class Deployer:
             # A recorded swap has happened and must not be undone.
             await asyncio.wait([writing])
             writing.result()
+
+    async def _publish(self) -> None:
+        """Bring the folder of published adapters up to date, without the swap lock: its disk may be slow. What is
+        wrong is logged, once; it is tried again at each reconciliation."""
+        if (folder := self._config.deploy.publish) is None:
+            return
+        # Not at the top: a rollback needs none of it.
+        from flywheel.daemon.publishing import model_card, publish
+        from flywheel.serving.server.vllm_command import base_name
+
+        active = await self._store.read(deployments.active, self._alias)
+        if active is None:
+            return
+        base, other = base_name(self._config.model.base), await self._other(active.split)
+        ref = await self._store.read(rounds.adapter_ref, active.adapter)
+        name = version_name(self._alias, ref.name) if ref is not None else base
+        split = other.split(self._alias, base) if other is not None else None
+        target = AliasTarget(name, ref and ref.path, ref and ref.sha256, split)
+        cards = {
+            each.name: await self._store.read(model_card, self._alias, each.name.rpartition("@")[2])
+            for each in target.versions
+            if each.path
+        }
+        try:
+            if await asyncio.to_thread(publish, folder, self._alias, target, cards):
+                log.info("%s is published in %s", name, folder)
+            self._unpublished = ""
+        except (OSError, ValueError) as error:
+            if str(error) != self._unpublished:
+                log.warning("%s is not published in %s: %s", name, folder, error)
+            self._unpublished = str(error)
 
     async def _fail(self, number: int, error: BaseException) -> None:
         await asyncio.shield(self._store.write(_failed, number, error))
@@ -386,7 +429,7 @@ class Deployer:
         """
         try:
             async with self._replicas(0) as (servers, last):
-                return await self._unless_rolled_back(last, self._reconcile(servers, self._fence(last)))
+                report = await self._unless_rolled_back(last, self._reconcile(servers, self._fence(last)))
         except RolledBackError as error:
             raise LockedError(error.attempted, error.why, error.hint, retryable=True) from None
         except ServeError as error:  # the admin key is missing or invalid
@@ -394,6 +437,8 @@ class Deployer:
             report = SwapReport(self._alias, "", tuple(ReplicaReport.failed(url, error) for url in urls))
             await self._store.write(_noted, report)
             raise
+        await self._publish()
+        return report
 
     async def _reconcile(self, servers: list[Replica], fence: Fence) -> SwapReport:
         active = await self._store.read(deployments.active, self._alias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from flywheel.records.exclusion import WORDS, Exclusion
 from flywheel.records.round import METRICS_FILE, Comparison
 from flywheel.records.states import ReplyState, RoundState, TaskState
 from flywheel.serving.calls.call_log import call_log_copy_path
+from flywheel.serving.replica_addresses import is_name
 from flywheel.sources.call_puller import OFF, PulledServer, pulled_servers
 from flywheel.store import (
     claims,
@@ -352,17 +353,24 @@ def _of_target(conn: Connection, config: Config) -> tuple[TargetStatus, list[str
         watch=watch,
         replicas=[
             ServerStatus(url, **asdict(inspected.get(url, NOT_INSPECTED)), calls=calls)
-            for url, calls in _calls(config).items()
+            for url, calls in _calls(config, _servers(config, inspected)).items()
         ],
     )
     return status, warnings
 
 
-def _calls(config: Config) -> dict[str, CallsStatus]:
-    """What was pulled from the call log of each configured server."""
+def _servers(config: Config, inspected: Collection[str]) -> list[str]:
+    """The URLs of all servers. Of a name, those that the daemon found when it last inspected them."""
+    names = [url for url in config.serving.urls if is_name(url)]
+    others = [url for url in config.serving.urls if url not in names]
+    return [*others, *([url for url in inspected if url not in others] or names)] if names else others
+
+
+def _calls(config: Config, urls: Sequence[str]) -> dict[str, CallsStatus]:
+    """What was pulled from the call log of each server."""
     pulled = pulled_servers(call_log_copy_path(config.state_dir)) if config.serving.call_log is not None else {}
     none = PulledServer("", condition="" if config.serving.call_log is not None else OFF)
-    servers = {url: pulled.get(url, none) for url in config.serving.urls}
+    servers = {url: pulled.get(url, none) for url in urls}
     return {
         url: CallsStatus(server.condition, server.error, server.calls, server.missed, server.dropped)
         for url, server in servers.items()

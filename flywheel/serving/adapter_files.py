@@ -10,6 +10,13 @@ from typing import Any, Final
 
 from flywheel.system.files import tree_sha256
 
+CONFIG_FILE: Final = "adapter_config.json"
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
+"""The files of an adapter, in their order."""
+CURRENT_FILE: Final = "current.json"
+"""Of a folder of published adapters: what each alias stands for, in the form of a server's alias file, with paths
+relative to the folder."""
 PICKLED: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 """Suffixes of weights in the pickle format, which can run code when they are loaded."""
 
@@ -44,9 +51,9 @@ def why_changed(folder: Path) -> str:
 
 def _why_unfit(folder: Path, base_model: str, max_rank: int) -> str:
     try:
-        trained = json.loads((folder / "adapter_config.json").read_bytes())
+        trained = json.loads((folder / CONFIG_FILE).read_bytes())
         rank, base = most_rank(trained), str(trained.get("base_model_name_or_path") or base_model)
-        weights = folder / "adapter_model.safetensors"
+        weights = folder / WEIGHTS_FILE
         header, tensors = header_of(weights)
         end = max(entry["data_offsets"][1] for entry in tensors.values())
         if weights.stat().st_size != 8 + header + end:

@@ -5,7 +5,7 @@ Used by the server and by its clients. Runs inside vLLM's process, so only the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 MAX_SALT_BYTES: Final = 64
@@ -53,10 +53,10 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
     """A served model's name and, unless it is the base model, the adapter's directory and the hash of its verified
-    files; and, if the alias is split, the other version."""
+    files; and, if the alias is split, the other version. The same files in another directory are equal."""
 
     name: str
-    path: str | None = None
+    path: str | None = field(default=None, compare=False)
     sha256: str | None = None
     split: Split | None = None
 

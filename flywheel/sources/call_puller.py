@@ -18,6 +18,7 @@ from flywheel.errors import ServeError
 from flywheel.records.trace import ModelCall
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
+from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.calls.parsing import parse
 from flywheel.store import ledger
@@ -175,6 +176,7 @@ class CallPuller:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pulled_at = 0.0
         self._failures: dict[str, tuple[int, float]] = {}
+        self._entries: dict[str, str] = {}
         self._replicas: dict[str, tuple[str | None, Replica]] = {}
         self._warned: set[str] = set()
         self._servers: dict[str, PulledServer] | None = None
@@ -227,10 +229,13 @@ class CallPuller:
         """
         async with self._lock:
             began_ns = time.time_ns()
+            self._entries = await replica_urls(self._config.serving)
+            for url in self._replicas.keys() - self._entries.keys():
+                await self._replicas.pop(url)[1].close()
             # Each time, as the file may have been removed meanwhile.
             self._servers = await asyncio.to_thread(self.call_log_copy.servers)
             are_complete = await asyncio.gather(
-                *(self._pull(url, at_once, time.monotonic() + seconds) for url in self._config.serving.urls)
+                *(self._pull(url, at_once, time.monotonic() + seconds) for url in self._entries)
             )
             if all(are_complete):
                 self._complete_ns = began_ns - RECORDING_NS
@@ -300,7 +305,7 @@ class CallPuller:
 
     async def _replica(self, url: str) -> Replica:
         """The client of a server; its key may have been created or changed meanwhile."""
-        key = admin_key(self._config, url, f"pull calls from {url}")
+        key = admin_key(self._config, self._entries[url], f"pull calls from {url}")
         connected = self._replicas.get(url)
         if connected is None or connected[0] != key:
             if connected is not None:

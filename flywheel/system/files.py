@@ -199,15 +199,21 @@ def _end_of_lines(file: BinaryIO) -> int:
     return 0
 
 
+def tree_bytes(directory: Path) -> Iterator[bytes]:
+    """Every file below `directory`, in pieces of at most 1 MiB: its relative path, a NUL, its size in 8 bytes, and
+    its content."""
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        yield path.relative_to(directory).as_posix().encode() + b"\0" + path.stat().st_size.to_bytes(8, "big")
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                yield block
+
+
 def tree_sha256(directory: Path) -> str:
     """A hash of the relative path and the content of every file below `directory`."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
-        digest.update(path.relative_to(directory).as_posix().encode() + b"\0")
-        digest.update(path.stat().st_size.to_bytes(8, "big"))
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+    for piece in tree_bytes(directory):
+        digest.update(piece)
     return digest.hexdigest()
 
 

@@ -175,16 +175,16 @@ async def answer(send: Any, status: int, content: Any) -> None:
 
 
 @contextlib.contextmanager
-def running(app: Any) -> Iterator[str]:
-    """The app behind a real HTTP server on a port that the system chooses; its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def running(app: Any, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """The app behind a real HTTP server, on a port that the system chooses unless one is given; its URL."""
+    listener = socket.create_server((host, port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.005)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(30)

@@ -14,6 +14,7 @@ from flywheel.config import Config
 from flywheel.daemon.rounds.planner import missing_base_model
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server.model_parsers import folder_of, weight_bytes
 from flywheel.serving.server.vllm_command import base_name, command, deployed
 from flywheel.serving.server_keys import admin_key
@@ -97,9 +98,9 @@ def check_serve(config: Config) -> Finding:
 
 async def check_servers(config: Config) -> AsyncIterator[Finding]:
     """Health, admin key, base model and aliases of each server."""
-    for url in config.serving.urls:
+    for url, entry in (await replica_urls(config.serving)).items():
         try:
-            key = admin_key(config, url, f"ask {url}")
+            key = admin_key(config, entry, f"ask {url}")
             async with Replica(url, key, timeout_seconds=TIMEOUT_SECONDS) as replica:
                 yield await _server(config, replica)
         except FlywheelError as error:

@@ -79,6 +79,7 @@ async def _check(
     from flywheel.cli.workflow import checked_run
     from flywheel.daemon.rounds.round_tasks import program_line
     from flywheel.records.task import is_traced
+    from flywheel.serving.replica_addresses import replica_urls
     from flywheel.serving.server_keys import agents_key
     from flywheel.training.program.program_pool import program_of
 
@@ -88,7 +89,7 @@ async def _check(
         why = "rollout.agent names no workflow and no command"
         raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
     models = {name: model or each.model.alias for name, each in config.by_target().items()}
-    server = url or config.serving.urls[0]
+    server = url or next(iter(await replica_urls(config.serving)))
     accepted = []
     if program.reward_function and answers:
         from flywheel.store.samples import accepted_lines

@@ -22,7 +22,7 @@ from flywheel.daemon.rounds.file_tasks import rows
 from flywheel.errors import ConfigError, TrainError
 from flywheel.records.round import CANDIDATE_DIR, CANDIDATE_FILE, Candidate
 from flywheel.records.similarity import beginning_of, first_question
-from flywheel.serving.adapter_files import PICKLED, header_of, most_rank, why_unloadable
+from flywheel.serving.adapter_files import CONFIG_FILE, PICKLED, WEIGHTS_FILE, header_of, most_rank, why_unloadable
 from flywheel.serving.server.model_parsers import folder_of
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.store.splits import held_out_alike
@@ -34,7 +34,6 @@ UNKNOWN: Final = "held-out exposure unknown"
 RANKS: Final = get_args(LoraSettings.model_fields["r"].annotation)
 SHOWN: Final = 3
 """Held-out tasks that an error names."""
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _UNSERVED: Final = (
     "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "use_qalora",
     "use_bdlora", "alora_invocation_tokens",
@@ -93,11 +92,11 @@ def take(
         for why, hint in _missing(folder):
             raise TrainError(attempted, why, hint)
         adapter_of_checkpoint(folder, copy)
-        made, (_, tensors) = json.loads((copy / _CONFIG).read_bytes()), header_of(copy / _WEIGHTS)
+        made, (_, tensors) = json.loads((copy / CONFIG_FILE).read_bytes()), header_of(copy / WEIGHTS_FILE)
         for why, hint in _unserved(made, tensors):
             raise TrainError(attempted, why, hint)
         about = _base_model(str(made.get("base_model_name_or_path") or ""), base, tensors, attempted)
-        write_json(copy / _CONFIG, {"lora_dropout": 0.0, **made, "base_model_name_or_path": base})
+        write_json(copy / CONFIG_FILE, {"lora_dropout": 0.0, **made, "base_model_name_or_path": base})
         if why := why_unloadable(copy, base_model=base, max_rank=config.serving.max_lora_rank):
             raise TrainError(attempted, why, "Save the adapter again, or serve with a higher serving.max_lora_rank.")
         fields = {"source": str(folder), "base": about, "exposure": exposure}
@@ -139,18 +138,18 @@ def _missing(folder: Path) -> Iterator[tuple[str, str]]:
     hint = "Name the folder that PEFT has saved the adapter in, perhaps a checkpoint."
     if not folder.is_dir():
         yield "there is no such folder", hint
-    has_config = (folder / _CONFIG).is_file()
+    has_config = (folder / CONFIG_FILE).is_file()
     if not has_config and ((folder / "config.json").exists() or any(folder.glob("model*.safetensors"))):
         yield "it holds a whole model, not a LoRA adapter", "Save the adapter alone, by PEFT and before it is merged."
     if not has_config:
-        yield f"it has no {_CONFIG}", hint
-    if (folder / _WEIGHTS).is_file():
+        yield f"it has no {CONFIG_FILE}", hint
+    if (folder / WEIGHTS_FILE).is_file():
         return
     for path in sorted(folder.glob("adapter_model*")):
         if path.suffix in PICKLED:
             why = f"its weights are in {path.name}, a format that can hold code which runs when it is loaded"
             yield why, "Save them as safetensors: save_pretrained(…, safe_serialization=True)."
-    yield f"it has no {_WEIGHTS}", hint
+    yield f"it has no {WEIGHTS_FILE}", hint
 
 
 def _unserved(made: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -166,7 +165,7 @@ def _unserved(made: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[t
     has += [f"init_lora_weights {init}"] * (isinstance(init, str) and init.lower() not in _PLAIN_INITS)
     plain = "Train a plain LoRA adapter, without it."
     for key in has:
-        yield f"its {_CONFIG} has {key}, which vLLM does not serve", plain
+        yield f"its {CONFIG_FILE} has {key}, which vLLM does not serve", plain
     for layer, why in UNTRAINABLE.items():
         if any(
             layer in name.split(".") for name in (*tensors, *([targets] if isinstance(targets, str) else targets))
@@ -188,7 +187,7 @@ def _base_model(named: str, base: str, tensors: Mapping[str, Any], attempted: st
         is_same = named.casefold() == base.casefold()
     if is_same:
         return ""
-    change = f"correct base_model_name_or_path in a copy of its {_CONFIG}"
+    change = f"correct base_model_name_or_path in a copy of its {CONFIG_FILE}"
     if is_same is not None:
         why = f"it was trained on {named}, and model.base is {base}"
         hint = f"Set model.base to its base model. If both are the same model, {change}."

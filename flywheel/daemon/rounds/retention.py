@@ -22,6 +22,7 @@ from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server_keys import admin_key
 from flywheel.store import rounds
 from flywheel.store.kernel.database import Store
@@ -145,9 +146,9 @@ class Retention:
     async def _without_listed(self, found: Sequence[Old]) -> list[Old]:
         listed: dict[str, str] = {}
         trouble = ""
-        for url in self._config.serving.urls:
+        for url, entry in (await replica_urls(self._config.serving)).items():
             try:
-                async with Replica(url, admin_key(self._config, url, f"ask {url}")) as replica:
+                async with Replica(url, admin_key(self._config, entry, f"ask {url}")) as replica:
                     listed |= dict.fromkeys((await replica.models()).values(), f"{url} still lists it")
             except ServeError as error:
                 trouble = f"{url} cannot be asked whether it still lists it: {error.why}"

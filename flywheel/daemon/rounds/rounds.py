@@ -15,7 +15,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from flywheel.records.round import CANDIDATE_DIR, RoundResult, Suite
 from flywheel.records.states import RoundState
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.client.replica_client import Condition
+from flywheel.serving.replica_addresses import replica_urls
 from flywheel.sources.call_puller import OFF, pulled_servers
 from flywheel.store import calibrations, deployments, gate_tests, judge_usage, notices, rounds, samples
 from flywheel.store.kernel import database
@@ -468,7 +469,8 @@ class Rounds:
             return
         if serves != adapter:
             try:
-                split = await asyncio.to_thread(_split, own.config)
+                urls = await replica_urls(own.config.serving)
+                split = await asyncio.to_thread(_split, own.config, urls)
                 await own.deployer.deploy(adapter, f"{row.name}: {reason}", split, instead_of=row.parent)
             except ServeError as error:
                 # A server error does not fail the candidate, whose training may have taken hours.
@@ -510,13 +512,14 @@ class Rounds:
             await self._store.write(database.note, database.ROUND_NOTE, text)
 
 
-def _split(config: Config) -> SplitRequest | None:
-    """How a promotion is shared with the version before while it is watched; None if it is not, or could not be."""
+def _split(config: Config, urls: Collection[str]) -> SplitRequest | None:
+    """How a promotion is shared with the version before while it is watched; None if it is not, or could not be.
+    `urls` are the servers."""
     share = config.deploy.watch.new_share
     if share == 1 or config.serving.call_log is None:
         return None
     pulled = pulled_servers(call_log_copy_path(config.state_dir))
-    if off := [url for url in config.serving.urls if url in pulled and pulled[url].condition == OFF]:
+    if off := [url for url in urls if url in pulled and pulled[url].condition == OFF]:
         log.warning("the promotion is not watched: %s records no calls", ", ".join(off))
         return None
     return SplitRequest(share, secrets.token_hex(16))

@@ -27,9 +27,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
@@ -38,10 +38,44 @@ from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.replica_client import Alias, AliasChangedError, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
+T = TypeVar("T")
+HasLeft = Callable[[Replica], Awaitable[bool]]
+"""Whether a replica that has failed is none any more (a pod that was removed)."""
 
-async def ask(replicas: Sequence[Replica], alias: str) -> None:
-    """Raise ServeError when a replica cannot report what it serves."""
-    await every([replica.alias(alias) for replica in replicas])
+
+async def _stays(_: Replica) -> bool:
+    return False
+
+
+async def _is_there(replica: Replica, call: Coroutine[Any, Any, object], has_left: HasLeft) -> bool:
+    """Run a call on a replica; False if it failed because the replica has left. Raises ServeError otherwise."""
+    try:
+        await call
+    except ServeError as error:
+        if not await has_left(replica):
+            raise
+        log.info("%s has left, and the swap goes on without it: %s", replica.url, error)
+        return False
+    return True
+
+
+async def _present(calls: Mapping[Replica, Coroutine[Any, Any, object]], has_left: HasLeft) -> list[Replica]:
+    """Run a call on each replica; those that have not left. Raises the first error of one of these, after every call
+    has ended."""
+    are_there = await every([_is_there(*each, has_left) for each in calls.items()])
+    return _some([replica for replica, is_there in zip(calls, are_there, strict=True) if is_there])
+
+
+def _some(left: list[T]) -> list[T]:
+    if not left:
+        why = "every one that serving.urls stood for has left meanwhile"
+        raise ServeError("find a replica", why, "It is tried again with those that come.", retryable=True)
+    return left
+
+
+async def ask(replicas: Sequence[Replica], alias: str, has_left: HasLeft = _stays) -> list[Replica]:
+    """The replicas that have not left. Raises ServeError when one of them cannot report what it serves."""
+    return await _present({replica: replica.alias(alias) for replica in replicas}, has_left)
 
 
 async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
@@ -207,12 +241,12 @@ class _Step:
         return name in self.absent or name not in self.before.versions or name == self.before.missing
 
     async def load(self, name: str, adapter: AdapterRef, check: Check | None) -> None:
-        if await self.replica.has(name, adapter.path):
+        if await self.replica.has(name, adapter.path, adapter.sha256):
             return
         self.absent.add(name)
         if check is not None:
             await check(adapter)
-        if await self.replica.load(name, adapter.path):
+        if await self.replica.load(name, adapter.path, adapter.sha256):
             self.loaded.add(name)
 
     async def point(self, alias: str, adapter: AdapterRef | None, missing: str = "") -> None:
@@ -262,30 +296,37 @@ async def swap(
     other: OtherVersion | None = None,
     check: Check | None = None,
     fence: Fence | None = None,
+    has_left: HasLeft = _stays,
 ) -> SwapReport:
     """Point `alias` to `adapter` (None: the base model) on every replica, or on none; with `other`, split it.
 
-    `on_state` is called for loading, probing, and active or failed; `check` before an adapter's files are loaded.
-    Raises ServeError, and any exception of `on_state`, after everything was restored; the error names what could not
-    be restored.
+    A replica that fails and `has_left` meanwhile is left out. `on_state` is called for loading, probing, and active
+    or failed; `check` before an adapter's files are loaded. Raises ServeError, and any exception of `on_state`, after
+    everything was restored; the error names what could not be restored.
     """
     target = _target(alias, adapter)
     steps: list[_Step] = []
+
+    async def at_each(call: Callable[[_Step], Coroutine[Any, Any, object]]) -> None:
+        here = await _present({step.replica: call(step) for step in steps}, has_left)
+        steps[:] = [step for step in steps if step.replica in here]
+
     try:
         await on_state(DeploymentState.LOADING)
-        await every([_prepare(replica, alias, adapter, other, steps, check, fence) for replica in replicas])
+        preparing = {each: _prepare(each, alias, adapter, other, steps, check, fence) for each in replicas}
+        here = await _present(preparing, has_left)
+        steps[:] = sorted((step for step in steps if step.replica in here), key=lambda step: here.index(step.replica))
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
-            await every([_prove(step, step.target, probe) for step in steps])
-        if other is not None and other.probe is not None:
-            # It serves already, but for a server that has lost it.
-            await every([_prove(step, step.names[1], other.probe) for step in steps if step.is_new(step.names[1])])
-        await every([_still_there(step) for step in steps])
-        for step in steps:
+            await at_each(lambda step: _prove(step, step.target, probe))
+        if other is not None and (recorded := other.probe) is not None:
+            await at_each(lambda step: _prove_other(step, recorded))
+        await at_each(_still_there)
+        for step in list(steps):
             step.point_tried = True
-            await step.point(alias, adapter)
-        by_url = {step.replica.url: step for step in steps}
-        report = SwapReport(alias, target, tuple(by_url[replica.url].report() for replica in replicas))
+            if not await _is_there(step.replica, step.point(alias, adapter), has_left):
+                steps.remove(step)
+        report = SwapReport(alias, target, tuple(step.report() for step in _some(steps)))
         await on_state(DeploymentState.ACTIVE, report)
     except BaseException as error:
         # Shielded: stopping the daemon meanwhile must not leave replicas with different versions.
@@ -461,6 +502,12 @@ async def _prove(step: _Step, name: str, probe: Probe) -> None:
     figures = await prove(step.replica, name, step.before.base_model, probe)
     if name == step.target:
         step.probe = figures
+
+
+async def _prove_other(step: _Step, probe: Probe) -> None:
+    """Verify the other version of a split. It serves already, but for a server that has lost it."""
+    if step.is_new(name := step.names[1]):
+        await _prove(step, name, probe)
 
 
 async def _prove_soon(step: _Step, name: str, probe: Probe) -> None:

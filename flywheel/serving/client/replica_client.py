@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
@@ -17,6 +18,8 @@ from flywheel.serving import routes
 from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
+from flywheel.serving.replica_addresses import is_name
+from flywheel.system.files import tree_bytes
 from flywheel.system.http_client import MAX_ANSWER_BYTES, AnswerTooLargeError, BoundedClient
 
 
@@ -43,7 +46,7 @@ def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy:
             "it does not load adapters at run time",
             "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
         ).of_condition(Condition.MISCONFIGURED)
-    if response.status_code == 404:
+    if _lacks_files(response):
         return ServeError(
             attempted,
             f"the server finds no adapter in {path}",
@@ -74,6 +77,10 @@ def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy:
             "Look at its log: vLLM serves no DoRA, no modules_to_save, no trained biases and no embeddings.",
         )
     return refused(attempted, response)
+
+
+def _lacks_files(response: httpx2.Response) -> bool:
+    return response.status_code == 404 and "adapter" in message_of(response)
 
 
 def no_middleware(attempted: str, why: str = "it has no alias middleware") -> ServeError:
@@ -206,23 +213,41 @@ class Replica:
         except (KeyError, TypeError, AttributeError):
             raise self._not_vllm(attempted) from None
 
-    async def load(self, name: str, path: str) -> bool:
+    async def load(self, name: str, path: str, sha256: str | None = None) -> bool:
         """Load the adapter in directory `path` as `name`; False when it was already there from the same path.
 
-        A name is never loaded again in place: vLLM would read it from disk on every request from then on.
+        With the hash of its files, they are sent to a server that does not have that directory. A name is never
+        loaded again in place: vLLM would read it from disk on every request from then on.
         """
         attempted = f"load adapter {name} on {self.url}"
-        if await self.has(name, path):
+        if await self.has(name, path, sha256):
             return False
-        response = await self._call(
-            "POST", routes.LOAD_ADAPTER, attempted, {"lora_name": name, "lora_path": path}, self._seconds
-        )
+        wanted = {"lora_name": name, "lora_path": path, **({"sha256": sha256} if sha256 else {})}
+        response = await self._call("POST", routes.LOAD_ADAPTER, attempted, wanted, self._seconds)
+        if sha256 and _lacks_files(response) and await self._send(path, sha256):
+            response = await self._call("POST", routes.LOAD_ADAPTER, attempted, wanted, self._seconds)
         if response.status_code == 200:
             return True
         # Another client may have loaded it since the check.
-        if response.status_code == 400 and await self.has(name, path):
+        if response.status_code == 400 and await self.has(name, path, sha256):
             return False
         raise load_error(attempted, response, path, healthy=await self.ready())
+
+    async def _send(self, path: str, sha256: str) -> bool:
+        """Send the files of an adapter; False to a server that does not accept any."""
+        attempted = f"send the adapter in {path} to {self.url}"
+
+        async def pieces() -> AsyncIterator[bytes]:
+            read = tree_bytes(Path(path))
+            while piece := await asyncio.to_thread(next, read, b""):
+                yield piece
+
+        response = await self._call(
+            "PUT", f"{routes.ADAPTERS}{sha256}", attempted, seconds=self._seconds, files=pieces()
+        )
+        if response.status_code not in (200, 404, 405):
+            raise refused(attempted, response)
+        return response.status_code == 200
 
     async def unload(self, name: str) -> bool:
         """Unload the name; requests in flight complete. False when it was not loaded."""
@@ -342,10 +367,11 @@ class Replica:
 
         return await asyncio.gather(*map(measure, texts))
 
-    async def has(self, name: str, path: str) -> bool:
-        """Whether the adapter is loaded. Raises ServeError when another one has its name."""
+    async def has(self, name: str, path: str, sha256: str | None = None) -> bool:
+        """Whether the adapter is loaded, from the path or from the server's own copy, whose name is the hash. Raises
+        ServeError when another one has its name."""
         root = (await self.models()).get(name)
-        if root is not None and root != path:
+        if root is not None and root != path and Path(root).name != sha256:
             raise ServeError(
                 f"load adapter {name} on {self.url}",
                 f"that name is taken by another adapter, from {root}",
@@ -365,12 +391,21 @@ class Replica:
         content: Any = None,
         seconds: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
+        files: AsyncIterator[bytes] | None = None,
     ) -> httpx2.Response:
         """The answer with headers and whole body, within `seconds` and of `max_bytes` at most."""
+        if is_name(self.url):
+            raise ServeError(
+                attempted,
+                "the name has no address now, or no name server answers",
+                "Correct it in serving.urls, or start servers that it stands for. On Kubernetes it is the name of a "
+                "headless Service with publishNotReadyAddresses: true.",
+                retryable=True,
+            ).of_condition(Condition.UNREACHABLE)
         timeout = httpx2.Timeout(seconds or self._quick_seconds, connect=CONNECT_SECONDS)
         try:
             response = await self._http.request(
-                method, path, json=content, timeout=timeout, extensions={"max_bytes": max_bytes}
+                method, path, json=content, content=files, timeout=timeout, extensions={"max_bytes": max_bytes}
             )
         except httpx2.TimeoutException as error:
             raise ServeError(

@@ -42,6 +42,11 @@ def read_aliases(file: Path) -> tuple[dict[str, AliasTarget], str]:
         return {}, f"the saved aliases in {file} cannot be read ({error})"
 
 
+def write_aliases(file: Path, targets: Mapping[str, AliasTarget], *, mode: int = PRIVATE) -> None:
+    """Write what `read_aliases` reads. Raises OSError."""
+    write_json(file, {name: each.as_json() for name, each in targets.items()}, mode=mode)
+
+
 class AliasTable:
     """Alias → target, changed by compare-and-set. Lookups never wait; a change is on disk before it takes effect."""
 
@@ -111,8 +116,7 @@ class AliasTable:
                 raise TargetMismatchError(f"{current}, and was set since")
             changed = {**self._targets, alias: target}
             if self._file:
-                saved = {name: each.as_json() for name, each in changed.items()}
-                await asyncio.to_thread(write_json, self._file, saved, mode=PRIVATE)
+                await asyncio.to_thread(write_aliases, self._file, changed)
             self._targets = changed
             self._changes[alias] += 1
             self._set(alias, waiting, missing)

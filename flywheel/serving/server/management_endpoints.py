@@ -6,6 +6,7 @@ Requests have been authenticated with the admin key.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Collection
@@ -22,6 +23,7 @@ from flywheel.serving.environment_variables import MAX_ADAPTERS_VARIABLE
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
 from flywheel.serving.server.call_recorder import CallRecorder
+from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.system.server_limits import App, Message, Receive, RefusedError, Scope, Send, read_body
 
 MAX_BYTES: Final = 65536
@@ -29,20 +31,22 @@ MAX_CALLS: Final = 1000
 
 
 class AdapterSlots:
-    def __init__(self, app: App, most: int | None) -> None:
-        """`most` adapters can be loaded at the same time; None: any number."""
+    def __init__(self, app: App, aliases: AliasTable, most: int | None, sent: SentAdapters | None) -> None:
+        """`most` adapters can be loaded at the same time; None: any number. `sent` are copies of the server's own."""
         self._app = app
+        self._aliases = aliases
         self.most = most
+        self.sent = sent
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
-    def of_environment(cls, app: App) -> AdapterSlots:
+    def of_environment(cls, app: App, aliases: AliasTable) -> AdapterSlots:
         most = os.environ.get(MAX_ADAPTERS_VARIABLE)
-        return cls(app, int(most) if most else None)
+        return cls(app, aliases, int(most) if most else None, SentAdapters.of_environment())
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to vLLM if the adapter is a directory of safetensors and a slot is free for it. Raises
-        RefusedError.
+        """Pass the request to vLLM if the adapter is a directory of safetensors and a slot is free for it. With
+        `sha256`, a directory that is not there is the copy with that hash. Raises RefusedError.
 
         vLLM itself would load pickled weights, and would look for other names on the hub. With more adapters than
         slots it would move weights at each request, and on a CPU, where the last slot must stay empty, answer
@@ -55,13 +59,16 @@ class AdapterSlots:
         path = wanted.get("lora_path") if isinstance(wanted, dict) else None
         if not isinstance(path, str) or "\0" in path:
             raise RefusedError(400, "expected {lora_name, lora_path}, both texts")
+        if self.sent is not None and isinstance(sha256 := wanted.pop("sha256", None), str):
+            path = await asyncio.to_thread(self.sent.find, path, sha256)
+            body = json.dumps({**wanted, "lora_path": path}).encode()
         if not await asyncio.to_thread(os.path.isdir, path):
             raise RefusedError(404, f"No adapter found for {path}")
         if why := await asyncio.to_thread(why_unloadable, Path(path)):
             raise RefusedError(400, f"the adapter is refused: {why}")
         async with self._one_at_a_time:
             if self.most is not None:
-                loaded = await self._loaded(scope)
+                loaded = await self._loaded(scope, routes.LOAD_ADAPTER)
                 if wanted.get("lora_name") not in loaded and len(loaded) >= self.most:
                     raise RefusedError(409, f"all {self.most} slots for adapters are taken: {', '.join(loaded)}")
                 await _free_slots(scope)
@@ -69,7 +76,11 @@ class AdapterSlots:
 
     async def unload(self, scope: Scope, receive: Receive, send: Send, serving: Collection[str]) -> None:
         """Pass the request to vLLM unless the adapter is one of those `serving`, the targets of aliases: a process
-        that was stopped in the middle of a swap may ask late. Raises RefusedError."""
+        that was stopped in the middle of a swap may ask late. Raises RefusedError.
+
+        Then the copies of adapters are removed that are neither loaded nor of an alias. Requests in flight do not
+        read them: the engine keeps the weights until the next load.
+        """
         body = await read_body(receive)
         if body is None:
             return
@@ -77,10 +88,17 @@ class AdapterSlots:
         name = wanted.get("lora_name") if isinstance(wanted, dict) else None
         if name in serving:
             raise RefusedError(409, f"an alias stands for {name}")
+        copies = await asyncio.to_thread(self.sent.copies) if self.sent is not None else []
         await with_body(self._app, scope, body, receive, send)
+        if self.sent is None or not copies:
+            return
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # an engine that has died lists nothing
+            used = set((await self._loaded(scope, routes.UNLOAD_ADAPTER)).values())
+            used |= {each.path or "" for target in self._aliases.targets.values() for each in target.versions}
+            await asyncio.to_thread(self.sent.remove, [copy for copy in copies if str(copy) not in used])
 
-    async def _loaded(self, scope: Scope) -> list[str]:
-        """The names of vLLM's adapters, from its own list of models."""
+    async def _loaded(self, scope: Scope, route: str) -> dict[str, str]:
+        """vLLM's adapters with their folders, from its own list of models."""
         answer: list[bytes] = []
 
         async def nothing() -> Message:
@@ -89,9 +107,10 @@ class AdapterSlots:
         async def kept(message: Message) -> None:
             answer.append(message.get("body", b""))
 
-        path = str(scope["path"]).replace(routes.LOAD_ADAPTER, routes.MODELS)
+        path = str(scope["path"]).replace(route, routes.MODELS)
         await self._app({**scope, "method": "GET", "path": path}, nothing, kept)
-        return [str(card["id"]) for card in json.loads(b"".join(answer))["data"] if card.get("parent")]
+        cards = json.loads(b"".join(answer))["data"]
+        return {str(card["id"]): str(card.get("root")) for card in cards if card.get("parent")}
 
 
 async def _free_slots(scope: Scope) -> None:
@@ -139,11 +158,11 @@ def _number(given: dict[str, list[str]], name: str, default: int) -> int:
 
 class Management:
     def __init__(
-        self, aliases: AliasTable, instance: str, recorder: CallRecorder | None, max_adapters: int | None
+        self, aliases: AliasTable, instance: str, recorder: CallRecorder | None, slots: AdapterSlots
     ) -> None:
         self._aliases = aliases
         self._instance = instance
-        self._max_adapters = max_adapters
+        self._slots = slots
         self._calls = CallEndpoint(recorder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,8 +170,15 @@ class Management:
         path = route_path(scope)
         if path == routes.CALLS:
             return await self._calls(scope, send)
+        if path.startswith(routes.ADAPTERS) and self._slots.sent is not None:
+            if scope["method"] != "PUT":
+                raise RefusedError(405, "PUT sends the files of an adapter")
+            if await self._slots.sent.receive(path.removeprefix(routes.ADAPTERS), receive):
+                await answer(send, 200, {})
+            return
         if path != routes.ALIAS:
-            raise RefusedError(404, f"there are only {routes.ALIAS}, {routes.CALLS} and {routes.READY}")
+            known = f"{routes.ALIAS}, {routes.ADAPTERS}SHA256, {routes.CALLS} and {routes.READY}"
+            raise RefusedError(404, f"there are only {known}")
         if scope["method"] == "GET":
             await answer(send, 200, self._shown())
         elif scope["method"] == "PUT":
@@ -174,7 +200,7 @@ class Management:
             "revisions": {alias: self._aliases.revision(alias) for alias in targets},
             "base_model": self._aliases.base_model,
             "instance": self._instance,
-            "max_adapters": self._max_adapters,
+            "max_adapters": self._slots.most,
         }
 
     async def _point(self, wanted: Any, send: Send) -> None:
@@ -193,6 +219,8 @@ class Management:
             raise RefusedError(400, "an alias must have a name of its own, and the versions of a split two")
         if missing and (target.split is None or missing not in names):
             raise RefusedError(400, "only a version of the split can be missing")
+        if self._slots.sent is not None:
+            target = await asyncio.to_thread(self._slots.sent.located, target)
         try:
             previous = await self._aliases.point(alias, target, expected, waiting or "", missing or "", revision)
         except TargetMismatchError as mismatch:

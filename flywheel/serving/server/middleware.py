@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -41,6 +42,7 @@ from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, w
 from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
+from flywheel.serving.server.sent_adapters import SECONDS
 from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
 from flywheel.system.server_limits import (
     App,
@@ -182,19 +184,25 @@ class AliasMiddleware:
             body_hint="The limit is serving.max_body_mb.",
         )
         self._limited = Limited(self._let_in, limits, refuse)
+        self._recorder = CallRecorder.of_environment()
+        self._slots = AdapterSlots.of_environment(app, self._aliases)
+        self._sending = self._limited
+        if (sent := self._slots.sent) is not None:
+            hint, own = "The limit is serving.max_adapter_gb.", {"bodies": 2, "body_seconds": SECONDS}
+            of_files = dataclasses.replace(limits, body_bytes=sent.max_bytes, body_hint=hint, **own)
+            self._sending = Limited(self._let_in, of_files, refuse)
         self._address = os.environ.get(ADDRESS_VARIABLE)
         self._started = int(time.time())
         # Tells clients that the server was restarted.
         self._instance = secrets.token_hex(8)
-        self._recorder = CallRecorder.of_environment()
-        self._slots = AdapterSlots.of_environment(app)
-        self._management = Management(self._aliases, self._instance, self._recorder, self._slots.most)
+        self._management = Management(self._aliases, self._instance, self._recorder, self._slots)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             announcement = announcing(send, self._address, self._announcement) if self._address else send
             return await self._app(scope, receive, self._flushing(announcement))
-        await self._limited(scope, receive, send)
+        is_of_files = scope["type"] == "http" and route_path(scope).startswith(routes.ADAPTERS)
+        await (self._sending if is_of_files else self._limited)(scope, receive, send)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = credential(scope)

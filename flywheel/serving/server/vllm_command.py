@@ -21,7 +21,7 @@ from typing import Final
 from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
-from flywheel.serving.adapter_files import why_unloadable
+from flywheel.serving.adapter_files import CURRENT_FILE, why_unloadable
 from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
@@ -39,14 +39,16 @@ from flywheel.serving.environment_variables import (
     MAX_ADAPTERS_VARIABLE,
     MAX_BODY_VARIABLE,
     OPEN_METRICS_VARIABLE,
+    SENT_ADAPTERS_VARIABLE,
     VLLM_KEY_VARIABLE,
     WAITING_VARIABLE,
 )
-from flywheel.serving.server.alias_table import read_aliases
+from flywheel.serving.server.alias_table import read_aliases, write_aliases
 from flywheel.serving.server.left_processes import environment as server_environment
 from flywheel.serving.server.left_processes import left_processes
 from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.serving.server.model_parsers import Parsers, parsers_of
+from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.system.files import make_private
 from flywheel.system.server_limits import is_loopback
@@ -197,6 +199,9 @@ def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[
         CPU_LORA_VARIABLE: "1",
         WAITING_VARIABLE: json.dumps(waiting),
         MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
+        SENT_ADAPTERS_VARIABLE: json.dumps(
+            {"path": str(sent_adapters(config).absolute()), "max_bytes": int(serving.max_adapter_gb * 1e9)}
+        ),
         ADDRESS_VARIABLE: _address(serving),
         **keys,
     }
@@ -230,8 +235,34 @@ def prepare(config: Config) -> None:
         ) from error
 
 
+def adopt(config: Config, versions: Mapping[str, str] | None = None) -> None:
+    """Have aliases without a record on this machine stand for what `serving.adopt` names for them, as if they had
+    done so before. An adapter is copied, and its hash is checked. What is wrong is logged; such an alias waits."""
+    folder, file = config.serving.adopt, alias_file(config)
+    if folder is None:
+        return
+    saved, damage = read_aliases(file)
+    current, why = read_aliases(folder / CURRENT_FILE)
+    if damage or why:
+        log.warning("nothing is adopted from %s: %s", folder, damage or why)
+        return
+    copies, known = SentAdapters(sent_adapters(config), 0), {*saved, *(versions or {})}
+    for alias in (each for each in config.aliases if each in current and each not in known):
+        target = current[alias]
+        try:
+            for each in target.versions:
+                if each.path and each.sha256:
+                    copies.take(folder / each.path, each.sha256)
+            make_private(file.parent)
+            write_aliases(file, saved := {**saved, alias: copies.located(target)})
+            log.info("%s starts as %s, as %s has it", alias, target.name, folder / CURRENT_FILE)
+        except (OSError, ValueError) as error:
+            log.warning("%s is not adopted as %s from %s: %s", target.name, alias, folder, error)
+
+
 def serve(config: Config, versions: Mapping[str, str] | None = None) -> None:
     """Replace this process by the server, as `command` has it; returns only by raising ServeError."""
+    adopt(config, versions)
     arguments, environment = command(config, versions)
     _check_machine(config)
     prepare(config)
@@ -321,6 +352,11 @@ def base_name(base: str) -> str:
 
 def alias_file(config: Config) -> Path:
     return config.state_dir / "serving" / f"aliases-{config.serving.port}.json"
+
+
+def sent_adapters(config: Config) -> Path:
+    """The folder of this machine's server for the adapters that are sent to it."""
+    return config.state_dir / "serving" / f"adapters-{config.serving.port}"
 
 
 def call_log_file(config: Config) -> Path:

@@ -20,7 +20,7 @@ from flywheel.config import LoraSettings
 from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
-from flywheel.serving.adapter_files import most_rank, why_unloadable
+from flywheel.serving.adapter_files import FILES, most_rank, why_unloadable
 from flywheel.system.files import sync_directory
 from flywheel.training.data.rollout import LoadedAdapter
 
@@ -211,7 +211,7 @@ def save_adapter(model: Any, directory: Path) -> None:
         # PEFT's model card is an empty template.
         (beside / "README.md").unlink(missing_ok=True)
 
-    _appear(directory, write)
+    appear(directory, write)
 
 
 def loaded_adapter(name: str, number: int, path: Path) -> LoadedAdapter:
@@ -230,7 +230,7 @@ def copy_adapter(source: Path, directory: Path) -> None:
         except OSError:
             shutil.copy(source, target)
 
-    _appear(directory, lambda beside: shutil.copytree(source, beside, copy_function=link))
+    appear(directory, lambda beside: shutil.copytree(source, beside, copy_function=link))
 
 
 def adapter_of_checkpoint(checkpoint: Path, directory: Path) -> None:
@@ -238,13 +238,14 @@ def adapter_of_checkpoint(checkpoint: Path, directory: Path) -> None:
 
     def copy(beside: Path) -> None:
         beside.mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for name in FILES:
             shutil.copy(checkpoint / name, beside)
 
-    _appear(directory, copy)
+    appear(directory, copy)
 
 
-def _appear(directory: Path, write: Callable[[Path], object]) -> None:
+def appear(directory: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make a directory beside its place, fsync its files, and rename it."""
     beside = directory.with_name(f".{directory.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     write(beside)
