@@ -87,11 +87,13 @@ def set_trap(step: str, arrival: int, when: str) -> None:
     def wrapped(call: Callable[..., Awaitable[Any]], applies: Callable[..., bool]) -> Any:
         async def trapped(*arguments: Any, **named: Any) -> Any:
             nonlocal left
-            left -= (is_it := applies(*arguments))
-            if is_it and left == 0 and when == "before":
+            is_it = applies(*arguments)
+            left -= is_it
+            is_last = is_it and left == 0  # both servers are asked at the same time
+            if is_last and when == "before":
                 die()
             result = await call(*arguments, **named)
-            if is_it and left == 0:
+            if is_last:
                 die()
             return result
 
