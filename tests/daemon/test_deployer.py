@@ -153,20 +153,6 @@ async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) 
     assert (await fleet.states())[0] == "failed"
 
 
-async def test_a_rollback_that_waits_for_a_swap_takes_that_swap_back(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "flywheel")
-    await fleet.deploy("r0001")
-    with instance_lock(fleet.config.state_dir, "swap.lock"):
-        going_back = asyncio.create_task(fleet.deployer.rollback())
-        await until(lambda: "waiting for a swap" in caplog.text, "the rollback to wait")
-        number = await fleet.store.write(deployments.request, "agent", [], "r0002", "the daemon's swap")
-        await fleet.store.write(deployments.activate, number, "agent", {})
-    target, _ = await going_back
-    assert target == "r0001"
-
-
 async def test_deploying_again_what_serves_keeps_the_way_back(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     await fleet.deployer.deploy("r0002", "again")

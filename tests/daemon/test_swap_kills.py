@@ -141,7 +141,9 @@ class Bench:
         """Whether each server answers with the active version."""
         traffic = Traffic(self.servers)
         with traffic.running():
-            await until(lambda: all(map(any, zip(traffic.answered, traffic.failed, strict=True))), "an answer of each")
+            await until(
+                lambda: all(map(any, zip(traffic.answered, traffic.failed, strict=True))), "an answer of each"
+            )
         return traffic.answered == [{await self.active()}] * 2 and traffic.failed == [[], []]
 
 

@@ -38,10 +38,12 @@ async def test_load_flip_unload(client: Replica, tmp_path: Path) -> None:
     assert await client.load("agent@r0001", path) is True
     assert await client.load("agent@r0001", path) is False
     assert await client.models() == {BASE: "/models/tiny", "agent@r0001": path}
-    instance = (await client.alias("agent")).instance
-    assert await client.alias("agent") == Alias(BASE, None, BASE, "", instance)
+    first = await client.alias("agent")
+    instance, revision = first.instance, first.revision
+    assert revision is not None
+    assert first == Alias(BASE, None, BASE, "", instance, revision=revision)
     await client.point("agent", "agent@r0001", BASE, path, "a hash")
-    assert await client.alias("agent") == Alias("agent@r0001", path, BASE, "a hash", instance)
+    assert await client.alias("agent") == Alias("agent@r0001", path, BASE, "a hash", instance, revision=revision + 1)
     assert await client.alias("never-set") == Alias(BASE, None, BASE, "", instance)
     assert await client.unload("agent@r0001") is True
     assert await client.unload("agent@r0001") is False
