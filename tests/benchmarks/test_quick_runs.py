@@ -93,3 +93,14 @@ def test_restart() -> None:
     assert result.keys() == {"restart_first_verdict_s", "rejudged_per_second", "tasks", "calls"}
     assert (result["tasks"], result["calls"]) == (2_000, 5)
     assert all(value > 0 for value in result.values())
+
+
+@pytest.mark.slow
+def test_watch() -> None:
+    """Its figures are what the daemon's test does, see `tests.training.gate.test_sequential_test`."""
+    result = result_of("watch", "--quick")
+    assert result["false_rollback"] <= 0.3, "of ten watches"
+    assert result["scenes"].keys() == {"rate 0.8"}
+    assert result["delay"].keys() == {"0.9", "0.5", "0.1"}
+    assert result["delay"]["0.5"]["rolled_back"] >= 0.7
+    assert result["noticed"]["1000"]["loss"] < result["noticed"]["100"]["loss"]
