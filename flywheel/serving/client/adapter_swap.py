@@ -469,7 +469,7 @@ async def _restore(
         missing = next((name for name in failed if step.is_new(name)), "")
         if step.moves or step.before.waiting or step.before.missing != missing or attempts:
             await step.point(alias, adapter, missing)
-        if attempts and adapter is not None and await replica.load(step.target, adapter.path):
+        if attempts and adapter is not None and await replica.load(step.target, adapter.path, adapter.sha256):
             step.loaded.add(step.target)  # Until now, others may have unloaded it.
         if failed:
             raise next(iter(failed.values()))

@@ -59,7 +59,8 @@ class AdapterSlots:
         path = wanted.get("lora_path") if isinstance(wanted, dict) else None
         if not isinstance(path, str) or "\0" in path:
             raise RefusedError(400, "expected {lora_name, lora_path}, both texts")
-        if self.sent is not None and isinstance(sha256 := wanted.pop("sha256", None), str):
+        sha256 = wanted.pop("sha256", None)
+        if self.sent is not None and isinstance(sha256, str):
             path = await asyncio.to_thread(self.sent.find, path, sha256)
             body = json.dumps({**wanted, "lora_path": path}).encode()
         if not await asyncio.to_thread(os.path.isdir, path):

@@ -188,8 +188,8 @@ class AliasMiddleware:
         self._slots = AdapterSlots.of_environment(app, self._aliases)
         self._sending = self._limited
         if (sent := self._slots.sent) is not None:
-            hint, own = "The limit is serving.max_adapter_gb.", {"bodies": 2, "body_seconds": SECONDS}
-            of_files = dataclasses.replace(limits, body_bytes=sent.max_bytes, body_hint=hint, **own)
+            hint, most = "The limit is serving.max_adapter_gb.", sent.max_bytes
+            of_files = dataclasses.replace(limits, body_bytes=most, body_hint=hint, bodies=2, body_seconds=SECONDS)
             self._sending = Limited(self._let_in, of_files, refuse)
         self._address = os.environ.get(ADDRESS_VARIABLE)
         self._started = int(time.time())

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flywheel.errors import ServeError
+from flywheel.serving.adapter_files import FILES
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.environment_variables import (
     ADMIN_KEY_VARIABLE,
@@ -24,7 +25,7 @@ from flywheel.serving.environment_variables import (
     FILE_VARIABLE,
     SENT_ADAPTERS_VARIABLE,
 )
-from flywheel.serving.server.sent_adapters import FILES, SentAdapters
+from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.system.files import tree_bytes, tree_sha256
 from flywheel.system.server_limits import Message, RefusedError
 from tests.serving.elsewhere import elsewhere
