@@ -423,6 +423,7 @@ def test_the_failure_of_streamed_messages_is_said() -> None:
 
 @pytest.mark.slow
 @pytest.mark.training
+@pytest.mark.filterwarnings("ignore")
 def test_messages_become_what_vllm_makes_of_them() -> None:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
