@@ -286,7 +286,8 @@ class Deployer:
         ref = await self._store.read(rounds.adapter_ref, active.adapter)
         name = version_name(self._alias, ref.name) if ref is not None else base
         split = other.split(self._alias, base) if other is not None else None
-        target = AliasTarget(name, ref and ref.path, ref and ref.sha256, split)
+        path, sha256 = (ref.path, ref.sha256) if ref is not None else (None, None)
+        target = AliasTarget(name, path, sha256, split)
         cards = {
             each.name: await self._store.read(model_card, self._alias, each.name.rpartition("@")[2])
             for each in target.versions

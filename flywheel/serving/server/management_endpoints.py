@@ -61,7 +61,7 @@ class AdapterSlots:
             raise RefusedError(400, "expected {lora_name, lora_path}, both texts")
         sha256 = wanted.pop("sha256", None)
         if self.sent is not None and isinstance(sha256, str):
-            path = await asyncio.to_thread(self.sent.find, path, sha256)
+            path = str(await asyncio.to_thread(self.sent.find, path, sha256))
             body = json.dumps({**wanted, "lora_path": path}).encode()
         if not await asyncio.to_thread(os.path.isdir, path):
             raise RefusedError(404, f"No adapter found for {path}")
