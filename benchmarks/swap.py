@@ -31,6 +31,7 @@ from unittest import mock
 import httpx2
 import psutil
 import yaml
+from sqlalchemy import Connection
 
 from benchmarks import measurement
 from flywheel.cli.demo.questions import questions
@@ -138,11 +139,14 @@ def _make_adapters(folder: Path) -> None:
 async def _record_adapters(config: Config, folder: Path) -> None:
     """Two adapters of random weights, as rounds leave them: r0001 and r0002."""
     probes = json.loads((folder / "probes.json").read_text())
+
+    def put(conn: Connection, number: int, name: str) -> None:
+        put_round(conn, number)
+        put_adapter(conn, number, folder / name, base_model=str(POLICY), probe=probes[name])
+
     store = await Store.open(config.state_dir)
     for number, name in enumerate(("good", "other"), 1):
-        await store.write(put_round, number)
-        path = folder / name
-        await store.write(put_adapter, number, path, base_model=str(POLICY), probe=probes[name])
+        await store.write(put, number, name)
     await store.close()
 
 

@@ -82,7 +82,8 @@ class Gate:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "GET":
-            return await self.serving(scope, receive, send)
+            await self.serving(scope, receive, send)
+            return
         body = b""
         while (message := await receive())["type"] == "http.request":
             body += message.get("body", b"")
@@ -300,7 +301,7 @@ def test_a_swap_that_is_stopped_is_rolled_back_and_stays_so(
     for name in ("r0001", "r0002"):
         assert flywheel("deploy", name, "-c", config).code == 0
     app.slow_paths.add("/v1/completions")
-    command = [sys.executable, "-m", "flywheel", "deploy", "r0003", "-c", config]
+    command = [sys.executable, "-m", "flywheel", "deploy", "r0003", "-c", str(config)]
     process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: R3 in app.loaded or process.poll() is not None, "the proof")

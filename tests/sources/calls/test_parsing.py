@@ -14,7 +14,7 @@ from flywheel.sources.spans.recorded_calls import exact_prompt, inexact_because
 from tests.cases import for_each
 from tests.sources.calls.recorded import assistant, chat, completion, delta, recorded, sse, tool, tool_call, user
 
-SYSTEM = {"role": "system", "content": "Be brief."}
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
