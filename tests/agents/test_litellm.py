@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from tests.waiting import StartError, wait_for
 
 PROXY = shutil.which("litellm")
 SHIPPED = EXAMPLES / "litellm" / "config.yaml"
+KEY = f"sk-{secrets.token_hex(32)}"
 FORWARDS = "forward_client_headers_to_llm_api: true"
 
 pytestmark = [
@@ -34,7 +36,12 @@ pytestmark = [
 def proxy(config: Path, server: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    variables = {"FLYWHEEL_URL": f"{server}/v1", "FLYWHEEL_KEY": "unused", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    variables = {
+        "FLYWHEEL_URL": f"{server}/v1",
+        "FLYWHEEL_KEY": "unused",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_MASTER_KEY": KEY,
+    }
     process = subprocess.Popen(
         [str(PROXY), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)],
         env={**os.environ, **variables},
@@ -75,7 +82,12 @@ def test_the_proxy_passes_the_conversation_on(tmp_path: Path, forwards: bool) ->
         assert httpx2.put(f"{server}/flywheel/alias", json=change).status_code == 200
         for given in headers:
             body = {"model": "my-agent", "messages": [{"role": "user", "content": "Who?"}]}
-            answer = httpx2.post(f"{url}/v1/chat/completions", json=body, headers=given, timeout=120)
+            answer = httpx2.post(
+                f"{url}/v1/chat/completions",
+                json=body,
+                headers={**given, "authorization": f"Bearer {KEY}"},
+                timeout=120,
+            )
             assert answer.status_code == 200, answer.text
         with CallLog(path) as log:
             wait_for(lambda: log.state().newest >= len(headers), "the calls")
