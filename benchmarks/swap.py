@@ -166,9 +166,10 @@ def _servers(file: Path, ports: list[int], folder: Path) -> Iterator[list[subpro
         yield servers
     finally:
         for server in servers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(server.pid, number)
+                    server.wait(30)
 
 
 def _wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
