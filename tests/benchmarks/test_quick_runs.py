@@ -56,6 +56,8 @@ def test_gate() -> None:
     assert all(share <= 0.2 for share in false), "of ten sequences"
     assert result["power_10_points"].keys() >= {"50", "200"}
     assert result["power_10_points"]["200"] >= 0.5
+    assert max(result["tripwire_cost"].values()) <= 0.2, "of ten candidates"
+    assert min(result["tripwires_block"].values()) >= 0.5
 
 
 def test_idle() -> None:
