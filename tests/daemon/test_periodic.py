@@ -69,6 +69,7 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
     stages = {
         "judge": daemon._judge,
         "rounds": daemon._round,
+        "promotions": daemon._promotion,
         "memory": daemon._memory,
         "prune": daemon._prune,
         "reconcile": daemon._reconcile,

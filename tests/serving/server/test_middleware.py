@@ -27,7 +27,7 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     answer = httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
     assert answer.json()["model"] == BASE
     shown = httpx2.get(f"{url}/flywheel/alias").json()
-    assert shown.pop("instance")
+    assert shown.pop("instance") and list(shown.pop("revisions")) == ["agent"]
     expected = {"aliases": {"agent": BASE}, "paths": {}, "digests": {}, "waiting": {}, "base_model": BASE}
     assert shown == {**expected, "splits": {}, "missing": {}, "max_adapters": None}
 
