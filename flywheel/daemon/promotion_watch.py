@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -54,17 +54,12 @@ def outcome_of_call(call: ModelCall) -> Outcome | None:
     return None
 
 
-CancelRound = Callable[[str, str], Awaitable[object]]
-"""Cancels the live round whose parent is an adapter, for a reason."""
-
-
 class PromotionWatch:
     """Watches the promotions of all targets. `look` is called regularly, and goes on from any state that a crash
     left."""
 
-    def __init__(self, store: Store, config: Config, deployer: Deployer, cancel_round: CancelRound) -> None:
-        self._store, self._config = store, config
-        self._deployer, self._cancel_round = deployer, cancel_round
+    def __init__(self, store: Store, config: Config, deployer: Deployer) -> None:
+        self._store, self._config, self._deployer = store, config, deployer
         self._targets = list(config.by_target().values())
 
     async def look(self) -> None:
@@ -151,7 +146,6 @@ class PromotionWatch:
     async def _roll_back(self, watch: Row[Any], own: Config) -> None:
         """Give everything to the version before. Begun again after a crash, until it has happened."""
         log.warning("%s is rolled back: %s", version_name(watch.alias, watch.adapter), watch.reason)
-        await self._cancel_round(watch.adapter, f"its parent {watch.adapter} was rolled back: {watch.reason}")
         await self._deployer.of(own).rollback(watch.other or "base", why=watch.reason)
         # The rollback is recorded: `follow` ends the watch, now or after a crash.
         await self._store.write(watches.follow, watch.alias)

@@ -100,7 +100,7 @@ class Service:
         self._round = Stage("rounds", self._do_round)
         # Beside it: a candidate that may be promoted now does not wait for the worker of another round.
         self._promotion = Stage("promotions", self._do_promotions)
-        self._watch = PromotionWatch(store, config, self._deployer, self._rounds.cancel)
+        self._watch = PromotionWatch(store, config, self._deployer)
         self._new_tasks = 0
         self._budget_spent_on: date | None = None
         self._rejects_all = False
@@ -356,8 +356,10 @@ class Service:
         self._rejects_all = bool(warning)
 
     async def _do_promotions(self) -> None:
-        """Look at the promotion that is watched, and promote what waited for that, or for a person."""
+        """Look at the promotion that is watched, end the round of an adapter that was rolled back, and promote what
+        waited for the watch, or for a person."""
         await self._watch.look()
+        await self._rounds.cancel_rolled_back()
         await self._rounds.promote_passed()
 
     async def _do_round(self) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Watched:
 
     store: Store
     config: Config
-    cancelled: list[tuple[str, str]] = field(default_factory=list)
     numbers: int = 0
     replies: int = 0
 
@@ -58,12 +57,8 @@ class Watched:
 
     def watch(self, **settings: Any) -> PromotionWatch:
         """As another process has it."""
-
-        async def cancel(parent: str, why: str) -> None:
-            self.cancelled.append((parent, why))
-
         deploy = self.config.deploy.model_copy(update={"watch": self.config.deploy.watch.model_copy(update=settings)})
-        return PromotionWatch(self.store, self.config.model_copy(update={"deploy": deploy}), self.deployer, cancel)
+        return PromotionWatch(self.store, self.config.model_copy(update={"deploy": deploy}), self.deployer)
 
     async def row(self) -> Any:
         return (await self.store.read(lambda conn: conn.execute(select(schema.watches)).all()))[-1]
@@ -137,7 +132,6 @@ async def test_a_version_that_is_worse_in_traffic_is_rolled_back(watched: Watche
     assert row.state == WatchState.ROLLED_BACK
     assert row.reason.startswith("worse in traffic: r0002 0 % of ")
     assert await watched.serving() == ("r0001", False)
-    assert [parent for parent, _ in watched.cancelled] == ["r0002"]
     active = await watched.store.read(deployments.active, "agent")
     assert active is not None and "worse in traffic" in active.reason
     assert (await watched.store.read(deployments.outcomes, "agent"))["rolled_back"] == 1
@@ -182,7 +176,6 @@ async def test_a_rollback_by_hand_ends_a_watch(watched: Watched) -> None:
     await watched.watch().look()
     row = await watched.row()
     assert (row.state, row.reason) == (WatchState.REPLACED, "r0001 was deployed meanwhile: rollback")
-    assert watched.cancelled == []
 
 
 async def worse(watched: Watched) -> Any:

@@ -431,6 +431,19 @@ class Rounds:
                 elif not await self._store.read(waits_for, own.config, row):
                     await self._promote(row, own, row.name, row.reason)
 
+    async def cancel_rolled_back(self) -> str | None:
+        """End the live round that goes on from an adapter that was rolled back since, as `cancel` does."""
+        row = await self._store.read(rounds.live)
+        own = self._targets.get(row.target) if row is not None else None
+        if row is None or own is None or row.parent is None:
+            return None
+        active = await self._store.read(deployments.active, own.config.model.alias)
+        is_rollback = active is not None and active.reason.startswith(deployments.ROLLBACK)
+        if active is None or not is_rollback or row.parent == active.adapter or row.parent != active.previous:
+            return None
+        why = active.reason.removeprefix(deployments.ROLLBACK)
+        return await self.cancel(row.parent, f"its parent {row.parent} was rolled back{why}")
+
     async def cancel(self, parent: str, why: str) -> str | None:
         """End the live round that goes on from `parent` or is compared with it, in whatever state, and release its
         samples; its worker is stopped at once. Returns its name, None without such a round."""

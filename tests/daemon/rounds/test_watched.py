@@ -70,12 +70,14 @@ async def test_a_rollback_ends_the_round_that_goes_on_from_the_adapter(
     await watched.plan("test")
     going = asyncio.create_task(watched.finish_live())
     await until(lambda: watched._worker is not None, "the worker")
-    watch = PromotionWatch(wheel.store, config_of(wheel), wheel.deployer, watched.cancel)
+    watch = PromotionWatch(wheel.store, config_of(wheel), wheel.deployer)
     traffic = Watched(wheel.store, config_of(wheel), replies=1000)
     for _ in range(15):
         await traffic.answered("old", GOOD, version="base")
         await traffic.answered("new", BAD, version="agent@r0001")
+    assert await watched.cancel_rolled_back() is None
     await watch.look()
+    assert await watched.cancel_rolled_back() == "r0002"
     assert await going is RoundState.FAILED
     row = await wheel.row("r0002")
     assert row.reason.startswith("its parent r0001 was rolled back: worse in traffic: r0001 0 % of 15")
@@ -83,6 +85,19 @@ async def test_a_rollback_ends_the_round_that_goes_on_from_the_adapter(
     assert (active.adapter, active.split) == (None, None)
     assert active.reason.startswith("rollback: worse in traffic")
     assert (await wheel.books()).get("reserved", 0) == 0
+
+
+async def test_a_rollback_by_hand_ends_it_too_and_no_other_round(wheel: Wheel, watched: Rounds) -> None:
+    await wheel.store.write(put_more_tasks, 6)
+    await watched.plan("test")
+    assert (await wheel.row("r0002")).parent == "r0001"
+    await wheel.deployer.rollback()
+    assert await watched.cancel_rolled_back() == "r0002"
+    row = await wheel.row("r0002")
+    assert (row.state, row.reason) == ("failed", "its parent r0001 was rolled back")
+    await watched.plan("test")  # from what serves now
+    assert await watched.cancel_rolled_back() is None
+    assert (await wheel.row("r0003")).state == "planned"
 
 
 @pytest.mark.parametrize("setting", ["share", "no calls", "off"])
