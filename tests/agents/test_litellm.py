@@ -28,7 +28,7 @@ FORWARDS = "forward_client_headers_to_llm_api: true"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(PROXY is None, reason="LiteLLM's proxy is not installed: pipx install 'litellm[proxy]'"),
+    pytest.mark.skipif(PROXY is None, reason="LiteLLM's proxy is not installed: `make test-litellm` does that"),
 ]
 
 
