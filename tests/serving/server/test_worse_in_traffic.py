@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -27,8 +28,8 @@ from tests.factories.state import open_state, read_state, running_daemon
 pytestmark = pytest.mark.slow
 
 ALIAS = "watched-agent"
-MOST = 600
-"""Conversations; about 50 suffice."""
+PATIENCE_SECONDS = 400
+"""About 50 conversations suffice. The daemon looks every 15 s."""
 
 
 def put_candidate(conn: Connection, adapter: MadeAdapter, directory: Path) -> None:
@@ -56,21 +57,23 @@ async def test_it_is_rolled_back(
                 model={"base": str(vllm_server.base_path), "alias": ALIAS},
                 serving={"urls": [vllm_server.url], "admin_key_env": "THE_ADMIN_KEY", "drain_seconds": 0},
                 trigger={"min_samples": 10_000},
-                deploy={"watch": {"new_share": 0.5, "until_units": MOST, "max_days": 1}},
+                deploy={"watch": {"new_share": 0.5, "until_units": 100_000, "max_days": 1}},
                 daemon={"metrics": None},
             )
         )
         async with open_state(config.state_dir) as store:
             await store.write(put_candidate, adapters["good"], tmp_path / "rounds")
         async with running_daemon(config), httpx2.AsyncClient(timeout=120, headers=vllm_server.headers) as client:
-            for number in itertools.count(0, 8):
+            asked, until = itertools.count(0, 8), time.monotonic() + PATIENCE_SECONDS
+            while True:
                 row = await asyncio.to_thread(read_state, config.state_dir, last_watch)
+                if row is not None and row.state == WatchState.ROLLED_BACK:
+                    break
+                assert time.monotonic() < until, f"after {versions}: {row}"
                 if row is None:
                     await asyncio.sleep(0.5)  # The adapter is being proven.
                     continue
-                if row.state == WatchState.ROLLED_BACK:
-                    break
-                assert number < MOST, f"after {number} conversations: {row}"
+                number = next(asked)
 
                 async def ask(conversation: int) -> None:
                     question = {"role": "user", "content": f"What is {conversation % 20} plus {conversation % 7}?"}
@@ -85,9 +88,9 @@ async def test_it_is_rolled_back(
                     versions[mark.version] += 1
 
                 await asyncio.gather(*(ask(number + each) for each in range(8)))
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(1)
             before = versions[f"{ALIAS}@r0001"]
-            await asyncio.gather(*(ask(10_000 + each) for each in range(8)))
+            await asyncio.gather(*(ask(1_000_000 + each) for each in range(8)))
     assert versions[f"{ALIAS}@r0001"] == before, "all conversations are the base model's again"
     assert versions.keys() == {f"{ALIAS}@r0001", BASE_VERSION}
     row = read_state(config.state_dir, last_watch)
