@@ -301,10 +301,13 @@ def test_a_swap_that_is_stopped_is_rolled_back_and_stays_so(
     for name in ("r0001", "r0002"):
         assert flywheel("deploy", name, "-c", config).code == 0
     app.slow_paths.add("/v1/completions")
+    asked = "POST /v1/completions"
+    before = app.calls.count(asked)
     command = [sys.executable, "-m", "flywheel", "deploy", "r0003", "-c", str(config)]
     process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: R3 in app.loaded or process.poll() is not None, "the proof")
+        # Not before: a process that is stopped while it writes to the state would keep it locked.
+        wait_for(lambda: app.calls.count(asked) > before or process.poll() is not None, "the proof")
         process.send_signal(signal.SIGSTOP)
         app.slow_paths.clear()
         assert flywheel("rollback", "-c", config).out == "agent is now r0001\n"
