@@ -54,6 +54,17 @@ def outcome_of_call(call: ModelCall) -> Outcome | None:
     return None
 
 
+def _decided_by(calls: CallLogCopy, first: Sequence[UnitCall]) -> dict[str, Outcome]:
+    """The outcomes that these calls alone decide, by unit."""
+    units = {call.request_id: call.unit for call in first}
+    found = {}
+    for some in chunks(list(units), PARSED_AT_ONCE):
+        for request_id, call in calls.calls_of(some).items():
+            if (outcome := outcome_of_call(call)) is not None:
+                found[units[request_id]] = outcome
+    return found
+
+
 class PromotionWatch:
     """Watches the promotions of all targets. `look` is called regularly, and goes on from any state that a crash
     left."""
@@ -88,18 +99,9 @@ class PromotionWatch:
                 after, more = page[-1].number if page else after, len(page) == CALLS_AT_ONCE
                 own = [call for call in page if call.started_ns >= since]
                 own = await asyncio.to_thread(self._of_alias, calls, watch, own)
-                await self._store.write(watches.enter, watch.id, own, after)
-                entered = {call.request_id: call.unit for call in own}
-                first = {row.request_id for row in await self._store.read(watches.undecided, watch.id)}
-                wanted = [request_id for request_id in entered if request_id in first]
-                for some in chunks(wanted, PARSED_AT_ONCE):
-                    parsed = await asyncio.to_thread(calls.calls_of, some)
-                    found = {
-                        entered[request_id]: outcome
-                        for request_id, call in parsed.items()
-                        if (outcome := outcome_of_call(call)) is not None
-                    }
-                    await self._store.write(watches.decide, watch.id, found, time.time_ns())
+                first = await self._store.read(watches.first_calls, watch.id, own)
+                found = await asyncio.to_thread(_decided_by, calls, first)
+                await self._store.write(watches.enter, watch.id, own, found, after, time.time_ns())
 
     def _of_alias(self, calls: CallLogCopy, watch: Row[Any], page: Sequence[UnitCall]) -> list[UnitCall]:
         """The calls to the watched alias. The base model can answer several."""

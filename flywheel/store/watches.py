@@ -7,7 +7,6 @@ by the reply that its first call belongs to (intention to treat).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
@@ -39,7 +38,8 @@ NEW: Final = "new"
 OLD: Final = "old"
 FALLBACK: Final = "fallback"
 """The kind of a unit that no header names."""
-_OF_THE_QUESTION: Final = re.compile(r"filter rules: the question ")
+_OF_THE_QUESTION: Final = "filter rules: the question "
+"""How the reason of a verdict begins by which the filter `rules` rejects a task for its question."""
 
 
 class Result(StrEnum):
@@ -130,8 +130,30 @@ def activated_ns(conn: Connection, watch: Row[Any]) -> int:
     return round(datetime.fromisoformat(conn.execute(query).scalar_one()).timestamp() * 1e9)
 
 
-def enter(conn: Connection, watch_id: int, calls: Sequence[UnitCall], read_to: int) -> None:
-    """Enter calls of units, and note how far the calls were read.
+def first_calls(conn: Connection, watch_id: int, calls: Iterable[UnitCall]) -> list[UnitCall]:
+    """Those of these calls that `enter` would make the first ones of their units, of units that are tested and have
+    no outcome."""
+    earliest: dict[str, UnitCall] = {}
+    for call in calls:
+        if call.unit not in earliest or call.started_ns < earliest[call.unit].started_ns:
+            earliest[call.unit] = call
+    query = select(watch_units).where(watch_units.c.watch_id == watch_id)
+    for row in rows_in(conn, query, watch_units.c.unit, list(earliest)):
+        if row.place is not None or row.arm == "" or earliest[row.unit].started_ns >= row.started_ns:
+            del earliest[row.unit]
+    return [call for call in earliest.values() if call.arm]
+
+
+def enter(
+    conn: Connection,
+    watch_id: int,
+    calls: Iterable[UnitCall],
+    found: Mapping[str, Outcome],
+    read_to: int,
+    now_ns: int,
+) -> None:
+    """Enter calls of units with the outcomes that were `found` by unit, and note how far the calls were read: all at
+    once, so that a crash loses no outcome.
 
     A call that began before the known first one, on a replica whose log was read later, takes its place while the
     unit has no outcome.
@@ -146,6 +168,7 @@ def enter(conn: Connection, watch_id: int, calls: Sequence[UnitCall], read_to: i
         # One answered outside of its arm, as what follows a response of the other version, takes the unit out.
         arm = case((added.excluded.arm == "", ""), else_=watch_units.c.arm)
         conn.execute(added.on_conflict_do_update(set_={**first, "arm": arm, "calls": watch_units.c.calls + 1}))
+    decide(conn, watch_id, found, now_ns)
     conn.execute(update(watches).where(watches.c.id == watch_id).values(read_to=read_to))
 
 
@@ -227,7 +250,7 @@ def _outcome(conn: Connection, row: Row[Any]) -> Outcome | None:
         return Outcome(Result.MISSING, "the question repeats another one")
     newest = select(verdicts.c.reason).where(verdicts.c.task_id == row.task_id).order_by(verdicts.c.created_at.desc())
     reason = conn.execute(newest.limit(1)).scalar_one_or_none() or ""
-    if _OF_THE_QUESTION.match(reason):
+    if reason.startswith(_OF_THE_QUESTION):
         return Outcome(Result.MISSING, "the question was filtered out")
     return Outcome(Result.FAILURE, "rejected")
 
@@ -340,7 +363,7 @@ def of_deployment(conn: Connection, deployment: int) -> Row[Any] | None:
 
 
 def as_json(watch: Row[Any]) -> dict[str, Any]:
-    """A watch that has ended, or its row."""
+    """A watch for `--json`; `figures` are those of its end."""
     return {
         "state": watch.state,
         "alias": watch.alias,

@@ -34,10 +34,9 @@ def put_watch(conn: Connection, directory: Path) -> None:
     calls = [
         UnitCall(n, f"call-{n}", f"{n:016x}", arm, "conversation", "agent@r0002", n, n) for n, arm in enumerate(arms)
     ]
-    watches.enter(conn, watch.id, calls, read_to=22)
     found = [GOOD] * 9 + [BAD] + [None] + [GOOD] * 6 + [BAD] * 2 + [LOST] * 2 + [None]
     outcomes = {call.unit: each for call, each in zip(calls, found, strict=True) if each is not None}
-    watches.decide(conn, watch.id, outcomes, now_ns=60 * 10**9)
+    watches.enter(conn, watch.id, calls, outcomes, read_to=22, now_ns=60 * 10**9)
 
 
 @pytest.fixture

@@ -261,6 +261,23 @@ async def test_errors_that_no_trace_shows_count_against_a_version(watched: Watch
     assert (await watched.row()).figures["new"]["reasons"] == {"an error of the engine": 30}
 
 
+async def test_a_process_that_dies_while_it_reads_calls_loses_no_outcome(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.pull(*(watched.call("new", status=500, answer={"error": {"message": "dead"}}) for _ in range(3)))
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place in (CallLogCopy, "calls_of"), (watches, "decide"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, killed)
+            with pytest.raises(KeyboardInterrupt):
+                await watched.watch().look()
+    await watched.watch().look()
+    assert await watched.store.read(watches.results, (await watched.row()).id) == [(True, Result.FAILURE)] * 3
+
+
 async def test_units_that_go_on_after_a_response_are_counted_and_not_tested(watched: Watched) -> None:
     watch = watched.watch()
     watched.pull(*(watched.call("", 900 + n, status=500, answer={"error": "x"}) for n in range(30)))
