@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -75,9 +74,9 @@ class AdapterSlots:
                 await _free_slots(scope)
             await with_body(self._app, scope, body, receive, send)
 
-    async def unload(self, scope: Scope, receive: Receive, send: Send, serving: Collection[str]) -> None:
-        """Pass the request to vLLM unless the adapter is one of those `serving`, the targets of aliases: a process
-        that was stopped in the middle of a swap may ask late. Raises RefusedError.
+    async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request to vLLM unless an alias stands for the adapter, alone or while it is split: a process that
+        was stopped in the middle of a swap may ask late. Raises RefusedError.
 
         Then the copies of adapters are removed that are neither loaded nor of an alias. Requests in flight do not
         read them: the engine keeps the weights until the next load.
@@ -87,7 +86,7 @@ class AdapterSlots:
             return
         wanted = parsed(body, MAX_BYTES)
         name = wanted.get("lora_name") if isinstance(wanted, dict) else None
-        if name in serving:
+        if any(each.name == name for each in self._versions()):
             raise RefusedError(409, f"an alias stands for {name}")
         copies = await asyncio.to_thread(self.sent.copies) if self.sent is not None else []
         await with_body(self._app, scope, body, receive, send)
@@ -95,8 +94,12 @@ class AdapterSlots:
             return
         with contextlib.suppress(ValueError, KeyError, TypeError):  # an engine that has died lists nothing
             used = set((await self._loaded(scope, routes.UNLOAD_ADAPTER)).values())
-            used |= {each.path or "" for target in self._aliases.targets.values() for each in target.versions}
+            used |= {each.path or "" for each in self._versions()}
             await asyncio.to_thread(self.sent.remove, [copy for copy in copies if str(copy) not in used])
+
+    def _versions(self) -> list[AliasTarget]:
+        """What aliases stand for."""
+        return [each for target in self._aliases.targets.values() for each in target.versions]
 
     async def _loaded(self, scope: Scope, route: str) -> dict[str, str]:
         """vLLM's adapters with their folders, from its own list of models."""

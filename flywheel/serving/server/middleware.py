@@ -219,8 +219,7 @@ class AliasMiddleware:
         elif method == "POST" and path == routes.LOAD_ADAPTER:
             await self._slots.load(scope, receive, send)
         elif method == "POST" and path == routes.UNLOAD_ADAPTER:
-            serving = [target.name for target in self._aliases.targets.values()]
-            await self._slots.unload(scope, receive, send, serving)
+            await self._slots.unload(scope, receive, send)
         elif path.startswith(routes.SAGEMAKER_ADAPTERS):
             raise RefusedError(404, f"adapters are loaded at {routes.LOAD_ADAPTER}")
         elif method == "POST" and path in routes.INFERENCE and is_json(scope):

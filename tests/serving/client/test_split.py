@@ -83,6 +83,10 @@ async def test_neither_version_of_a_split_is_unloaded(split: Fleet) -> None:
         await each.load("agent@r0003", split.paths["r0003"])
     assert await retire(split.replicas, "agent", [], 0) == {each.url: ["agent@r0003"] for each in split.replicas}
     assert [set(app.loaded) for app in split.apps] == [{OLD, NEW}] * 2
+    # Nor for whoever asks.
+    for name in (OLD, NEW):
+        with pytest.raises(ServeError, match=f"an alias stands for {name}"):
+            await split.replicas[0].unload(name)
 
 
 @pytest.mark.parametrize("name", ["r0001", "r0002", None])
