@@ -171,18 +171,16 @@ class Deployer:
         last = await self._store.read(deployments.newest_rollback)
 
         async def deployed(found: list[Replica]) -> SwapReport:
-            if not isinstance(instead_of, EllipsisType):
-                # Inside the lock: its last holder may have deployed something else.
-                active = await self._store.read(deployments.active, self._alias)
-                if (serves := active.adapter if active is not None else None) not in (adapter, instead_of):
-                    raise ServeError(attempted, rounds.other_serves(instead_of, serves))
+            # Inside the lock: its last holder may have deployed something else.
+            active = await self._store.read(deployments.active, self._alias)
+            serves = active.adapter if active is not None else None
+            if not isinstance(instead_of, EllipsisType) and serves not in (adapter, instead_of):
+                raise ServeError(attempted, rounds.other_serves(instead_of, serves))
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
             servers = await ask(found, self._alias, self._has_left)
-            now = await self._store.read(deployments.active, self._alias)
-            before = now.adapter if now is not None else None
-            if split is not None and before == adapter:
+            if split is not None and serves == adapter:
                 raise ServeError(attempted, "it serves already, and an alias is split between two versions")
-            recorded = {"other": before, **asdict(split)} if split is not None else None
+            recorded = {"other": serves, **asdict(split)} if split is not None else None
             other = await self._other(recorded)
             await self._make_room(servers, adapter, self._fence(last))
             urls = [each.url for each in servers]
@@ -222,7 +220,7 @@ class Deployer:
             if active is None or active.split is None:
                 return None
             try:
-                ref = await self._ref(active.adapter)
+                ref = await self._store.read(rounds.adapter_ref, active.adapter)
                 report = await rollback(servers, self._alias, ref, fence=self._fence(last))
             except RollbackError as error:
                 if any(not replica.error for replica in error.report.replicas):
@@ -234,9 +232,6 @@ class Deployer:
 
         async with self._replicas(WAIT_SECONDS) as (servers, _):
             return await self._unless_rolled_back(last, ended(servers))
-
-    async def _ref(self, adapter: str | None) -> AdapterRef | None:
-        return _ref(await self._store.read(rounds.adapter, adapter)) if adapter else None
 
     async def _other(self, split: dict[str, Any] | None) -> OtherVersion | None:
         """The other version of a recorded split."""
@@ -255,8 +250,9 @@ class Deployer:
             active = await self._store.read(deployments.active, self._alias)
             if self._config.serving.max_loras < SPLIT_SLOTS and active is not None and active.split is not None:
                 # The split ends with the swap, and until then its versions would keep all slots.
+                ref = await self._store.read(rounds.adapter_ref, active.adapter)
                 with contextlib.suppress(RollbackError):
-                    await rollback(servers, self._alias, await self._ref(active.adapter), fence=fence)
+                    await rollback(servers, self._alias, ref, fence=fence)
             recent = await self._store.read(deployments.in_use, self._alias, drain)
             keep = await self._store.read(deployments.in_use, self._alias, 0)
             await make_room(servers, self._alias, adapter, recent, keep, drain)

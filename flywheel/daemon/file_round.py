@@ -9,7 +9,6 @@ import math
 import random
 import sys
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +26,7 @@ from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import DataSet, answer_of, trainer_python
 from flywheel.sources.jsonl.record import DataRow
 from flywheel.system.files import tree_sha256
+from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
@@ -91,14 +91,7 @@ def run_on_files(
     interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the round fails.
     """
     spec = spec_of(settings, train_dataset, eval_dataset, epochs=epochs, python=python)
-    work = train_on_files(spec, directory, settings, python=python)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    # In a notebook, whose cells run in a loop.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+    return run_coroutine(train_on_files(spec, directory, settings, python=python))
 
 
 def spec_of(

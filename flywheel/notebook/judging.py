@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +19,7 @@ from flywheel.records.verdict import Outcome, Verdict
 from flywheel.sources.jsonl.record import entries_of, rows_of
 from flywheel.store import ledger, verdicts
 from flywheel.store.kernel.database import Store
+from flywheel.system.signals import run_coroutine
 
 ATTEMPTED: Final = "judge replies"
 
@@ -50,13 +48,7 @@ def judge_replies(
     A reply that the judge does not decide has the outcome `undecided` and an `error`. Raises ConfigError for a wrong
     rubric, reply or setting, and JudgeError if the judge cannot be used.
     """
-    stop = threading.Event()
-    with ThreadPoolExecutor(1, "flywheel-judge") as thread:
-        judging = thread.submit(asyncio.run, _judge(rubric, replies, judge, cache, stop, progress=progress))
-        try:
-            return judging.result()
-        finally:
-            stop.set()  # An interrupted cell waits only for the calls in flight.
+    return run_coroutine(ajudge_replies(rubric, replies, judge=judge, cache=cache, progress=progress))
 
 
 async def ajudge_replies(
@@ -68,29 +60,19 @@ async def ajudge_replies(
     progress: bool = False,
 ) -> list[Verdict]:
     """`judge_replies` in the caller's event loop."""
-    return await _judge(rubric, replies, judge, cache, threading.Event(), progress=progress)
-
-
-async def _judge(
-    rubric: Rubric | Mapping[str, Any] | str | Path,
-    replies: Iterable[Mapping[str, Any]],
-    judge: Config | Mapping[str, Any] | str | Path,
-    cache: str | Path | None,
-    stop: threading.Event,
-    *,
-    progress: bool,
-) -> list[Verdict]:
     entries = tuple(entries_of(rows_of(_lines(replies), Path("replies"), ATTEMPTED), ATTEMPTED))
     async with _store(None) as store, _store(cache) as kept:
         judging = TaskJudging(store, _config(judge), rubric=_rubric(rubric))
         keys = [entry.key for entry in entries]
         await _record(store, entries)
         await store.write(verdicts.copy, await kept.read(verdicts.decided, keys))
-        with _bar(len(keys), shown=progress) as step:
-            report = await judging.run(stop=stop, on_judged=lambda _: step())
-        if cache is not None:
-            await _record(kept, entries)
-            await kept.write(verdicts.copy, await store.read(verdicts.decided, keys))
+        try:
+            with _bar(len(keys), shown=progress) as step:
+                report = await judging.run(on_judged=lambda _: step())
+        finally:  # What was paid for is kept, also if it is interrupted.
+            if cache is not None:
+                await _record(kept, entries)
+                await kept.write(verdicts.copy, await store.read(verdicts.decided, keys))
         if report.error is not None:
             raise report.error
         hashes = judging.rubric.hash, judging.grader.judge_hash

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +13,7 @@ from flywheel.records.round import ROLLOUTS_FILE
 from flywheel.store.kernel.database import read_once
 from flywheel.store.kernel.schema import adapters, judge_models, rounds, tasks, verdicts
 from flywheel.store.verdicts import CHAIN, PERSON
+from flywheel.system.signals import run_coroutine
 from flywheel.training.data.rollout_file import prompts_of, read_rollouts
 
 Row = dict[str, Any]
@@ -79,13 +78,11 @@ class State:
 
     def _pages(self, page: Callable[[Connection, int], Sequence[Row]]) -> Iterator[Row]:
         after = 0
-        # In a thread: a notebook's event loop runs in this one.
-        with ThreadPoolExecutor(1, "flywheel-state") as thread:
-            while found := thread.submit(asyncio.run, read_once(self.directory, page, after)).result():
-                after = found[-1]["number"]
-                for row in found:
-                    del row["number"]
-                    yield row
+        while found := run_coroutine(read_once(self.directory, page, after)):
+            after = found[-1]["number"]
+            for row in found:
+                del row["number"]
+                yield row
 
 
 def open_state(path: str | Path) -> State:

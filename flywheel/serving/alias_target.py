@@ -76,3 +76,8 @@ class AliasTarget:
     def versions(self) -> tuple[AliasTarget, ...]:
         """The target, and the other version of a split."""
         return (self, self.split.other) if self.split else (self,)
+
+
+def version_names(target: str, split: Split | None) -> list[str]:
+    """The served names of what answers: the target, and the other version of a split."""
+    return [target, split.other.name] if split else [target]

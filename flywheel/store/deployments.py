@@ -178,6 +178,12 @@ def _is_rollback() -> ColumnElement[bool]:
     return deployments.c.reason.startswith(ROLLBACK)
 
 
+def rollback_cause(reason: str) -> str | None:
+    """What a deployment's reason adds to `ROLLBACK`, such as `: worse in traffic`, empty if nothing; None if it is no
+    rollback."""
+    return reason.removeprefix(ROLLBACK) if reason.startswith(ROLLBACK) else None
+
+
 def check_unfinished(conn: Connection, deployment: int) -> None:
     """Raises StoreError if the deployment has ended."""
     _unfinished_state(conn, deployment)

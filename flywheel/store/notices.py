@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, func, select
 
 from flywheel.config import NoticeType
 from flywheel.records.states import DeadLetterState, DeploymentState, RoundState
-from flywheel.store.deployments import ROLLBACK
+from flywheel.store.deployments import rollback_cause
 from flywheel.store.kernel import database
 from flywheel.store.kernel.schema import dead_letters, deployments, events, rounds, sources
 from flywheel.store.kernel.transitions import record
@@ -106,9 +106,8 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
             page = f"/rounds/{subject}"
     elif event.kind == deployments.name:
         alias, adapter, reason = row_of(deployments.c.alias, deployments.c.adapter, deployments.c.reason)
-        if not reason.startswith(ROLLBACK):
+        if (why := rollback_cause(reason)) is None:
             return None
-        why = reason.removeprefix(ROLLBACK)
         subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}{why}"
     elif event.kind == dead_letters.name:
         unit, subject, error = row_of(dead_letters.c.kind, dead_letters.c.subject, dead_letters.c.error)

@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -41,6 +41,34 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="judging", daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, also in a thread in which an event loop runs already, as it does in a notebook.
+
+    What interrupts it, as a cell is interrupted, cancels `work` and waits for its end.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.set_result((asyncio.get_running_loop(), task))
+        return await work
+
+    with ThreadPoolExecutor(1, "flywheel-loop") as thread:
+        ended = thread.submit(asyncio.run, run())
+        try:
+            return ended.result()
+        except BaseException:
+            if not ended.done():
+                loop, task = begun.result()
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, GateDecision, SuiteComparison
 from flywheel.records.states import RoundState
-from flywheel.store.deployments import BY_HAND, ROLLBACK, ServingPeriod
+from flywheel.store.deployments import BY_HAND, ServingPeriod, rollback_cause
 from flywheel.store.views.gate_outcomes import GateOutcome
 from flywheel.system.terminal import percent, quantity
 from flywheel.training.gate.gate import of_tripwire
@@ -66,7 +66,8 @@ def later(outcome: GateOutcome) -> str:
         return f"{since}."
     if len(outcome.services) == 1:
         return f"It served as {first.alias} from {_time(first.activated_at)} to {_time(first.retired_at)}."
-    again = "by a rollback" if last.reason.startswith(ROLLBACK) else "by hand" if last.reason == BY_HAND else "again"
+    is_rollback = rollback_cause(last.reason) is not None
+    again = "by a rollback" if is_rollback else "by hand" if last.reason == BY_HAND else "again"
     return (
         f"It served as {first.alias} from {_time(first.activated_at)}, was last deployed {again}, and {_until(last)}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from flywheel.errors import ConfigError, JudgeError
 from flywheel.records.verdict import Verdict
 from tests.cli.filter_bench import CRITERIA, Bench, says
 from tests.factories.judge_server import JudgeServer
+from tests.waiting import until
 
+GOOD = "good: \\boxed{1}"
 ANSWERS = ["good: \\boxed{1}", "bad: \\boxed{0}", "good: nothing boxed", "good: \\boxed{1}"]
 REPLIES: list[dict[str, Any]] = [{"main_query": f"{n} + 1?", "answer": text} for n, text in enumerate(ANSWERS)]
 RUBRIC = {"id": "r", "threshold": 0.7, "criteria": CRITERIA}
@@ -69,6 +72,21 @@ def test_a_cache_asks_about_the_same_reply_once_and_about_another_one_of_the_sam
         assert judge.calls == calls + 3
         assert judged(*ANSWERS[:2]) == ["accepted", "rejected"]
         assert judge.calls == calls + 3
+
+
+async def test_what_was_judged_before_an_interruption_is_kept(tmp_path: Path) -> None:
+    with JudgeServer(says, delay_seconds=0.3) as judge:
+        settings = {"base_url": judge.base_url, "model": "judge", "max_thread": 1}
+        replies = [{"main_query": f"{n} + 1?", "answer": GOOD} for n in range(40)]
+        cell = asyncio.create_task(package.ajudge_replies(RUBRIC, replies, judge=settings, cache=tmp_path / "cache"))
+        await until(lambda: judge.calls > 6, "some calls")
+        cell.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cell
+        asked, judge.delay_seconds = judge.calls, 0.0
+        again = await package.ajudge_replies(RUBRIC, replies, judge=settings, cache=tmp_path / "cache")
+        assert outcomes(again) == ["accepted"] * 40
+        assert judge.calls - asked < 40
 
 
 def test_a_reply_that_cannot_be_judged_is_undecided_and_says_why() -> None:

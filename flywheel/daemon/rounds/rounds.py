@@ -438,10 +438,10 @@ class Rounds:
         if row is None or own is None or row.parent is None:
             return None
         active = await self._store.read(deployments.active, own.config.model.alias)
-        is_rollback = active is not None and active.reason.startswith(deployments.ROLLBACK)
-        if active is None or not is_rollback or row.parent == active.adapter or row.parent != active.previous:
+        if active is None or row.parent == active.adapter or row.parent != active.previous:
             return None
-        why = active.reason.removeprefix(deployments.ROLLBACK)
+        if (why := deployments.rollback_cause(active.reason)) is None:
+            return None
         return await self.cancel(row.parent, f"its parent {row.parent} was rolled back{why}")
 
     async def cancel(self, parent: str, why: str) -> str | None:

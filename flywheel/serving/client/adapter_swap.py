@@ -34,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.records.round import AdapterRef, Probe
 from flywheel.records.states import DeploymentState
-from flywheel.serving.alias_target import AliasTarget, Split
+from flywheel.serving.alias_target import AliasTarget, Split, version_names
 from flywheel.serving.client.replica_client import Alias, AliasChangedError, Condition, Replica, every
 from flywheel.serving.client.weight_verification import ProbeFigures, prove
 
@@ -234,7 +234,7 @@ class _Step:
     @property
     def names(self) -> list[str]:
         """The served names of the versions."""
-        return [self.target, self.split.other.name] if self.split else [self.target]
+        return version_names(self.target, self.split)
 
     def is_new(self, name: str) -> bool:
         """Whether the version does not serve there yet."""

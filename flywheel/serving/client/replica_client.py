@@ -15,7 +15,7 @@ import httpx2
 from flywheel.errors import ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
-from flywheel.serving.alias_target import AliasTarget, Split
+from flywheel.serving.alias_target import AliasTarget, Split, version_names
 from flywheel.serving.calls.call_log import MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
@@ -155,7 +155,7 @@ class Alias:
     @property
     def versions(self) -> list[str]:
         """The target, and the other version of a split."""
-        return [self.target, self.split.other.name] if self.split else [self.target]
+        return version_names(self.target, self.split)
 
 
 class AliasChangedError(ServeError):

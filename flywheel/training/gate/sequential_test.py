@@ -55,12 +55,6 @@ class SequentialTest:
         """Whether the e-value has reached the limit at any time."""
         return self.log_most >= math.log(LIMIT)
 
-    @property
-    def rates(self) -> tuple[float | None, float | None]:
-        """Observed success rates of the old and the new version; None without units."""
-        old, new = (done / all_ if all_ else None for done, all_ in zip(self.successes, self.units, strict=True))
-        return old, new
-
     def _rates(self) -> tuple[float, float]:
         """Estimated rates in (0, 1), the old one not below the new one."""
         done, all_ = [0.5 + each for each in self.successes], [1.0 + each for each in self.units]
