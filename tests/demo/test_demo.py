@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ import yaml
 
 from demo import panel
 from demo.__main__ import SCENE
-from flywheel.config import load
+from flywheel.config import load, parse
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,6 +77,9 @@ def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
     assert (Path(config.model.base) / "config.json").is_file()
     assert config.filter.rubric.is_file()
     assert load(ROOT / "configs" / "demo.yaml").model.alias == config.model.alias == "demo-agent"
+    assert config.deploy.watch.new_share == 1
+    watched = parse(replace(SCENE, watches=True).settings(tmp_path, "http://127.0.0.1:1/v1", 2), "watched", tmp_path)
+    assert (watched.deploy.watch.new_share, watched.deploy.watch.until_units) == (0.5, 120)
 
 
 @pytest.mark.slow

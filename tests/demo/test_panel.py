@@ -85,6 +85,15 @@ def test_the_panel_after_rounds() -> None:
     assert "gathering samples: 20 of 48" in shown
 
 
+def test_the_panel_while_a_promotion_is_watched() -> None:
+    new, old = ({"version": name, "rate": rate, "outcomes": 36} for name, rate in (("r0001", 0.67), ("base", 0.28)))
+    watch = {"figures": {"new": new, "old": old, "e_value": 1.0}}
+    told = "r0001 0.67 of 36 against base 0.28 of 36, e-value 1 of 20"
+    assert told in text(panel.render(status(watch=watch), []))
+    assert panel.plain(status(watch=watch), []).endswith(f"; {told}")
+    assert panel.watching(status(watch=None)) == ""
+
+
 def test_the_panel_before_anything_has_happened() -> None:
     empty = status(replies={}, tasks={}, free_samples=0)
     assert "0" in text(panel.render(empty, []))
