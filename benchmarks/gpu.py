@@ -7,8 +7,11 @@ are those of the unquantised model. Settings are Flywheel's defaults. `grpo_4bit
 
 `step_s` is the median over the steps after the first, `tokens_per_s` are tokens of prompts and completions without
 padding, each counted once, `held_gib` is memory before the first step, `peak_gib` the most (both of torch's tensors).
-`logprobs` are mean absolute differences of log-probabilities, in nats. `memory` is a step that runs out of memory and
-is repeated in smaller micro-batches, with the gradient's difference from that of small micro-batches.
+`logprobs` are mean absolute differences of log-probabilities, in nats. `small_model` is SFT of a genuine model, whose
+folder is `--model` (`make model` prints it), on the support desk of `make demo-real`: negative log-likelihoods of
+held-out replies, in nats a token, before and after, and after with the adapter on the unquantised base. `memory` is a
+step that runs out of memory and is repeated in smaller micro-batches, with the gradient's difference from that of
+small micro-batches.
 
 A part that fails says so, and the program ends with 1. `--quick` uses a tiny model, on the CPU if there is no GPU.
 `--table` prints the tables of the documentation from the file of figures.
@@ -50,8 +53,9 @@ CASES: Final = {
 }
 
 
-def parts(scratch: Path, *, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+def parts(scratch: Path, model_dir: str | None, *, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     """What is measured, by name. All rollouts need what the first part measures."""
+    from benchmarks import gpu_small_model
     from benchmarks import gpu_training as training
 
     model = {name: values[quick] for name, values in SIZES.items()}
@@ -83,8 +87,13 @@ def parts(scratch: Path, *, quick: bool) -> dict[str, Callable[[], dict[str, Any
         rows = training.rollouts(samples, unquantised)[: 2 * training.GROUP]
         return training.memory_shortage(size, base, scratch / "memory", rows, limited=not quick)
 
+    def small_model() -> dict[str, Any]:
+        folder = str(training.POLICY) if quick else str(model_dir)
+        return gpu_small_model.learn(folder, scratch, quantizations, quick=quick)
+
     cases = [name for name in CASES if "_" not in name or name.partition("_")[2] in quantizations]
-    return {"logprobs": logprobs, **{name: partial(case, name) for name in cases}, "memory": memory}
+    own = {"small_model": small_model} if quick or model_dir else {}
+    return {"logprobs": logprobs, **{name: partial(case, name) for name in cases}, **own, "memory": memory}
 
 
 def machine() -> dict[str, str]:
@@ -126,6 +135,14 @@ def table(found: Mapping[str, Any]) -> str:
             gaps.append((name, *(_number(value, ".4f") for value in values)))
         heads = ("base", "from float32, nats", "from unquantised, nats", "`logprob_gap` of the first step")
         made.append(measurement.markdown(heads, gaps))
+    if "small_model" in good:
+        figures = ("from_float32", "from_unquantised", "nll_before", "nll_after", "nll_served")
+        small = [
+            (name, *(_number(each.get(of), ".4f") for of in figures), f"{each['tokens_per_s']:,}")
+            for name, each in good["small_model"].items()
+        ]
+        heads = ("base", "from float32, nats", "from unquantised, nats", "NLL before", "NLL after", "NLL as served")
+        made.append(measurement.markdown((*heads, "tokens a second"), small))
     if "memory" in good:
         each = good["memory"]
         values = [
@@ -148,6 +165,7 @@ def main() -> None:
     parser = measurement.parser("gpu", __doc__)
     parser.add_argument("--results", type=Path, help=f"write them there, too; of --table: {RESULTS.name}")
     parser.add_argument("--only", nargs="+", metavar="PART", help="measure these parts, and keep the others' figures")
+    parser.add_argument("--model", metavar="DIR", help="the genuine model of `small_model`; without it, not measured")
     parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")
     options = parser.parse_args()
     if options.table:
@@ -161,7 +179,7 @@ def main() -> None:
     before, found = machine(), read(options.results) if options.only and options.results else {}
     before = found.pop("machine", {}) | before
     with measurement.folders(options.dir) as (_, scratch):
-        for name, part in parts(scratch, quick=options.quick).items():
+        for name, part in parts(scratch, options.model, quick=options.quick).items():
             is_asked = not options.only or name in options.only
             if not is_asked and name != "logprobs":
                 continue

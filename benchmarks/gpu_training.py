@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PrinterCallback, Qwen3Config, Qwen3ForCa
 from trl import import_utils
 
 from flywheel.config import Config
+from flywheel.records.round import AdapterRef
 from flywheel.training.data.groups import group_advantages
 from flywheel.training.data.samples import Pair, RecordedReply, Sample, TrainingRow
 from flywheel.training.engine.policy import load_policy, trainer_dtypes
@@ -106,30 +107,36 @@ def rollouts(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> 
     ]
 
 
-def load(base: str, settings: Config) -> tuple[Any, torch.dtype]:
-    """The policy, and in what it computes, as a round's trainer has them. Policies that were dropped are freed."""
+def load(base: str, settings: Config, parent: AdapterRef | None = None) -> tuple[Any, torch.dtype]:
+    """The policy, and in what it computes, as a round's trainer has them, on the GPU if there is one. Policies that
+    were dropped are freed."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
     dtype, compute = trainer_dtypes(base, settings.training.precision)
     quantization = settings.model.trainer_quantization
-    model = load_policy(base, None, settings.training.lora, SEED, dtype=dtype, quantization=quantization)
+    model = load_policy(base, parent, settings.training.lora, SEED, dtype=dtype, quantization=quantization)
+    if quantization is None:
+        model.to(DEVICE)
     return model, model.dtype if compute == "auto" else getattr(torch, compute)
 
 
 def logprobs_of(base: str, settings: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """Log-probabilities of the completions by the model as the trainer holds it, from its whole logits."""
+    """Log-probabilities of the completions by the model as the trainer holds it before its first step."""
     model, compute = load(base, settings)
-    if settings.model.trainer_quantization is None:
-        model.to(DEVICE)
+    return logprobs(model, compute, samples)
+
+
+def logprobs(model: Any, compute: torch.dtype, samples: Sequence[Sample]) -> list[list[float]]:
+    """Log-probabilities of the completions, from the model's whole logits."""
     model.eval()
     found = []
     with torch.no_grad(), torch.autocast(DEVICE, dtype=compute, enabled=compute != torch.float32):
         for sample in samples:
             ids = torch.tensor([sample.token_ids], device=DEVICE)
             logits = model(input_ids=ids).logits[0, :-1].float()  # (T - 1, V)
-            logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            found.append(logprobs[sample.loss_mask.count(False) - 1 :].tolist())
+            values = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            found.append(values[sample.loss_mask.count(False) - 1 :].tolist())
     return found
 
 
@@ -153,7 +160,7 @@ class Run(TrainerCallback):  # type: ignore[misc]
         self.gradient: dict[str, torch.Tensor] = {}
         """Of the first step."""
         self.autocast = "none"
-        self.model, compute = load(base, settings)
+        self.model, self.compute = load(base, settings)
         items: Any = samples
         if stage == "sft":
             items = [RecordedReply(f"t{place}", (sample,)) for place, sample in enumerate(samples)]
@@ -172,7 +179,7 @@ class Run(TrainerCallback):  # type: ignore[misc]
             "processing_class": AutoTokenizer.from_pretrained(base),
             "callbacks": [self, StepLog(report)],
         }
-        arguments: dict[str, Any] = {"seed": SEED, "compute_dtype": compute}
+        arguments: dict[str, Any] = {"seed": SEED, "compute_dtype": self.compute}
         if stage == "dpo":
             args = dpo_config(settings, folder / "checkpoints", **arguments)
             self.trainer = PairTrainer(pairs_of=items_of, args=args, **common)

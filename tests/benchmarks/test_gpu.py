@@ -69,6 +69,9 @@ def test_a_quick_run(tmp_path: Path) -> None:
     # The engine's log-probabilities are those of the model that is trained, by another computation.
     assert 0 < result["logprobs"]["unquantised"]["from_float32"] < 0.1
     assert result["grpo"]["logprob_gap"] < 0.1
+    small = result["small_model"]["unquantised"]
+    assert small["nll_after"] < small["nll_before"], "SFT did not lower the loss on held-out replies"
+    assert small["nll_served"] == pytest.approx(small["nll_after"], abs=0.05)
     memory = result["memory"]
     assert memory["repeated_tokens"][0] == memory["asked_tokens"] > memory["sufficed_tokens"]
     assert 0 < memory["gradient_difference"] < 0.05
