@@ -138,11 +138,11 @@ def table(found: Mapping[str, Any]) -> str:
     if "small_model" in good:
         figures = ("from_float32", "from_unquantised", "nll_before", "nll_after", "nll_served")
         small = [
-            (name, *(_number(each.get(of), ".4f") for of in figures), f"{each['tokens_per_s']:,}")
+            (name, *(_number(each[of], ".4f") for of in figures), f"{each['step_s']:.2f}")
             for name, each in good["small_model"].items()
         ]
         heads = ("base", "from float32, nats", "from unquantised, nats", "NLL before", "NLL after", "NLL as served")
-        made.append(measurement.markdown((*heads, "tokens a second"), small))
+        made.append(measurement.markdown((*heads, "seconds a step"), small))
     if "memory" in good:
         each = good["memory"]
         values = [

@@ -72,9 +72,7 @@ def learn(base: str, scratch: Path, quantizations: tuple[str, ...], *, quick: bo
             "nll_after": _nll(after),
             "nll_served": _nll(served),
             "step_s": steps["step_s"],
-            "tokens_per_s": steps["tokens_per_s"],
             "peak_gib": steps["peak_gib"],
-            "logprob_gap": steps["logprob_gap"],
         }
     return found
 
