@@ -95,8 +95,8 @@ def train_round(
 
 def _shortage(conn: Connection, config: Config, target: str | None) -> str:
     """That a new round would have fewer samples than it should; empty if it has enough."""
-    from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
     from flywheel.daemon.rounds.planner import next_with_samples
+    from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache
     from flywheel.store.rounds import live
 
     available = AvailableSamplesCache(next_with_samples(conn, config, target)).now(conn)

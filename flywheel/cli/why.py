@@ -73,8 +73,7 @@ def _print_round(story: dict[str, Any]) -> None:
             f"judged: {usage['judge_calls']:,} calls for {usage['rollouts']:,} rollouts,"
             f" {usage['judge_prompt_tokens']:,} tokens sent, {usage['judge_completion_tokens']:,} received"
         )
-    if sampling := story["sampling"]:
-        _print_sampling(sampling)
+    _print_sampling(story["sampling"], story["selection"])
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
     _print_watches(story["watches"])
@@ -83,7 +82,8 @@ def _print_round(story: dict[str, Any]) -> None:
     conversations = quantity(len(story["conversations"]), "conversation")
     typer.echo(f"made of {quantity(len(story['samples']), 'sample')} from {conversations}:")
     for sample in story["samples"]:
-        typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
+        replayed = "  replayed" if sample["replayed"] else ""
+        typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}{replayed}")
     for task, reason in story["left_out"].items():
         typer.echo(f"excluded {task}: {reason}")
 
@@ -95,7 +95,14 @@ def _print_watches(watches: list[dict[str, Any]]) -> None:
         typer.echo(f"watched beside {watch['other'] or 'the base model'} {until}: {watch['state']}{why}")
 
 
-def _print_sampling(sampling: dict[str, Any]) -> None:
+def _print_sampling(sampling: dict[str, Any] | None, selection: dict[str, Any] | None) -> None:
+    from flywheel.records.round import RoundSelection
+
+    if selection is not None:
+        for sentence in RoundSelection.model_validate(selection).sentences:
+            typer.echo(f"selected {sentence}")
+    if sampling is None:
+        return
     steps, prompts = quantity(sampling["steps"], "step"), quantity(sampling["prompts"], "prompt")
     size, temperature = quantity(sampling["group_size"], "rollout"), sampling["temperature"]
     typer.echo(f"rollouts: {steps} × {prompts} × {size}, temperature {temperature:g}")
@@ -123,4 +130,4 @@ def _print_reply(reply: dict[str, Any]) -> None:
         score = score_text(verdict["score"])
         typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")
     for used in task["rounds"]:
-        typer.echo(f"  {used['round']} ({used['state']}): {used['split']}")
+        typer.echo(f"  {used['round']} ({used['state']}): {used['split']}{', replayed' if used['replayed'] else ''}")

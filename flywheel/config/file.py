@@ -267,8 +267,12 @@ class Config(Section):
     def _selected(
         self, train: Set[Exclusion], gate: Set[Exclusion], if_accepted: Set[Exclusion] = frozenset()
     ) -> TaskScopes:
-        target = self._target or None
-        return TaskScopes(Scope(frozenset(train), target), Scope(frozenset(gate), target, frozenset(if_accepted)))
+        target, training = self._target or None, self.training
+        uses = training.max_uses if training.prompts == "decided" else 0
+        return TaskScopes(
+            Scope(frozenset(train), target, rejected_uses=uses),
+            Scope(frozenset(gate), target, frozenset(if_accepted)),
+        )
 
     @property
     def max_adapters(self) -> int:

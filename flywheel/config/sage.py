@@ -44,7 +44,8 @@ GROUP: Final = (
 )
 ENDS: Final = "a round writes its adapter at its end, and the gate decides whether it is used"
 LAYOUT: Final = "the model's own chat template, as the server renders it, is the only format"
-CHOICE: Final = "a round uses all free samples up to `trigger.max_samples`, the least used first"
+CHOICE: Final = "a round takes samples up to `trigger.max_samples`, the least used first"
+CLASSES: Final = "classes are by structure, not by words, and have other names"
 STAGES: Final = "a round has the stages that are listed, and always ends at the gate"
 
 READ: Final[Mapping[str, Option]] = {
@@ -95,7 +96,7 @@ SFT: Final[Mapping[str, Option]] = {
         "ingest.train_ratio, gate.max_tasks",
         "whole conversations are held out, so that nothing of them is trained on",
     ),
-    "task_weights": Option("tool_selection 0.35, …", why=CHOICE),
+    "task_weights": Option("tool_selection 0.35, …", "training.task_weights", CLASSES),
     "max_train_samples": Option(None, "trigger.max_samples", "there is always a limit"),
     "max_length": Option(4096, "rollout.max_model_len"),
     "load_in_8bit, load_in_4bit": Option(
@@ -112,7 +113,9 @@ SFT: Final[Mapping[str, Option]] = {
     "use_coreset_selection, coreset_target_size, coreset_strategy, coreset_metric_key": Option(
         "false, null, loss_topk, loss", why=CHOICE
     ),
-    "use_online_continual, continual_buffer_size, continual_replay_ratio": Option("false, 2048, 0.25", why=CHOICE),
+    "use_online_continual, continual_buffer_size, continual_replay_ratio": Option(
+        "false, 2048, 0.25", "training.replay", "a section turns it on: `{ratio: 0.3, buffer: 4096}`"
+    ),
     "lora_r": Option(64, "training.lora.r", "an adapter of a quarter of the size; `configs/production.yaml` has 64"),
     "lora_alpha": Option(128, "training.lora.alpha", "alpha / r, the scale, is 2 as in SAGE"),
     "lora_dropout": Option(

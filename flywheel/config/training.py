@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from flywheel.config.section import HubName, Section, Share, UserPath, WebUrl
+from flywheel.records.selection import TaskClass
 from flywheel.secrets import without_secrets
 from flywheel.system.files import expanded, tidied
 
@@ -86,8 +87,8 @@ class TriggerSettings(Section):
     min_samples: int = Field(default=64, gt=0)
     """Number of free samples that starts a round."""
     max_samples: int = Field(default=2048, gt=0)
-    """Maximum number of samples of a round: first those that were in the fewest finished rounds, then the
-    oldest."""
+    """Maximum number of samples of a round: first those that were in the fewest finished rounds, then the oldest.
+    `training.task_weights` and `training.replay` choose otherwise."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
     """A schedule (crontab, UTC) on which a round also starts, with at least `cron_min_samples`."""
     cron_min_samples: int = Field(default=8, gt=0)
@@ -206,6 +207,44 @@ class DpoSettings(Section):
         return self
 
 
+class ReplaySettings(Section):
+    """Tasks of earlier promoted rounds that a round trains on again, so that the policy does not forget them."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    ratio: float = Field(default=0.3, gt=0, le=1)
+    """Replayed tasks for each new one."""
+    buffer: int = Field(default=4096, gt=0)
+    """The tasks among which they are drawn: so many of the last promoted rounds."""
+
+
+SAGE_CLASSES: Final[Mapping[str, TaskClass]] = {
+    "tool_selection": TaskClass.ONE_TOOL,
+    "multi_step_planning": TaskClass.SEVERAL_TOOLS,
+    "timing_decision": TaskClass.NO_TOOLS,
+    "tool_retrieval": TaskClass.ONE_TOOL,
+}
+"""The nearest class of each of SAGE's, which are found by words of the question."""
+
+
+def _task_weights(given: object) -> object:
+    names = list(given) if isinstance(given, Mapping) else []
+    for name in names:
+        if (near := SAGE_CLASSES.get(str(name))) is not None:
+            raise ValueError(
+                f"{name} is a class of SAGE, by words; classes here are by structure, the nearest: {near}"
+            )
+        if name not in set(TaskClass):
+            raise ValueError(f"there is no class {name}; the classes are {', '.join(TaskClass)}")
+    return given
+
+
+def _some_weight(weights: Mapping[TaskClass, float]) -> Mapping[TaskClass, float]:
+    if weights and not any(weights.values()):
+        raise ValueError("all weights are 0: a round would have no samples")
+    return weights
+
+
 class TrainingSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -213,6 +252,18 @@ class TrainingSettings(Section):
     """The stages of a round in their order, each at most once. `grpo` trains on rollouts of the policy, `sft` on
     accepted replies, `dpo` on pairs of a better and a worse reply. Each starts from the adapter of the one before;
     the gate tests the last. Stages of one round train on different conversations."""
+    prompts: Literal["accepted", "decided"] = "accepted"
+    """Which tasks rollouts are made of: those with an `accepted` reply, or all on which the judge has `decided`.
+    Policies fail more often on prompts with a rejected reply, so that more groups have rewards that differ. Such a
+    task is used by at most `max_uses` rounds, and by none after a promoted one."""
+    task_weights: Annotated[
+        dict[TaskClass, Annotated[float, Field(ge=0)]], BeforeValidator(_task_weights), AfterValidator(_some_weight)
+    ] = {}
+    """Relative numbers of tasks of each class in a round: `several_turns`, `several_tools` (the reply called
+    different tools), `one_tool` and `no_tools`; the first that fits. Classes that are not named are left out. If a
+    class has too few, the others are scaled. Default: classes do not matter."""
+    replay: ReplaySettings | None = None
+    """Default: a round trains on no task of an earlier promoted one."""
     steps: int = Field(default=50, gt=0)
     """Number of steps of a round; each generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
@@ -310,6 +361,8 @@ class TrainingSettings(Section):
     def _stages_once(self) -> Self:
         if len(set(self.stages)) < len(self.stages):
             raise ValueError("stages: each stage can be named once")
+        if self.prompts == "decided" and self.stages == ["sft"]:
+            raise ValueError("prompts: sft trains on accepted replies; decided is for rollouts of grpo and dpo")
         return self
 
 

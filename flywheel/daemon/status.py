@@ -17,8 +17,8 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
-from flywheel.daemon.rounds.free_samples import AvailableSamples, AvailableSamplesCache, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
+from flywheel.daemon.rounds.sample_selection import AvailableSamples, AvailableSamplesCache, new_samples_needed
 from flywheel.daemon.rounds.waiting import told
 from flywheel.daemon.watch_figures import WatchStatus, watch_status
 from flywheel.errors import ConfigError

@@ -115,6 +115,8 @@ class Scope(NamedTuple):
     target: str | None = None
     if_accepted: frozenset[Exclusion] = frozenset()
     """Those of `exclusions` that only tasks with an accepted answer may have."""
+    rejected_uses: int = 0
+    """How many rounds may use a task with a rejected answer as a prompt; 0: none."""
 
 
 EVERY_TARGET: Final = Scope()

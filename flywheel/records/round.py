@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
+from flywheel.system.terminal import quantity
 
 SPEC_FILE = "spec.json"
 METRICS_FILE = "metrics.jsonl"
@@ -139,6 +140,51 @@ class FrozenTarget(Frozen):
     """None: the base model."""
 
 
+class ClassShare(Frozen):
+    """The tasks of a class among the new ones of a round."""
+
+    weight: float
+    wanted: int
+    """What its weight asks for, of the new tasks of all classes."""
+    available: int
+    chosen: int
+
+
+class RoundSelection(Frozen):
+    """How the samples of a round were chosen."""
+
+    seed: int
+    order: str
+    """The order in which the candidates were gone through."""
+    candidates: int
+    """Samples that were free."""
+    chosen: int
+    """New ones: without those that are replayed."""
+    replayed: int = 0
+    """Tasks of earlier promoted rounds."""
+    replayable: int = 0
+    """Those among which they were drawn."""
+    classes: dict[str, ClassShare] = {}
+    """By class, if classes have weights."""
+    widened: dict[str, float] = {}
+    """Shares of one conversation, user or template (0…1) that had to be raised."""
+    left_out: dict[str, int] = {}
+    """The other candidates, by reason."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """What was chosen, and why, for people."""
+        said = [f"{self.chosen:,} of {quantity(self.candidates, 'free sample')}: {self.order}"]
+        if self.replayable:
+            of = f"{quantity(self.replayable, 'task')} of earlier promoted rounds"
+            said.append(f"{self.replayed:,} of {of}, drawn at random")
+        for name, share in self.classes.items():
+            few = f", {share.wanted - share.chosen:,} too few" if share.chosen < share.wanted else ""
+            said.append(f"{name}: {share.chosen:,} of {share.available:,}, {share.wanted:,} by its weight{few}")
+        said += [f"one {name} may be {share:.0%} of it" for name, share in self.widened.items()]
+        return [*said, *(f"left out {number:,}: {why}" for why, number in self.left_out.items())]
+
+
 class RoundSpec(Frozen):
     """Everything that a worker needs."""
 
@@ -156,6 +202,8 @@ class RoundSpec(Frozen):
     """An adapter to compare with the parent: the round trains nothing and has no tasks for it."""
     train: list[RoundTask]
     held_out: list[RoundTask]
+    selection: RoundSelection | None = None
+    """How `train` was chosen; None for a round on files, a debug round, and one that trains nothing."""
     left_out: dict[str, str] = {}
     """Tasks of the round that are not trained on, by id, with the reason."""
     rubric: dict[str, Any]

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, Exclusion, TrainedModels
+from flywheel.records.selection import TaskClass
 from flywheel.records.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.records.states import SkipReason, Split
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, Call, calls_in, functions_by_name
@@ -189,6 +190,14 @@ def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatM
     return Exclusion.UNRECORDED if calls or has_results or not tools else Exclusion.UNCALLED
 
 
+def class_of(reply: Reply) -> TaskClass:
+    """The class of a reply's task. Calls of finish functions are answers, not calls."""
+    if reply.turn or any(message.get("role") == "user" for message in reply.history):
+        return TaskClass.SEVERAL_TURNS
+    called = {call.name for call in calls_in(reply.trajectory)} - FINISH_FUNCTIONS
+    return (TaskClass.NO_TOOLS, TaskClass.ONE_TOOL, TaskClass.SEVERAL_TOOLS)[min(len(called), 2)]
+
+
 def _is_well_formed(call: Call) -> bool:
     try:
         return isinstance(call.parsed, dict)
@@ -208,6 +217,7 @@ class Entry(Struct, frozen=True, gc=False):
       conversation id and time.
     - `excluded`: why rounds leave the task out (see `exclusion`).
     - `target`: the target whose task it is; empty without `targets`, and for none of them.
+    - `structure`: the class of the task (`TaskClass`); empty without a task.
     - `model`: the model that was requested.
     - `asked_alias`: the alias, if nothing recorded says which of its versions answered.
     - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
@@ -238,6 +248,7 @@ class Entry(Struct, frozen=True, gc=False):
     missing: tuple[str, ...] = ()
     root: str = ""
     target: str = ""
+    structure: str = ""
 
     @property
     def split_key(self) -> str:
@@ -353,6 +364,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         missing=reply.missing,
         root=reply.root,
         target=target,
+        structure="" if skip else class_of(reply).value,
     )
 
 

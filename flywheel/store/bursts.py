@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from sqlalchemy import Connection, Row, exists, func, insert, select, update
+from sqlalchemy import Connection, Row, exists, insert, select, update
 
-from flywheel.records.exclusion import EVERY_TARGET, Scope
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import fingerprints, influences, tasks
 from flywheel.store.kernel.transitions import move
-from flywheel.store.samples import allowed, free, tried
 
 NOT_YET_USED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.ACCEPTED)
 """States in which a task of a burst can still be held."""
@@ -54,7 +52,7 @@ def enter(conn: Connection, weights: Mapping[int, Weighed]) -> None:
         conn.execute(insert(influences), rows)
 
 
-def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
+def unknown(conn: Connection, limit: int) -> list[Row[Any]]:
     """Samples (id, payload) without a weight: they were accepted before the filter was configured."""
     weighed = exists().where(influences.c.task_id == tasks.c.id)
     return list(
@@ -63,26 +61,6 @@ def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
             .where(tasks.c.state.in_(FREE), tasks.c.split == Split.TRAIN.value, ~weighed)
             .order_by(tasks.c.id)
             .limit(limit)
-        )
-    )
-
-
-def candidates(conn: Connection, scope: Scope = EVERY_TARGET) -> list[Row[Any]]:
-    """Free samples (id, conversation, user, template), in the order in which rounds take them.
-
-    Unknown values are empty.
-    """
-    return list(
-        conn.execute(
-            select(
-                tasks.c.id,
-                func.coalesce(influences.c.conversation, "").label("conversation"),
-                func.coalesce(influences.c.user, "").label("user"),
-                func.coalesce(influences.c.template, 0).label("template"),
-            )
-            .outerjoin(influences, influences.c.task_id == tasks.c.id)
-            .where(free(), allowed(scope))
-            .order_by(tried(), tasks.c.id)
         )
     )
 

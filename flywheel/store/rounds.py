@@ -189,11 +189,12 @@ def plan(
     trigger: str,
     seed: int,
     more: Sequence[int] = (),
+    replayed: Sequence[int] = (),
     place: Callable[[Path], None] | None = None,
     **values: Any,
 ) -> Row[Any]:
-    """Plan a round and reserve its `samples`; those that are not free any more are left out. It has `more` tasks for
-    training, which keep their states.
+    """Plan a round and reserve its `samples`; those that are not free any more are left out. Rejected ones among
+    them, `more` tasks for training, and those that are `replayed` keep their states.
 
     Its gate `test` asks the tasks `held_out`; `values` are further columns. A round without samples compares an
     adapter, which `place` puts into its directory. Raises TrainError when another round is unfinished or there is no
@@ -205,19 +206,31 @@ def plan(
         raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
     number = first_free(conn, rounds.c.id)
     name = f"r{number:04d}"
-    values |= {"id": number, "name": name, "live": 1, "seed": seed + number, "dir": str(rounds_dir / name)}
+    values |= {"id": number, "name": name, "live": 1, "seed": next_seed(conn, seed), "dir": str(rounds_dir / name)}
     if place is not None:
         # Before the round is stored. Of a number that is not, nobody reads the files.
         place(rounds_dir / name)
     create(conn, RoundState.PLANNED, trigger, trigger=trigger, **values)
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
-    rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in (*reserved, *more)]
-    rows += [{"round_id": number, "task_id": task, "split": Split.HELD_OUT.value} for task in held_out]
+    prompts = rows_in(conn, select(tasks.c.id).where(tasks.c.state == TaskState.REJECTED.value), tasks.c.id, samples)
+    more = [*(row.id for row in prompts), *more]
+    rows = [
+        {"round_id": number, "task_id": task, "split": split.value, "replayed": some is replayed}
+        for some, split in (
+            (reserved, Split.TRAIN), (more, Split.TRAIN), (replayed, Split.TRAIN), (held_out, Split.HELD_OUT)
+        )
+        for task in some
+    ]  # fmt: skip
     conn.execute(insert(round_samples), rows)
     gate_tests.plan(conn, number, test)
     planned = by_name(conn, name)
     assert planned is not None
     return planned
+
+
+def next_seed(conn: Connection, seed: int) -> int:
+    """The seed of the round that is planned next: `seed` and its number."""
+    return seed + first_free(conn, rounds.c.id)
 
 
 def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:

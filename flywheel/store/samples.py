@@ -14,6 +14,7 @@ from sqlalchemy import (
     LargeBinary,
     Row,
     and_,
+    case,
     cast,
     exists,
     func,
@@ -36,11 +37,13 @@ from flywheel.records.exclusion import (
     parsed,
 )
 from flywheel.records.states import Label, RoundState, Split, TaskState
+from flywheel.records.verdict import Outcome
 from flywheel.store.claims import DECIDED
-from flywheel.store.kernel.bulk import count_rows, rows_in
+from flywheel.store.kernel.bulk import chunks, count_rows, rows_in
 from flywheel.store.kernel.schema import (
     available_samples,
     duplicates,
+    influences,
     replies,
     round_samples,
     rounds,
@@ -134,6 +137,9 @@ def recorded_lines(
         yield from ((Split(split), orjson.loads(line)) for split, line in some)
 
 
+_KNOWN_OF: Final = tuple(influences.c[name] for name in ("conversation", "user", "template", "origin"))
+MOST_CANDIDATES: Final = 1 << 16
+"""Samples among which a round's are chosen, at most."""
 LEFT_OUT: Final = "left out"
 """The event of a task of a round that its worker did not use."""
 _TO_COME: Final = (
@@ -142,10 +148,77 @@ _TO_COME: Final = (
 """States of tasks that were not used and may still be."""
 
 
-def free_samples(conn: Connection, limit: int, scope: Scope = EVERY_TARGET) -> list[int]:
-    """Accepted training tasks in the order in which rounds take them."""
-    which = select(tasks.c.id).where(free(), allowed(scope))
-    return list(conn.execute(which.order_by(tried(), tasks.c.id).limit(limit)).scalars())
+def candidates(conn: Connection, scope: Scope = EVERY_TARGET, limit: int | None = None) -> Sequence[Row[Any]]:
+    """Samples that a round may take (`id`, `structure`, and from `influences` `conversation`, `user`, `template` and
+    `origin`, NULL where unknown), in the order in which rounds take them: those that were in the fewest rounds with a
+    result first, then the oldest.
+
+    Of more than `MOST_CANDIDATES`, each class and user has its first ones: many tasks of one leave room for others.
+    """
+    uses = tried().label("uses")
+    columns = tasks.c.id, tasks.c.structure, uses
+    which = select(*columns).where(free(scope))
+    if limit is None and count_free(conn, scope) > MOST_CANDIDATES:
+        place = func.row_number().over(
+            partition_by=[tasks.c.structure, influences.c.user], order_by=[uses, tasks.c.id]
+        )
+        which = which.outerjoin(influences, influences.c.task_id == tasks.c.id).order_by(place, tasks.c.id)
+    else:
+        which = which.order_by(uses, tasks.c.id)
+    some = which.limit(limit or MOST_CANDIDATES).subquery()
+    query = select(some, *_KNOWN_OF).outerjoin(influences, influences.c.task_id == some.c.id)
+    return conn.execute(query.order_by(some.c.uses, some.c.id)).all()
+
+
+def replayable(
+    conn: Connection, scope: Scope, buffer: int, rubric_hash: str, *, with_spread: bool
+) -> Sequence[Row[Any]]:
+    """Tasks that promoted rounds were trained on and that a round may train on again, in the order of their numbers,
+    with the columns of `candidates`: at most `buffer`, those of the last rounds.
+
+    They are consumed, not excluded, and accepted by this rubric, if a judge has decided about them; most people do
+    not reject them, and no filter has set them aside since. `with_spread`: without those that gave no gradient in the
+    last round that had them.
+    """
+    of_judge = exists().where(verdicts.c.task_id == tasks.c.id, ~NOT_OF_THE_JUDGE)
+    of_rubric = verdicts.c.rubric_hash == rubric_hash, verdicts.c.outcome == Outcome.ACCEPTED.value
+    accepted = exists().where(verdicts.c.task_id == tasks.c.id, *of_rubric)
+    last = func.max(rounds.c.id).label("last")
+    promoted = func.max(case((rounds.c.state == RoundState.PROMOTED.value, rounds.c.id)))
+    some = (
+        select(tasks.c.id, tasks.c.key, tasks.c.structure, last)
+        .join(round_samples, round_samples.c.task_id == tasks.c.id)
+        .join(rounds, rounds.c.id == round_samples.c.round_id)
+        .where(
+            tasks.c.state == TaskState.CONSUMED.value,
+            tasks.c.split == Split.TRAIN.value,
+            rounds.c.state.in_([state.value for state in WITH_RESULT]),
+            allowed(scope),
+            or_(~of_judge, accepted),
+            stands(),
+            majority() >= 0,
+        )
+        .group_by(tasks.c.id)
+        .having(promoted.is_not(None))
+        .order_by(promoted.desc(), tasks.c.id.desc())
+        .limit(buffer)
+        .subquery()
+    )
+    query = select(some, *_KNOWN_OF).outerjoin(influences, influences.c.task_id == some.c.id).order_by(some.c.id)
+    found = conn.execute(query).all()
+    if not with_spread:
+        return found
+    flat = func.json_each(rounds.c.result, "$.without_gradient").table_valued("value", joins_implicitly=True)
+    of_rounds = select(rounds.c.id, flat.c.value).select_from(rounds, flat)
+    without = set(map(tuple, rows_in(conn, of_rounds, rounds.c.id, sorted({row.last for row in found}))))
+    return [row for row in found if (row.last, row.key) not in without]
+
+
+def lines(conn: Connection, ids: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of these tasks with their numbers, in the order of these. Few are in memory at a time."""
+    query = select(tasks.c.id, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
+    for some in chunks(sorted(ids), _PAGE_OF_LINES):
+        yield from ((number, orjson.loads(line)) for number, line in conn.execute(query.where(tasks.c.id.in_(some))))
 
 
 def accepted_by_people(conn: Connection, limit: int, scope: Scope = EVERY_TARGET) -> list[int]:
@@ -158,14 +231,18 @@ def accepted_by_people(conn: Connection, limit: int, scope: Scope = EVERY_TARGET
     return list(conn.execute(which.order_by(tasks.c.id).limit(limit)).scalars())
 
 
-def tried() -> ColumnElement[int]:
-    """How many rounds had a sample that ended with a result. Rounds take those with the fewest first."""
+WITH_RESULT: Final = (RoundState.PASSED, RoundState.REJECTED, RoundState.PROMOTED)
+
+
+def tried(*states: RoundState) -> ColumnElement[int]:
+    """How many rounds had a sample that ended with a result, or in one of these states. Rounds take those with the
+    fewest first."""
     return (
         select(func.count())
         .select_from(round_samples.join(rounds, rounds.c.id == round_samples.c.round_id))
         .where(
             round_samples.c.task_id == tasks.c.id,
-            rounds.c.state.in_((RoundState.PASSED.value, RoundState.REJECTED.value, RoundState.PROMOTED.value)),
+            rounds.c.state.in_([state.value for state in states or WITH_RESULT]),
         )
         .correlate(tasks)
         .scalar_subquery()
@@ -174,12 +251,18 @@ def tried() -> ColumnElement[int]:
 
 def count_new(conn: Connection, scope: Scope = EVERY_TARGET) -> int:
     """How many samples a round could take that no round with a result had."""
-    return count_rows(conn, tasks, free(), allowed(scope), tried() == 0)
+    return count_rows(conn, tasks, free(scope), tried() == 0)
 
 
-def free() -> ColumnElement[bool]:
-    """Accepted training tasks that no round has taken."""
-    return and_(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+def free(scope: Scope = EVERY_TARGET) -> ColumnElement[bool]:
+    """Training tasks that a round may take: accepted ones that no round has taken and, if the scope has them as well,
+    rejected ones that no promoted round was trained on, with `rejected_uses` rounds at most."""
+    decided: ColumnElement[bool] = tasks.c.state == TaskState.ACCEPTED.value
+    if scope.rejected_uses:
+        promoted = tried(RoundState.PROMOTED) == 0
+        uses = promoted, tried() < scope.rejected_uses
+        decided = or_(decided, and_(tasks.c.state == TaskState.REJECTED.value, stands(), *uses))
+    return and_(decided, tasks.c.split == Split.TRAIN.value, allowed(scope))
 
 
 def of_the_gate() -> ColumnElement[bool]:
@@ -208,14 +291,14 @@ def allowed(scope: Scope = EVERY_TARGET) -> ColumnElement[bool]:
 
 def count_free(conn: Connection, scope: Scope = EVERY_TARGET) -> int:
     """How many samples a round could take."""
-    return count_rows(conn, tasks, free(), allowed(scope))
+    return count_rows(conn, tasks, free(scope))
 
 
 def marks_of_free(conn: Connection, scope: Scope = EVERY_TARGET) -> tuple[int, ...]:
     """Numbers that change when the free samples change. Cheap: an index covers them."""
     ended = select(func.count()).select_from(rounds).where(rounds.c.finished_at.is_not(None)).scalar_subquery()
     numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0), ended
-    return tuple(conn.execute(select(*numbers).where(free(), allowed(scope))).one())
+    return tuple(conn.execute(select(*numbers).where(free(scope))).one())
 
 
 def count_held_out(conn: Connection, scope: Scope = EVERY_TARGET, *, most: int | None = None) -> int:

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, LargeBinary, Text, cast, delete, literal_colu
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion
+from flywheel.records.selection import TaskClass
 from flywheel.records.states import Split, TaskState
 from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes
 from flywheel.store import deduplication, deployments
@@ -116,7 +117,7 @@ def earlier_turns(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
 _KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 _COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "target", "beginning", "payload", "created_at",
+    "target", "structure", "beginning", "payload", "created_at",
 )  # fmt: skip
 
 
@@ -168,6 +169,7 @@ class TaskRecords:
                         entry.excluded,
                         entry.model,
                         entry.target,
+                        _structure(entry, turns),
                         beginning,
                         _line(entry, split, turns),
                         now,
@@ -208,6 +210,7 @@ class TaskRecords:
                     started_at=entry.started_at,
                     model=entry.model,
                     target=entry.target,
+                    structure=_structure(entry, turns),
                     excluded=exclusion.column({*exclusion.parsed(entry.excluded), *still}),
                     beginning=entry.beginning if begins else tasks.c.beginning,
                 )
@@ -224,6 +227,11 @@ def make_due(conn: Connection, task: int) -> None:
         conn.execute(update(labels).where(labels.c.task_id == task).values(verdict_id=None))
         conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
     deduplication.forget(conn, task)
+
+
+def _structure(entry: Entry, turns: Sequence[tuple[str, str]]) -> str:
+    """The class of an entry's task with these earlier turns before it."""
+    return TaskClass.SEVERAL_TURNS.value if turns else entry.structure
 
 
 def _line(entry: Entry, split: Split, turns: Sequence[tuple[str, str]]) -> bytes:

@@ -23,7 +23,7 @@ from starlette.responses import RedirectResponse, Response
 
 from flywheel.config import Config
 from flywheel.daemon.rounds.waiting import told
-from flywheel.records.round import ERROR_FILE, LOG_FILE
+from flywheel.records.round import ERROR_FILE, LOG_FILE, RoundSelection
 from flywheel.records.states import LIVE_ROUND, RoundState, Split
 from flywheel.secrets import redact_secrets
 from flywheel.store.kernel import database
@@ -154,6 +154,7 @@ async def show(request: Request) -> Response:
         timeline=history,
         times=times_of(own.curves.figures),
         phases=phases(found["history"], own),
+        selected=RoundSelection.model_validate(own.facts.selection).sentences if own.facts.selection else (),
         split=split,
         held_out=Split.HELD_OUT,
         address=partial(_address, name, others),

@@ -92,6 +92,29 @@ def test_two_keys_that_say_what_is_trained_are_an_error(raw: dict[str, Any], com
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
+        ({"task_weights": {"tool_selection": 0.35}}, "Use `training.task_weights`"),
+        ({"sft_config": {"task_weights": {"tool_selection": 0.35}}}, "Use `training.task_weights`"),
+        ({"use_online_continual": True}, "Use `training.replay`"),
+        ({"sft_config": {"continual_replay_ratio": 0.3}}, "Use `training.replay`"),
+        ({"training": {"task_weights": {"tool_selection": 1}}}, "class of SAGE, by words; classes here are by"),
+        ({"training": {"task_weights": {"tool_selection": 1}}}, "the nearest: one_tool"),
+        ({"training": {"task_weights": {"multi_step_planning": 1}}}, "the nearest: several_tools"),
+        ({"training": {"task_weights": {"timing_decision": 1}}}, "the nearest: no_tools"),
+        ({"training": {"task_weights": {"tool_retrieval": 1}}}, "the nearest: one_tool"),
+        ({"training": {"task_weights": {"tools": 1}}}, "there is no class tools; the classes are several_turns, sev"),
+        ({"training": {"task_weights": {"one_tool": 0}}}, "all weights are 0"),
+        ({"training": {"stages": ["sft"], "prompts": "decided"}}, "decided is for rollouts of grpo and dpo"),
+    ],
+)
+def test_what_chooses_the_samples_of_a_round_in_sage_is_refused_with_what_does_here(
+    raw: dict[str, Any], complaint: str
+) -> None:
+    assert complaint in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
         ({"dpo_config": {"reference_free": True}}, "`dpo_config.reference_free` is True: the reference is always"),
         ({"grpo_config": {"use_advantage": False}}, "`grpo_config.use_advantage` is False: the loss of GRPO"),
         ({"dpo_config": {"bta": 1}}, "unknown key `dpo_config.bta` (did you mean `beta`?)"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from flywheel.records import similarity
 from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.records.states import SkipReason
-from flywheel.records.task import Entry, entries_of, entry_of, exclusion_of_tools
+from flywheel.records.task import Entry, class_of, entries_of, entry_of, exclusion_of_tools
 from flywheel.records.trace import Reply
 from tests.cases import for_each
 from tests.factories.trace import START, reply
@@ -201,6 +201,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         follows=not plain_reason(told) and any(one.get("role") == "assistant" for one in told.history),
         skip=told.skip,
         detail=plain_text(told.skip_detail),
+        structure="" if told.skip else class_of(told).value,
     )
 
 

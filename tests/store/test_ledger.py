@@ -194,7 +194,8 @@ async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_on
     def plan(conn: Connection) -> tuple[str, list[int], list[int]]:
         aside = select(schema.tasks.c.id).where(schema.tasks.c.split == Split.HELD_OUT.value).limit(2)
         row = rounds.plan(
-            conn, Path("/rounds"), samples.free_samples(conn, 4), list(conn.execute(aside).scalars()),
+            conn, Path("/rounds"), [row.id for row in samples.candidates(conn, limit=4)],
+            list(conn.execute(aside).scalars()),
             GateTest(epoch=1, number=1, alpha=0.01), trigger="t", seed=1, config_hash="c", rubric_hash="r",
         )  # fmt: skip
         return row.name, rounds.samples_of(conn, row.id, Split.TRAIN), rounds.samples_of(conn, row.id, Split.HELD_OUT)

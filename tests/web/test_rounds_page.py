@@ -13,6 +13,7 @@ from playwright.sync_api import Page, expect
 from sqlalchemy import Connection, update
 
 from flywheel.config import Config
+from flywheel.records.round import ClassShare, RoundSelection
 from flywheel.records.states import RoundState
 from flywheel.store import rounds
 from flywheel.store.kernel import schema
@@ -97,6 +98,33 @@ def test_a_waiting_candidate_is_refused_by_a_button(own_state: Config, own_addre
     page.get_by_role("button", name="Refuse").click()
     expect(page.get_by_role("status")).to_contain_text("1 refused")
     expect(page.locator("h1")).to_contain_text("rejected")
+    visitor.check(page)
+
+
+def test_a_round_says_how_its_samples_were_chosen(own_state: Config, own_address: str, visitor: Visitor) -> None:
+    share = ClassShare(weight=2.0, wanted=3, available=9, chosen=3)
+    selection = RoundSelection(
+        seed=1, order="the oldest", candidates=20, chosen=5, replayed=1, replayable=4, classes={"one_tool": share},
+        widened={"user": 0.5}, left_out={"more than a round takes": 15},
+    )  # fmt: skip
+
+    def select(conn: Connection) -> None:
+        chosen = {"selection": selection.model_dump(mode="json")}
+        conn.execute(update(schema.rounds).where(schema.rounds.c.name == "r0001").values(**chosen))
+        first = conn.execute(schema.round_samples.select().where(schema.round_samples.c.split == "train")).first()
+        of_first = schema.round_samples.c.task_id == first.task_id, schema.round_samples.c.round_id == 1
+        conn.execute(update(schema.round_samples).where(*of_first).values(replayed=True))
+
+    write_state(own_state.state_dir, select)
+    page = visitor.open(f"{own_address}/rounds/r0001")
+    assert page.locator("#selection ul li").all_text_contents() == [
+        "5 of 20 free samples: the oldest",
+        "1 of 4 tasks of earlier promoted rounds, drawn at random",
+        "one_tool: 3 of 9, 3 by its weight",
+        "one user may be 50% of it",
+        "left out 15: more than a round takes",
+    ]
+    expect(page.locator("#selection ol").get_by_text("replayed")).to_have_count(1)
     visitor.check(page)
 
 

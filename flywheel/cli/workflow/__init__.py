@@ -121,8 +121,8 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
         if task is not None:
             return calibrations.lines_of(conn, [task]).get(task)
-        free = samples.free_samples(conn, 1, config.takes.train)
-        return rounds.payloads(conn, free)[0] if free else None
+        free = samples.candidates(conn, config.takes.train, 1)
+        return rounds.payloads(conn, [row.id for row in free])[0] if free else None
 
     found = await read_state(config, find, warn=False)
     if found is not None:

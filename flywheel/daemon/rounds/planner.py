@@ -18,14 +18,15 @@ from sqlalchemy import Connection, Row
 from flywheel.config import Config
 from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.rounds.candidate import candidate_in
-from flywheel.daemon.rounds.free_samples import AvailableSamplesCache, most_samples, new_samples_needed
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.round_tasks import RECORDED, RoundTasks, round_tasks
+from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose, most_samples, new_samples_needed
 from flywheel.daemon.rounds.suites import apart_from
 from flywheel.errors import TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.rubric import Rubric
-from flywheel.records.round import FrozenTarget, RoundSpec, Suite
+from flywheel.records.round import FrozenTarget, RoundSelection, RoundSpec, Suite
+from flywheel.records.selection import Selection
 from flywheel.records.states import RoundState, Split
 from flywheel.serving.server.model_parsers import folder_of
 from flywheel.store import deployments, gate_tests, rounds, samples
@@ -148,9 +149,10 @@ def plan(
     rounds_dir: Path,
     trigger: str,
     place: Callable[[Path], None] | None = None,
+    chosen: tuple[Selection, RoundSelection] | None = None,
 ) -> Row[Any]:
-    """Reserve samples for a round and write it down; none for the comparison of an adapter, which `place` puts into
-    the round's directory. Raises TrainError when it cannot be."""
+    """Reserve samples for a round and write it down: those that were `chosen`. None for the comparison of an adapter,
+    which `place` puts into the round's directory. Raises TrainError when it cannot be."""
     _check(conn, config, "plan a round")
     takes, needed = config.takes, config.gate.min_tasks
     if (held_out := samples.count_held_out(conn, takes.gate, most=needed)) < needed:
@@ -159,21 +161,24 @@ def plan(
     coming = next_test(conn, config)
     if coming.shortfall:
         raise TrainError("plan a round", coming.shortfall, _COLLECT.format("gate.min_power"))
-    free: Sequence[int] = ()
+    own: Selection = Selection(())
+    record: RoundSelection | None = None
     more: Sequence[int] = ()
     if place is None:
-        most, choice = most_samples(config), AvailableSamplesCache(config).now(conn).choice
-        free = samples.free_samples(conn, most, takes.train) if choice is None else choice[:most]
-        if RECORDED & {*config.training.stages}:
-            more = samples.accepted_by_people(conn, most - len(free), takes.train)
+        own, record = chosen or choose(conn, config, rubric)
+        if RECORDED & {*config.training.stages} and not takes.train.rejected_uses:
+            room = most_samples(config) - len(own.tasks) - len(own.replayed)
+            more = samples.accepted_by_people(conn, room, takes.train)
     return rounds.plan(
         conn,
         rounds_dir,
-        free,
+        own.tasks,
         coming.tasks,
         coming.test,
         more=more,
+        replayed=own.replayed,
         place=place,
+        selection=record.model_dump(mode="json") if record is not None else None,
         trigger=trigger,
         target=config.target,
         seed=config.training.seed,
@@ -218,6 +223,7 @@ def spec_of(
         debug=False,
         candidate=None if train else candidate_in(Path(row.dir), row.name),
         test=gate_tests.of_round(conn, row.id),
+        selection=row.selection,
         suites=list(suites),
     )
 
@@ -231,7 +237,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     if (prompts := config.training.debug_prompts) is not None:
         config = _of_size(config, prompts)
     asked = config.rollout.prompts_asked(config.training.prompts_per_step)
-    free = samples.free_samples(conn, asked, config.takes.train)
+    free = [row.id for row in samples.candidates(conn, config.takes.train, asked)]
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     return _spec(

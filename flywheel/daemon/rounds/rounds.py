@@ -30,7 +30,7 @@ from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer, SplitRequest
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
-from flywheel.daemon.rounds.free_samples import AvailableSamplesCache
+from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose
 from flywheel.daemon.rounds.suites import suites_of
 from flywheel.daemon.rounds.waiting import expired, waits_for
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
@@ -229,8 +229,12 @@ class Rounds:
         if spent := await self._store.read(self._spent):
             raise TrainError("start a round", spent, "Or raise it.")
         directory = self._config.state_dir / "rounds"
-        row = await self._store.write(planner.plan, own.config, own.rubric, directory, trigger, place)
+        # Outside of the transaction that plans: it may take seconds.
+        chosen = await self._store.read(choose, own.config, own.rubric) if place is None else None
+        row = await self._store.write(planner.plan, own.config, own.rubric, directory, trigger, place, chosen)
         log.info("%s is planned%s: %s", row.name, f" for {row.target}" if row.target else "", trigger)
+        if chosen is not None:
+            log.info("%s takes %s", row.name, "; ".join(chosen[1].sentences))
         await self._note("")
         return str(row.name)
 

@@ -7,12 +7,10 @@ chain forbids it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 import xxhash
 from pydantic import Field
@@ -61,16 +59,6 @@ class Weight:
     """When it was asked: seconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeighedSample:
-    """A free sample and what it counts towards. An empty user and template 0 are not counted."""
-
-    task: int
-    conversation: str
-    user: str
-    template: int
-
-
 def weigh(line: Mapping[str, Any]) -> Weight:
     """What a task line counts towards."""
     metadata = line["metadata"]
@@ -82,76 +70,3 @@ def weigh(line: Mapping[str, Any]) -> Weight:
         origin=f"user {user}" if user else f"source {metadata['source']}",
         at=datetime.fromisoformat(metadata["started_at"]).timestamp(),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a round can take."""
-
-    tasks: Sequence[int]
-    """Tasks, the oldest first."""
-    widened: Mapping[str, float] = field(default_factory=dict)
-    """The limits that were widened, by name."""
-
-
-SHARES: Final = ("conversation", "user", "template")
-
-
-def choose(candidates: Sequence[WeighedSample], caps: Influence, most: int, needed: int) -> Choice:
-    """Choose tasks for a round of at most `most` samples that needs `needed`, or all there are if fewer."""
-    taken = within_shares(candidates, caps, most)
-    needed = min(needed, most, len(candidates))
-    if len(taken) >= needed or not caps.widen:
-        return Choice(taken)
-    limits = {name: max(limit, _filling(candidates, name, needed)) for name, limit in _limits(caps, needed).items()}
-
-    def with_more(extra: int) -> list[int]:
-        return _pick(candidates, {name: limit + extra for name, limit in limits.items()}, needed)
-
-    # Each limit can suffice alone, and not together with the others.
-    extra = bisect_left(range(needed), needed, key=lambda extra: len(with_more(extra)))
-    shares = {name: min(1.0, (limit + extra) / needed) for name, limit in limits.items()}
-    widened = {name: share for name, share in shares.items() if share > getattr(caps, name)}
-    # With these limits a round can be larger than needed.
-    larger = within_shares(candidates, caps.model_copy(update=widened), most)
-    return Choice(max(larger, with_more(extra), key=len), widened)
-
-
-def within_shares(candidates: Sequence[WeighedSample], caps: Influence, most: int) -> list[int]:
-    """The tasks that a round of at most `most` samples can take, the oldest first.
-
-    No share of them is above its limit, except that one sample is always allowed. If the limits make the round
-    smaller, shares are computed again for that size.
-    """
-    size = min(most, len(candidates))
-    while True:
-        taken = _pick(candidates, _limits(caps, size), size)
-        if len(taken) >= size:
-            return taken
-        size = len(taken)
-
-
-def _limits(caps: Influence, size: int) -> dict[str, int]:
-    """Most samples of one conversation, user and template in a round of this size."""
-    return {name: max(1, int(getattr(caps, name) * size + 1e-9)) for name in SHARES}
-
-
-def _filling(candidates: Sequence[WeighedSample], name: str, size: int) -> int:
-    """The smallest limit with which the candidates fill a round of this size, if it is the only limit."""
-    counts = Counter(key for candidate in candidates if (key := getattr(candidate, name)))
-    free = len(candidates) - counts.total()
-    return bisect_left(range(size), size, key=lambda limit: free + sum(min(n, limit) for n in counts.values()))
-
-
-def _pick(candidates: Iterable[WeighedSample], limits: Mapping[str, int], size: int) -> list[int]:
-    counts: dict[str, Counter[object]] = {name: Counter() for name in limits}
-    taken: list[int] = []
-    for candidate in candidates:
-        if len(taken) == size:
-            break
-        keys = {name: key for name in limits if (key := getattr(candidate, name))}
-        if all(counts[name][key] < limits[name] for name, key in keys.items()):
-            for name, key in keys.items():
-                counts[name][key] += 1
-            taken.append(candidate.task)
-    return taken

@@ -132,6 +132,7 @@ tasks = Table(
     Column("excluded", Text, nullable=False, server_default=text("''")),
     Column("model", Text, nullable=False, server_default=text("''")),
     Column("target", Text, nullable=False, server_default=text("''")),
+    Column("structure", Text, nullable=False, server_default=text("''")),
     Column("beginning", BigInteger),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
@@ -146,7 +147,8 @@ tasks = Table(
 """Each task once. `key` is a hash of trace and span, `payload` the line of the task file; `split` never changes.
 `excluded` says why rounds leave it out, see `flywheel.records.exclusion`; empty if they do not. `model` is the
 requested model, empty if it is unknown or the response's id names the version. `target` is the target whose samples
-it can be (`targets`), empty for none and without targets. `beginning` is a hash of the beginning of its conversation,
+it can be (`targets`), empty for none and without targets. `structure` is its class (`training.task_weights`).
+`beginning` is a hash of the beginning of its conversation,
 for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
 
 reply_calls = Table(
@@ -401,13 +403,15 @@ rounds = Table(
     Column("dir", Text, nullable=False),
     Column("pid", Integer),
     Column("usage_read", Integer, nullable=False, server_default="0"),
+    Column("selection", JSON(none_as_null=True)),
     Column("result", JSON),
     Column("reason", Text, nullable=False, default=""),
     Column("created_at", Text, nullable=False),
     Column("finished_at", Text),
 )
 """Training rounds. `live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live
-round. `target` is the target that it trains, empty without `targets`. `usage_read` is how many bytes of its
+round. `target` is the target that it trains, empty without `targets`. `selection` says how its samples were chosen,
+see `flywheel.records.round.RoundSelection`; NULL if it has none. `usage_read` is how many bytes of its
 `usage.jsonl` are counted in `judge_days`."""
 
 round_samples = Table(
@@ -416,8 +420,10 @@ round_samples = Table(
     Column("round_id", ForeignKey("rounds.id"), primary_key=True),
     Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
     Column("split", Text, nullable=False),
+    Column("replayed", Boolean, nullable=False, server_default=text("0")),
 )
-"""The tasks of each round, with the split in which the round uses them."""
+"""The tasks of each round, with the split in which the round uses them, and whether it replays them
+(`training.replay`)."""
 
 gate_tests = Table(
     "gate_tests",

@@ -245,8 +245,9 @@ def why(conn: Connection, subject: str, takes: TaskScopes = NONE_SELECTED) -> di
 
 def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
     adapter = conn.execute(select(adapters).where(adapters.c.round_id == row["id"])).mappings().one_or_none()
+    of_task = tasks.c.key, tasks.c.conversation_id, tasks.c.agent, tasks.c.adapter, tasks.c.structure
     samples = conn.execute(
-        select(tasks.c.key, tasks.c.conversation_id, tasks.c.agent, tasks.c.adapter, round_samples.c.split)
+        select(*of_task, round_samples.c.split, round_samples.c.replayed)
         .join(round_samples, round_samples.c.task_id == tasks.c.id)
         .where(round_samples.c.round_id == row["id"])
         .order_by(tasks.c.id)
@@ -269,8 +270,16 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "versions": result.get("versions", {}),
         "usage": result.get("usage", {}),
         "sampling": result.get("sampling"),
+        "selection": row["selection"],
         "samples": [
-            {"task_id": s.key, "conversation_id": s.conversation_id, "agent": s.agent, "served_by": s.adapter}
+            {
+                "task_id": s.key,
+                "conversation_id": s.conversation_id,
+                "agent": s.agent,
+                "served_by": s.adapter,
+                "class": s.structure,
+                "replayed": s.replayed,
+            }
             for s in train
         ],
         "conversations": sorted({s.conversation_id for s in train}),
@@ -306,7 +315,7 @@ def task_story(conn: Connection, number: int | None, takes: TaskScopes) -> dict[
     task = conn.execute(select(tasks).where(tasks.c.id == number)).mappings().one()
     judged = conn.execute(select(verdicts).where(verdicts.c.task_id == task["id"]).order_by(verdicts.c.id)).mappings()
     used = conn.execute(
-        select(rounds.c.name, rounds.c.state, round_samples.c.split)
+        select(rounds.c.name, rounds.c.state, round_samples.c.split, round_samples.c.replayed)
         .join(round_samples, round_samples.c.round_id == rounds.c.id)
         .where(round_samples.c.task_id == task["id"])
         .order_by(rounds.c.id)
@@ -327,6 +336,7 @@ def task_story(conn: Connection, number: int | None, takes: TaskScopes) -> dict[
         "state": task["state"],
         "split": task["split"],
         "served_by": task["adapter"],
+        "class": task["structure"],
         "query": task["payload"]["main_query"],
         "answer": task["payload"]["answer"],
         "left_out": [
@@ -344,6 +354,6 @@ def task_story(conn: Connection, number: int | None, takes: TaskScopes) -> dict[
             }
             for v in judged
         ],
-        "rounds": [{"round": u.name, "state": u.state, "split": u.split} for u in used],
+        "rounds": [{"round": u.name, "state": u.state, "split": u.split, "replayed": u.replayed} for u in used],
         "history": [{"at": h.at, "old": h.old, "new": h.new, "detail": h.detail} for h in history],
     }

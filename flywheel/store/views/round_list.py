@@ -38,6 +38,7 @@ class RoundFacts:
     adapter: str | None
     adapter_state: str | None
     target: str
+    selection: Mapping[str, Any] | None
 
 
 def facts(conn: Connection, names: Sequence[str]) -> dict[str, RoundFacts]:
@@ -46,7 +47,7 @@ def facts(conn: Connection, names: Sequence[str]) -> dict[str, RoundFacts]:
         select(
             *(rounds.c[name] for name in (
                 "id", "name", "state", "trigger", "attempt", "parent", "seed", "dir", "reason", "created_at",
-                "finished_at", "target",
+                "finished_at", "target", "selection",
             )),
             *(func.json_extract(rounds.c.result, f"$.{name}").label(f"result_{name}") for name in _PARTS),
             adapters.c.name.label("adapter"),
@@ -115,15 +116,17 @@ def shares(conn: Connection, number: int) -> list[Share]:
 
 
 def samples(conn: Connection, number: int, split: Split, after: int, limit: int) -> Sequence[Row[Any]]:
-    """Samples (`id`, `key`, `state`, `agent`, `question`) with task numbers above `after`, in their order."""
+    """Samples (`id`, `key`, `state`, `agent`, `question`, `replayed`) with task numbers above `after`, in their
+    order."""
     chosen = (
-        select(round_samples.c.task_id)
+        select(round_samples.c.task_id, round_samples.c.replayed)
         .where(round_samples.c.round_id == number, round_samples.c.split == split.value)
         .where(round_samples.c.task_id > after)
         .order_by(round_samples.c.task_id)
         .limit(limit)
+        .subquery()
     )
     question = func.json_extract(tasks.c.payload, "$.main_query").label("question")
-    columns: Any = (tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.agent, question)
-    query = select(*columns)
-    return conn.execute(query.where(tasks.c.id.in_(chosen)).order_by(tasks.c.id)).all()
+    columns: Any = (tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.agent, question, chosen.c.replayed)
+    query = select(*columns).join(chosen, chosen.c.task_id == tasks.c.id)
+    return conn.execute(query.order_by(tasks.c.id)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.states import RoundState, Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import bursts, claims, rounds, samples, verdicts
+from flywheel.store import claims, rounds, samples, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move_all
@@ -463,13 +464,13 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
     await store.write(judged, 3, 1)
     rounds_ = Rounds(store, config, rubric_of(config), Deployer(store, config))
     loaded: list[int] = []
-    candidates = bursts.candidates
+    candidates = samples.candidates
 
-    def counted(conn: Connection, *how: Any) -> list[Any]:
+    def counted(conn: Connection, *how: Any) -> Sequence[Any]:
         loaded.append(1)
         return candidates(conn, *how)
 
-    monkeypatch.setattr(bursts, "candidates", counted)
+    monkeypatch.setattr(samples, "candidates", counted)
     (tmp_path / "chain.yaml").unlink()
     due = [await store.read(planner.due, config, rounds_._targets[""].available_samples) for _ in range(3)]
     assert [each.start for each in due] == [True] * 3

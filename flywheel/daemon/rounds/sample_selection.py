@@ -1,0 +1,182 @@
+"""The samples that a round takes: how many there are now, which ones it would be, and why the others wait."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, Row
+
+from flywheel.config import Config
+from flywheel.judge.rubric import Rubric
+from flywheel.records.round import ClassShare, RoundSelection
+from flywheel.records.selection import LATER, SHARES, Candidate, Selection, SelectionRules, select
+from flywheel.store import rounds, samples
+from flywheel.system.terminal import quantity
+
+if TYPE_CHECKING:
+    from flywheel.judge.filters.influence import Influence
+
+OLDEST = "those of the fewest rounds first, then the oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableSamples:
+    """`usable` samples could be taken now; a round `needs` this many. `waiting` counts the other accepted samples by
+    reason; `widened` are the shares of one conversation, user or template (0…1) that had to be raised."""
+
+    usable: int
+    needs: int
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    widened: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """In one line: what there is, and what waits."""
+        return "; ".join((f"{self.usable} of {self.needs} samples are free", *self.waits))
+
+    @property
+    def waits(self) -> list[str]:
+        return [f"{number:,} {why}" for why, number in self.waiting.items()]
+
+    @property
+    def notice(self) -> str:
+        """The shares that exceed those of the chain's `influence`; empty without any, or without enough samples."""
+        if not self.widened or self.usable < self.needs:
+            return ""
+        shares = " and ".join(f"one {name} may be {share:.0%}" for name, share in self.widened.items())
+        return f"{shares} of a round, more than `influence` allows: there are too few others to fill a round"
+
+
+class AvailableSamplesCache:
+    """How many samples a round could take. The chain is read once, the samples when other ones are free."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a wrong chain."""
+        self._config = config
+        self._rules = rules_of(config)
+        self._known: tuple[object, AvailableSamples] | None = None
+
+    def now(self, conn: Connection) -> AvailableSamples:
+        which = samples.marks_of_free(conn, self._config.takes.train)
+        if self._known is None or self._known[0] != which:
+            self._known = which, self._available(conn, which[0])
+        return self._known[1]
+
+    def _available(self, conn: Connection, free: int) -> AvailableSamples:
+        rules = self._rules
+        if not (rules.shares or rules.weights):
+            usable = min(free, rules.most)
+            return AvailableSamples(usable, rules.needed, {LATER: free - usable} if usable < free else {})
+        chosen = select(_candidates(conn, self._config, rules), rules)
+        return AvailableSamples(len(chosen.tasks), rules.needed, chosen.left_out, chosen.widened)
+
+
+def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection, RoundSelection]:
+    """What the next round takes now, and the record of it. It depends on the state, the settings and the round's seed
+    alone. Raises ConfigError for a wrong chain."""
+    rules, seed = rules_of(config), rounds.next_seed(conn, config.training.seed)
+    found = _candidates(conn, config, rules)
+    earlier: list[Candidate] = []
+    if (replay := config.training.replay) is not None:
+        is_grpo = "grpo" in config.training.stages
+        rows = samples.replayable(conn, config.takes.train, replay.buffer, rubric.hash, with_spread=is_grpo)
+        earlier = _weighed(conn, rows, rules)
+        random.Random(seed).shuffle(earlier)
+    chosen = select(found, rules, earlier)
+    free = samples.count_free(conn, config.takes.train)
+    left_out = dict(chosen.left_out)
+    if later := free - len(chosen.tasks) - sum(left_out.values()):
+        left_out[LATER] = left_out.get(LATER, 0) + later
+    record = RoundSelection(
+        seed=seed,
+        order=OLDEST,
+        candidates=free,
+        chosen=len(chosen.tasks),
+        replayed=len(chosen.replayed),
+        replayable=len(earlier),
+        classes={
+            name: ClassShare(weight=rules.weights[name], **asdict(count)) for name, count in chosen.classes.items()
+        },
+        widened=dict(chosen.widened),
+        left_out=left_out,
+    )
+    return chosen, record
+
+
+def rules_of(config: Config) -> SelectionRules:
+    """Raises ConfigError for a wrong chain."""
+    most, caps = most_samples(config), _caps(config)
+    return SelectionRules(
+        most,
+        min(config.trigger.min_samples, most),
+        {name: getattr(caps, name) for name in SHARES} if caps is not None else {},
+        caps.widen if caps is not None else True,
+        dict[str, float](config.training.task_weights.items()),
+        config.training.replay.ratio if config.training.replay is not None else 0.0,
+    )
+
+
+def _candidates(conn: Connection, config: Config, rules: SelectionRules) -> list[Candidate]:
+    """The free samples in the order in which rounds take them; no more than a round takes if nothing is weighed."""
+    is_weighed = bool(rules.shares or rules.weights)
+    return _weighed(conn, samples.candidates(conn, config.takes.train, None if is_weighed else rules.most), rules)
+
+
+def _weighed(conn: Connection, rows: Sequence[Row[object]], rules: SelectionRules) -> list[Candidate]:
+    """These rows as candidates. Those that no filter run has weighed yet have shares too."""
+    if not rules.shares:
+        return [Candidate(row.id, structure=row.structure) for row in rows]
+    # Imported here: without a chain, nobody pays for the filters.
+    from flywheel.judge.filters.influence import weigh
+
+    unknown = [row.id for row in rows if row.origin is None]
+    found = {number: weigh(line) for number, line in samples.lines(conn, unknown)}
+    return [
+        Candidate(row.id, of.conversation, of.user, of.template, row.structure)
+        for row in rows
+        for of in (found.get(row.id, row),)
+    ]
+
+
+def _caps(config: Config) -> Influence | None:
+    """The shares that the chain's `influence` allows, if there is a chain with one. Raises ConfigError."""
+    if config.filter.chain is None:
+        return None
+    # Imported here: without a chain, nobody pays for the filters.
+    from flywheel.judge.filters.chain import influence_of
+
+    return influence_of(config)
+
+
+def most_samples(config: Config) -> int:
+    """The most samples that a round takes: those that its steps use. SFT uses as many as there are."""
+    training = config.training
+    if "sft" in training.stages:
+        return config.trigger.max_samples
+    return min(config.trigger.max_samples, training.steps * config.rollout.prompts_asked(training.prompts_per_step))
+
+
+@dataclass(frozen=True, slots=True)
+class NewSamplesNeeded:
+    """`rounds` ended since the last promotion; `new` free samples were in none of them."""
+
+    rounds: int
+    new: int
+    needed: int
+
+    @property
+    def wait(self) -> str:
+        """What the trigger waits for; empty when nothing is missing."""
+        if self.new >= self.needed:
+            return ""
+        ended = quantity(self.rounds, "round")
+        return f"{self.new:,} of {self.needed:,} new samples are free, after {ended} without promotion"
+
+
+def new_samples_needed(conn: Connection, config: Config, needed: int) -> NewSamplesNeeded:
+    """After each round without promotion, the next one needs `needed` more new samples."""
+    ended = rounds.without_promotion(conn, config.takes.train.target)
+    return NewSamplesNeeded(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)
