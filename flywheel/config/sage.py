@@ -44,7 +44,6 @@ GROUP: Final = (
 )
 ENDS: Final = "a round writes its adapter at its end, and the gate decides whether it is used"
 LAYOUT: Final = "the model's own chat template, as the server renders it, is the only format"
-CHOICE: Final = "a round takes samples up to `trigger.max_samples`, the least used first"
 CLASSES: Final = "classes are by structure, not by words, and have other names"
 STAGES: Final = "a round has the stages that are listed, and always ends at the gate"
 
@@ -110,9 +109,10 @@ SFT: Final[Mapping[str, Option]] = {
     "output_format, padding_strategy, padding_side": Option("chatml, max_length, right", why=LAYOUT),
     "shuffle_train, shuffle_eval": Option("true, false", why="each epoch's order follows from `training.seed`"),
     "dataloader_num_workers": Option(0, why="the samples of a round are in memory"),
-    "use_coreset_selection, coreset_target_size, coreset_strategy, coreset_metric_key": Option(
-        "false, null, loss_topk, loss", why=CHOICE
+    "use_coreset_selection, coreset_target_size, coreset_strategy": Option(
+        "false, null, loss_topk", "training.coreset", "a section turns it on: `{size: N, strategy: random}`"
     ),
+    "coreset_metric_key": Option("loss", why="a sample has one loss, the mean negative log-likelihood of its reply"),
     "use_online_continual, continual_buffer_size, continual_replay_ratio": Option(
         "false, 2048, 0.25", "training.replay", "a section turns it on: `{ratio: 0.3, buffer: 4096}`"
     ),

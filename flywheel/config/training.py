@@ -88,7 +88,7 @@ class TriggerSettings(Section):
     """Number of free samples that starts a round."""
     max_samples: int = Field(default=2048, gt=0)
     """Maximum number of samples of a round: first those that were in the fewest finished rounds, then the oldest.
-    `training.task_weights` and `training.replay` choose otherwise."""
+    `training.task_weights`, `training.coreset` and `training.replay` choose otherwise."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
     """A schedule (crontab, UTC) on which a round also starts, with at least `cron_min_samples`."""
     cron_min_samples: int = Field(default=8, gt=0)
@@ -207,6 +207,16 @@ class DpoSettings(Section):
         return self
 
 
+class CoresetSettings(Section):
+    """A selection of the free samples for a round; no text twice while there are others."""
+
+    size: int = Field(gt=0)
+    """New samples of a round, if so many fit into `trigger.max_samples` and into its steps."""
+    strategy: Literal["random", "diversity"] = "random"
+    """`random`: of those that were in the fewest finished rounds. `diversity`: those whose questions have the fewest
+    words in common with each other."""
+
+
 class ReplaySettings(Section):
     """Tasks of earlier promoted rounds that a round trains on again, so that the policy does not forget them."""
 
@@ -262,6 +272,8 @@ class TrainingSettings(Section):
     """Relative numbers of tasks of each class in a round: `several_turns`, `several_tools` (the reply called
     different tools), `one_tool` and `no_tools`; the first that fits. Classes that are not named are left out. If a
     class has too few, the others are scaled. Default: classes do not matter."""
+    coreset: CoresetSettings | None = None
+    """Default: the samples that were in the fewest finished rounds, and of these the oldest."""
     replay: ReplaySettings | None = None
     """Default: a round trains on no task of an earlier promoted one."""
     steps: int = Field(default=50, gt=0)

@@ -38,21 +38,23 @@ class TaskClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A task that a round may take, and what it counts towards. An empty user and template 0 are not counted."""
+    """A task that a round may take, and what it counts towards. An empty user and template 0 are not counted. `uses`
+    are the rounds that had it."""
 
     task: int
     conversation: str = ""
     user: str = ""
     template: int = 0
     structure: str = ""
+    uses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionRules:
-    """A round takes at most `most` tasks, replayed ones included, and `needed` suffice. `shares` are the largest
-    shares of one conversation, user and template (0…1), which `widen` permits to be raised as far as a round of
-    `needed` tasks requires. `weights` are the relative numbers of tasks of each class, empty for any; `replay` is the
-    number of replayed tasks for each new one."""
+    """A round takes at most `most` tasks, replayed ones included, and `size` new ones; `needed` suffice. `shares` are
+    the largest shares of one conversation, user and template (0…1), which `widen` permits to be raised as far as a
+    round of `needed` tasks requires. `weights` are the relative numbers of tasks of each class, empty for any;
+    `replay` is the number of replayed tasks for each new one."""
 
     most: int
     needed: int
@@ -60,6 +62,7 @@ class SelectionRules:
     widen: bool = True
     weights: Mapping[str, float] = field(default_factory=dict)
     replay: float = 0.0
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,10 @@ def select(candidates: Sequence[Candidate], rules: SelectionRules, replayable: S
 
 def _most_new(rules: SelectionRules, replayable: int) -> int:
     """The largest number of new tasks that leaves room for those that are replayed with them."""
+    most = rules.most if rules.size is None else min(rules.most, rules.size)
     if not rules.replay or not replayable:
-        return rules.most
-    whole = (n for n in range(rules.most, 0, -1) if n + min(replayable, floor(rules.replay * n + 1e-9)) <= rules.most)
+        return most
+    whole = (n for n in range(most, 0, -1) if n + min(replayable, floor(rules.replay * n + 1e-9)) <= rules.most)
     return next(whole, 1)
 
 

@@ -149,9 +149,9 @@ _TO_COME: Final = (
 
 
 def candidates(conn: Connection, scope: Scope = EVERY_TARGET, limit: int | None = None) -> Sequence[Row[Any]]:
-    """Samples that a round may take (`id`, `structure`, and from `influences` `conversation`, `user`, `template` and
-    `origin`, NULL where unknown), in the order in which rounds take them: those that were in the fewest rounds with a
-    result first, then the oldest.
+    """Samples that a round may take (`id`, `structure`, `uses`, and from `influences` `conversation`, `user`,
+    `template` and `origin`, NULL where unknown), in the order in which rounds take them: those that were in the
+    fewest rounds with a result first, then the oldest.
 
     Of more than `MOST_CANDIDATES`, each class and user has its first ones: many tasks of one leave room for others.
     """
@@ -186,7 +186,7 @@ def replayable(
     last = func.max(rounds.c.id).label("last")
     promoted = func.max(case((rounds.c.state == RoundState.PROMOTED.value, rounds.c.id)))
     some = (
-        select(tasks.c.id, tasks.c.key, tasks.c.structure, last)
+        select(tasks.c.id, tasks.c.key, tasks.c.structure, func.count().label("uses"), last)
         .join(round_samples, round_samples.c.task_id == tasks.c.id)
         .join(rounds, rounds.c.id == round_samples.c.round_id)
         .where(

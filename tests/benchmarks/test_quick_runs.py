@@ -48,6 +48,13 @@ def test_calls() -> None:
     assert result["mb_on_disk"] < result["mb_sent"] / 2
 
 
+def test_selection() -> None:
+    result = result_of("selection", "--quick")
+    assert result.keys() >= {"random_seconds", "diversity_seconds", "diversity_cpu_seconds"}
+    # Of 500 questions, 450 are distinct.
+    assert result["random_repeated"] == result["diversity_repeated"] == 0
+
+
 @pytest.mark.slow
 def test_gate() -> None:
     """Its figures are what the program does, see `tests.training.gate`."""

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.judge.rubric import Rubric
+from flywheel.records.coreset import ORDERS, in_order, text_of
 from flywheel.records.round import ClassShare, RoundSelection
 from flywheel.records.selection import LATER, SHARES, Candidate, Selection, SelectionRules, select
 from flywheel.store import rounds, samples
@@ -68,7 +69,7 @@ class AvailableSamplesCache:
     def _available(self, conn: Connection, free: int) -> AvailableSamples:
         rules = self._rules
         if not (rules.shares or rules.weights):
-            usable = min(free, rules.most)
+            usable = min(free, most_samples(self._config))
             return AvailableSamples(usable, rules.needed, {LATER: free - usable} if usable < free else {})
         chosen = select(_candidates(conn, self._config, rules), rules)
         return AvailableSamples(len(chosen.tasks), rules.needed, chosen.left_out, chosen.widened)
@@ -78,7 +79,10 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
     """What the next round takes now, and the record of it. It depends on the state, the settings and the round's seed
     alone. Raises ConfigError for a wrong chain."""
     rules, seed = rules_of(config), rounds.next_seed(conn, config.training.seed)
-    found = _candidates(conn, config, rules)
+    found, order = _candidates(conn, config, rules), OLDEST
+    if (coreset := config.training.coreset) is not None:
+        texts = {number: text_of(line) for number, line in samples.lines(conn, [each.task for each in found])}
+        found, order = in_order(found, texts, coreset.strategy, coreset.size, seed), ORDERS[coreset.strategy]
     earlier: list[Candidate] = []
     if (replay := config.training.replay) is not None:
         is_grpo = "grpo" in config.training.stages
@@ -92,7 +96,7 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
         left_out[LATER] = left_out.get(LATER, 0) + later
     record = RoundSelection(
         seed=seed,
-        order=OLDEST,
+        order=order,
         candidates=free,
         chosen=len(chosen.tasks),
         replayed=len(chosen.replayed),
@@ -108,34 +112,35 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
 
 def rules_of(config: Config) -> SelectionRules:
     """Raises ConfigError for a wrong chain."""
-    most, caps = most_samples(config), _caps(config)
+    caps, coreset = _caps(config), config.training.coreset
     return SelectionRules(
-        most,
-        min(config.trigger.min_samples, most),
+        _room(config),
+        min(config.trigger.min_samples, most_samples(config)),
         {name: getattr(caps, name) for name in SHARES} if caps is not None else {},
         caps.widen if caps is not None else True,
         dict[str, float](config.training.task_weights.items()),
         config.training.replay.ratio if config.training.replay is not None else 0.0,
+        coreset.size if coreset is not None else None,
     )
 
 
 def _candidates(conn: Connection, config: Config, rules: SelectionRules) -> list[Candidate]:
     """The free samples in the order in which rounds take them; no more than a round takes if nothing is weighed."""
-    is_weighed = bool(rules.shares or rules.weights)
+    is_weighed = bool(rules.shares or rules.weights or config.training.coreset)
     return _weighed(conn, samples.candidates(conn, config.takes.train, None if is_weighed else rules.most), rules)
 
 
 def _weighed(conn: Connection, rows: Sequence[Row[object]], rules: SelectionRules) -> list[Candidate]:
     """These rows as candidates. Those that no filter run has weighed yet have shares too."""
     if not rules.shares:
-        return [Candidate(row.id, structure=row.structure) for row in rows]
+        return [Candidate(row.id, structure=row.structure, uses=row.uses) for row in rows]
     # Imported here: without a chain, nobody pays for the filters.
     from flywheel.judge.filters.influence import weigh
 
     unknown = [row.id for row in rows if row.origin is None]
     found = {number: weigh(line) for number, line in samples.lines(conn, unknown)}
     return [
-        Candidate(row.id, of.conversation, of.user, of.template, row.structure)
+        Candidate(row.id, of.conversation, of.user, of.template, row.structure, row.uses)
         for row in rows
         for of in (found.get(row.id, row),)
     ]
@@ -152,7 +157,13 @@ def _caps(config: Config) -> Influence | None:
 
 
 def most_samples(config: Config) -> int:
-    """The most samples that a round takes: those that its steps use. SFT uses as many as there are."""
+    """The most new samples that a round takes."""
+    coreset, room = config.training.coreset, _room(config)
+    return room if coreset is None else min(coreset.size, room)
+
+
+def _room(config: Config) -> int:
+    """The most samples that a round has: those that its steps use. SFT uses as many as there are."""
     training = config.training
     if "sft" in training.stages:
         return config.trigger.max_samples

@@ -18,6 +18,7 @@ from flywheel.daemon.rounds import planner
 from flywheel.daemon.rounds.sample_selection import choose
 from flywheel.daemon.status import snapshot
 from flywheel.judge.rubric import Rubric
+from flywheel.records.coreset import ORDERS
 from flywheel.records.round import RoundResult, RoundSelection
 from flywheel.records.states import Label, RoundState, Split
 from flywheel.records.trace import Reply
@@ -294,3 +295,23 @@ async def test_a_large_backlog_of_one_user_leaves_room_for_others(
 
 def task_ids(conn: Connection) -> list[int]:
     return list(conn.execute(select(tasks.c.id).order_by(tasks.c.id)).scalars())
+
+
+@pytest.mark.parametrize("strategy", ["random", "diversity"])
+async def test_a_coreset_of_the_free_samples_is_planned(store: Store, make: Make, strategy: str) -> None:
+    """It may be smaller than what a round waits for."""
+    config = small(make, coreset={"size": 6, "strategy": strategy}, replay={"ratio": 0.5})
+    plain = replies_on(Split.TRAIN, 60)
+    repeated = [replace(each, query="Where is my order?") for each in plain[:50]]
+    await store.write(put_judged, *repeated, *plain[50:], *replies_on(Split.HELD_OUT, 2))
+    own = (await store.read(snapshot, config)).targets[""]
+    assert (own.free_samples, own.waiting_samples) == (6, {"more than a round takes": 54})
+    assert (await store.read(planner.due, config)).start
+    row, train, selection = await planned(store, config)
+    lines = await store.read(rounds.payloads, train)
+    assert len({line["main_query"] for line in lines}) == len(lines) == selection.chosen == 6
+    assert selection.left_out == {"more than a round takes": 54}
+    assert selection.order == ORDERS["random" if strategy == "random" else "diversity"]
+    await ended(store, row, RoundState.FAILED)
+    again, same, _ = await planned(store, config)
+    assert (again.seed - row.seed, same == train) == (1, strategy == "diversity"), "chance follows the round's seed"

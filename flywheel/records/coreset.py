@@ -1,0 +1,76 @@
+"""The order in which a coreset takes its candidates: each text once before any is repeated, and among these at
+random, or first those that differ most from what was taken.
+
+The latter is farthest-point sampling (Gonzalez 1985) on MinHash signatures of the words: each candidate in turn is
+the one whose most similar one among those before it is the least similar. A pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import xxhash
+
+from flywheel.records.selection import Candidate
+from flywheel.records.similarity import normalised, word_signatures
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Order = Literal["random", "diversity"]
+ORDERS: Final[Mapping[Order, str]] = {
+    "random": "at random, those of the fewest rounds first",
+    "diversity": "those first that differ most from those before",
+}
+
+
+def text_of(line: Mapping[str, Any]) -> str:
+    """What a task is compared by: the messages of the user, in a task line."""
+    said = [str(message.get("content")) for message in line["init_messages"] if message.get("role") == "user"]
+    return "\n".join([*said, str(line["main_query"])])
+
+
+def in_order(
+    candidates: Sequence[Candidate], texts: Mapping[int, str], order: Order, size: int, seed: int
+) -> list[Candidate]:
+    """The candidates with their texts by task, for a coreset of `size`. They come in the order of the fewest uses and
+    of age, which decides between equally different ones. Only twice as many as it has are compared with each other:
+    limits may leave some of them out."""
+    if order == "random":
+        drawn = random.Random(seed)
+        places = sorted(range(len(candidates)), key=lambda place: (candidates[place].uses, drawn.random()))
+        candidates = [candidates[place] for place in places]
+    seen: Counter[int] = Counter()
+    repeats: dict[int, int] = {}
+    for each in candidates:
+        text = xxhash.xxh3_64_intdigest(normalised(texts[each.task]).encode("utf-8", "replace"))
+        repeats[each.task] = seen[text]
+        seen[text] += 1
+    if order == "diversity":
+        first = [each for each in candidates if not repeats[each.task]]
+        signatures = word_signatures([texts[each.task] for each in first])
+        rank = {first[place].task: rank for rank, place in enumerate(farthest(signatures, 2 * size))}
+        return sorted(candidates, key=lambda each: (repeats[each.task], rank.get(each.task, len(rank))))
+    return sorted(candidates, key=lambda each: repeats[each.task])
+
+
+def farthest(signatures: NDArray[np.uint8], most: int) -> list[int]:
+    """The first `most` columns of signatures, of shape (rows, items), in the order of farthest-point sampling; the
+    first one is column 0. Of equally different ones, the first."""
+    import numpy as np
+
+    count = signatures.shape[1]
+    # Rows that agree with the most similar one that was taken; 255 for those that were.
+    nearest = np.zeros(count, dtype=np.uint8)
+    places: list[int] = []
+    while len(places) < min(most, count):
+        place = int(nearest.argmin())
+        places.append(place)
+        nearest[place] = 255
+        same = (signatures == signatures[:, place, None]).sum(axis=0, dtype=np.uint8)
+        np.maximum(nearest, same, out=nearest)
+    return places
