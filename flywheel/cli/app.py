@@ -397,7 +397,7 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "status", "audit", "why",
+    "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "backup", "status", "audit", "why",
     "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo", "init",
     "doctor",
 )  # fmt: skip

@@ -28,6 +28,7 @@ BESIDE_IT = (
     "tasks reject --all",
     "filter --dry-run",
     "filter --estimate",
+    "backup backup",
 )
 
 

@@ -73,6 +73,7 @@ def config(flywheel: Run, tmp_path: Path) -> Path:
         ("label", ["label", "{task}", "accept"]),
         ("labels", ["labels"]),
         ("doctor", ["doctor"]),
+        ("backup", ["backup", "copy"]),
         ("filter", ["filter", "--dry-run", "--limit", "1"]),
     ],
 )

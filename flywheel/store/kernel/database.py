@@ -216,8 +216,7 @@ class Store:
         def connect() -> sqlite3.Connection:
             private = sqlite3.connect("", check_same_thread=False)
             if is_there:
-                with _AtRest(path), contextlib.closing(_read_only(path)) as source:
-                    source.backup(private)
+                copy_database(path, private)
             return private
 
         name = f"{path} (a copy in $SQLITE_TMPDIR, $TMPDIR, /var/tmp or /tmp)"
@@ -373,6 +372,15 @@ def found_version(state_dir: Path) -> int | None:
         raise _explain(str(path), error) from error
     finally:
         engine.dispose()
+
+
+def copy_database(path: Path, target: sqlite3.Connection) -> None:
+    """Copy a database as it is at one moment, beside a process that writes it. Nothing is written beside it.
+
+    Raises StoreError if no process had it open, and one has written it since, and sqlite3.Error.
+    """
+    with _AtRest(path), contextlib.closing(_read_only(path)) as source:
+        source.backup(target)
 
 
 def _is_there(path: Path) -> bool:

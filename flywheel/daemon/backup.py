@@ -1,0 +1,101 @@
+"""What belongs into a backup: the state, what only Flywheel has, and what is needed to serve again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+from sqlalchemy import Connection, select
+
+from flywheel.config import Config
+from flywheel.daemon.rounds.retention import STAYS
+from flywheel.records.states import AdapterState
+from flywheel.store.backup import CONFIGURATION, STATE, Backup
+from flywheel.store.kernel.database import read_once
+from flywheel.store.kernel.schema import adapters
+from flywheel.store.task_file import FileState, noted_state
+from flywheel.system.files import shipped_folder
+
+DATABASES: Final = ("otlp/*.sqlite", "calls/*.sqlite", "calls/*.db", "serving/calls-*.db")
+"""Received spans and recorded calls, of which there is no other copy."""
+ELSEWHERE: Final = frozenset({"state", "sources", "model"})
+"""Sections of the configuration whose paths are no files of it."""
+DEPLOYABLE: Final = (AdapterState.STAGED, AdapterState.READY, AdapterState.RETIRED)
+
+
+async def back_up(config: Config, folder: Path) -> Backup:
+    """Make a backup in a folder, beside a running daemon. Raises StoreError and LockedError."""
+    state = config.state_dir
+    with Backup.into(folder, state) as made:
+        # First the state: what is received meanwhile is read again from where it was.
+        made.add_database(STATE, state / STATE)
+        await _add_rounds(made, config)
+        await _add_task_file(made, config)
+        for path in sorted(each for pattern in DATABASES for each in state.glob(pattern)):
+            made.add_database(path.relative_to(state).as_posix(), path)
+        for name, path in _configuration(config):
+            made.add(name, path)
+    return made
+
+
+async def _add_rounds(made: Backup, config: Config) -> None:
+    """The adapters that can be deployed, and what stays of each round."""
+    for directory in sorted((config.state_dir / "rounds").glob("*/")):
+        for path in sorted(directory / name for name in STAYS if (directory / name).is_file()):
+            made.add(path.relative_to(config.state_dir).as_posix(), path)
+    for name, folder in await read_once(made.copy_of_state, _adapters):
+        if not folder.is_relative_to(config.state_dir):
+            made.left_out[name] = f"its files are outside of the state directory, in {folder}"
+        elif not folder.is_dir():
+            made.left_out[name] = f"its files in {folder} are gone"
+        else:
+            made.add_tree(folder.relative_to(config.state_dir).as_posix(), folder)
+
+
+async def _add_task_file(made: Backup, config: Config) -> None:
+    """The task file as long as it was when the state was copied: later lines are written again after a restore."""
+    path, noted = config.task_file, await read_once(made.copy_of_state, noted_state)
+    if not path.is_relative_to(config.state_dir) or noted is None or noted.path != str(path):
+        return
+    now, name = FileState.of(path), path.relative_to(config.state_dir).as_posix()
+    if now is None or now.size < noted.size or not now.begins.startswith(noted.begins):
+        made.left_out[name] = "it was moved away or cut"
+    else:
+        made.add(name, path, noted.size)
+
+
+def _adapters(conn: Connection) -> list[tuple[str, Path]]:
+    query = select(adapters.c.name, adapters.c.path).where(adapters.c.state.in_(DEPLOYABLE))
+    return [(name, Path(path)) for name, path in conn.execute(query)]
+
+
+def _configuration(config: Config) -> Iterator[tuple[str, Path]]:
+    """The configuration file, and the files that it names, such as rubrics, with their names in the backup."""
+    if config.file is None:
+        return
+    home = config.file.absolute().parent
+    named = {
+        path for name in type(config).model_fields if name not in ELSEWHERE for path in _paths(getattr(config, name))
+    }
+    own = {path.absolute() for path in named if path.is_file() and not path.is_relative_to(config.state_dir)}
+    for path in sorted({config.file.absolute(), *own}):
+        if path.is_relative_to(home):
+            yield f"{CONFIGURATION}/{path.relative_to(home).as_posix()}", path
+        elif not path.is_relative_to(shipped_folder()):
+            yield f"{CONFIGURATION}/elsewhere{path.as_posix()}", path
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    """All paths in a setting."""
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _paths(getattr(value, name))
+    elif isinstance(value, dict):
+        yield from _paths([*value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _paths(each)

@@ -1,0 +1,272 @@
+"""Backups: a folder with a copy of files and databases that are in use, and the way back.
+
+A backup is the folder `current` of its place: the files under their own names, and a manifest with their hashes. The
+next one is made beside it, with hard links to what has not changed, and takes its place when it is whole. So an
+interrupted backup changes nothing, and one that is restored is checked first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Self
+
+from flywheel import __version__
+from flywheel.errors import StoreError
+from flywheel.store.kernel.database import READ_ATTEMPTS, copy_database, found_version
+from flywheel.system.files import make_private, private, sync_directory, write_json
+from flywheel.system.lock import instance_lock
+
+CURRENT: Final = "current"
+NEXT: Final = "next"
+PREVIOUS: Final = "previous"
+MANIFEST: Final = "manifest.json"
+CONFIGURATION: Final = "configuration"
+"""Folder of the configuration's files, which a restore leaves to the user."""
+RESTORING: Final = ".restoring"
+"""Folder in a state directory that is being restored."""
+STATE: Final = "state.db"
+LOCKS: Final = frozenset({"lock", "swap.lock", "rollback.lock"})
+
+Mark = list[list[int] | None]
+"""By which it is known whether an original has changed: size in bytes and time of change of a file, the same of the
+write-ahead log of a database, and how many bytes were copied if not all."""
+
+
+@dataclass(slots=True)
+class Backup:
+    """A backup that is being made.
+
+    `files` has of each file its hash, its size in bytes and the mark of its original. `copied` are the bytes that
+    were written, `left_out` what could not be copied, with the reason.
+    """
+
+    folder: Path
+    state_dir: Path
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    copied: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    _before: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    @contextlib.contextmanager
+    def into(cls, folder: Path, state_dir: Path) -> Iterator[Self]:
+        """Make a backup in a folder, which takes the place of an earlier one at the end of the context.
+
+        Raises StoreError, also for a folder with anything else, and LockedError during another backup.
+        """
+        attempted = f"make a backup in {folder}"
+        if folder.resolve().is_relative_to(state_dir.resolve()):
+            raise StoreError(attempted, "it is in the state directory", "Name a folder elsewhere.")
+        if folder.is_dir() and (
+            foreign := {each.name for each in folder.iterdir()} - {CURRENT, NEXT, PREVIOUS, "lock"}
+        ):
+            why = f"it has other files, such as {min(foreign)}"
+            raise StoreError(attempted, why, "Name an empty folder, or that of an earlier backup.")
+        try:
+            with instance_lock(folder):
+                before: dict[str, Any] = {}
+                if (found := found_in(folder)) is not None:
+                    with contextlib.suppress(StoreError):  # a damaged one is replaced as a whole
+                        before = _manifest(found.rename(folder / CURRENT), attempted)["files"]
+                shutil.rmtree(folder / NEXT, ignore_errors=True)
+                make_private(folder / NEXT)
+                made = cls(folder, state_dir, _before=before)
+                yield made
+                made._finish()
+        except OSError as error:
+            hint = "Free some space there, or name another folder; an earlier backup is unchanged."
+            raise StoreError(attempted, f"{error.filename or folder}: {error.strerror or error}", hint) from error
+
+    @property
+    def copy_of_state(self) -> Path:
+        """The directory with the copy of the state's database, once it was added."""
+        return self.folder / NEXT
+
+    def add(self, name: str, path: Path, size: int | None = None) -> None:
+        """Copy a file, or its first `size` bytes. One that is not there any more is left out."""
+
+        def copy(target: Path) -> None:
+            shutil.copyfile(path, target)
+            if size is not None:
+                os.truncate(target, size)
+
+        try:
+            self._add(name, [*_mark(path), [] if size is None else [size]], copy)
+        except FileNotFoundError:
+            self.left_out[name] = "it was removed meanwhile"
+
+    def add_tree(self, name: str, folder: Path) -> None:
+        """Copy all files below a folder."""
+        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+            self.add(f"{name}/{path.relative_to(folder).as_posix()}", path)
+
+    def add_database(self, name: str, path: Path) -> None:
+        """Copy an SQLite database as it is at one moment, beside a process that writes it."""
+        try:
+            self._add(name, _mark(path, path.with_name(f"{path.name}-wal")), lambda target: _dump(path, target))
+        except FileNotFoundError:
+            self.left_out[name] = "it was removed meanwhile"
+
+    def _add(self, name: str, mark: Mark, copy: Callable[[Path], object]) -> None:
+        target, before = self.folder / NEXT / name, self._before.get(name)
+        make_private(target.parent)
+        if before is not None and before["mark"] == mark:
+            with contextlib.suppress(OSError):  # not every file system has hard links
+                os.link(self.folder / CURRENT / name, target)
+                self.files[name] = before
+                return
+        os.close(private(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        copy(target)
+        _sync(target)
+        size = target.stat().st_size
+        self.files[name] = {"sha256": _sha256(target), "size": size, "mark": mark}
+        self.copied += size
+
+    def _finish(self) -> None:
+        new, current, previous = (self.folder / name for name in (NEXT, CURRENT, PREVIOUS))
+        manifest = {
+            "made_at": datetime.now(UTC).isoformat(),
+            "flywheel": __version__,
+            "state_dir": str(self.state_dir),
+            "left_out": self.left_out,
+            "files": self.files,
+        }
+        write_json(new / MANIFEST, manifest, mode=0o600)
+        for folder in {new, *(path.parent for path in new.rglob("*"))}:
+            sync_directory(folder)
+        if current.is_dir():
+            shutil.rmtree(previous, ignore_errors=True)
+            current.rename(previous)
+        new.rename(current)
+        sync_directory(self.folder)
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def found_in(folder: Path) -> Path | None:
+    """The whole backup in a folder, if there is one."""
+    # The second, if a backup was interrupted between the two renamings at its end.
+    return next((folder / name for name in (CURRENT, PREVIOUS) if (folder / name).is_dir()), None)
+
+
+def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """Put the backup in a folder into an empty state directory; where it is, and its manifest.
+
+    Nothing is in its place before all files are known to be whole. An interrupted restore is done again by the next.
+    Raises StoreError, also for a damaged backup or one of another state directory, and LockedError.
+    """
+    attempted = f"restore the backup in {folder}"
+    try:
+        if (found := found_in(folder)) is None:
+            raise StoreError(attempted, "there is none", "Name the folder that was given to `flywheel backup`.")
+        manifest = _manifest(found, attempted)
+        if os.path.realpath(made_of := manifest["state_dir"]) != os.path.realpath(state_dir):
+            why = f"it is of the state {made_of}, whose paths are in it, and the configuration has {state_dir}"
+            raise StoreError(attempted, why, "Set state.dir to that path, or make that path a symbolic link.")
+        with instance_lock(state_dir):
+            staging = state_dir / RESTORING
+            others = {each.name for each in state_dir.iterdir()} - LOCKS - {RESTORING}
+            if STATE in others or (others and not staging.is_dir()):
+                why = f"the state directory {state_dir} is not empty: it has {min(others)}"
+                raise StoreError(attempted, why, "Stop the daemon and the servers, and move the directory away.")
+            make_private(staging)
+            _empty(staging)
+            _stage(found, manifest, staging, attempted)
+            found_version(staging)
+            for path in sorted(staging.iterdir(), key=lambda each: each.name == STATE):
+                if (target := state_dir / path.name).is_dir():
+                    shutil.rmtree(target)
+                path.rename(target)
+            sync_directory(state_dir)
+            staging.rmdir()
+    except OSError as error:
+        why = f"{error.filename or state_dir}: {error.strerror or error}"
+        raise StoreError(attempted, why, "Mend that, and restore again.") from error
+    return found, manifest
+
+
+def _manifest(found: Path, attempted: str) -> dict[str, Any]:
+    try:
+        read: dict[str, Any] = json.loads((found / MANIFEST).read_bytes())
+        if not all((found / name).resolve().is_relative_to(found.resolve()) for name in read["files"]):
+            raise ValueError("a file outside of the backup")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"its {MANIFEST} is damaged or missing ({error})"
+        raise StoreError(attempted, why, "Restore another backup.") from error
+    return read
+
+
+def _stage(found: Path, manifest: dict[str, Any], staging: Path, attempted: str) -> None:
+    """Copy the files of the state to `staging`. Raises StoreError with those that are not as they were written."""
+    damaged = []
+    for name, about in manifest["files"].items():
+        if name.startswith(f"{CONFIGURATION}/"):
+            continue
+        target = staging / name
+        make_private(target.parent)
+        os.close(private(target, os.O_WRONLY | os.O_CREAT))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(found / name, target)
+        _sync(target)
+        if _sha256(target) != about["sha256"]:
+            damaged.append(name)
+    for folder in {staging, *(path.parent for path in staging.rglob("*"))}:
+        sync_directory(folder)
+    if damaged:
+        _empty(staging)
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        why = f"{found / damaged[0]}{more} is missing or not as it was written"
+        raise StoreError(attempted, why, "Restore another backup; nothing was changed.")
+
+
+def _empty(folder: Path) -> None:
+    for each in folder.iterdir():
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+def _mark(path: Path, *beside: Path) -> Mark:
+    """Raises FileNotFoundError for `path` alone."""
+    found: Mark = [[(about := path.stat()).st_size, about.st_mtime_ns]]
+    for each in beside:
+        try:
+            found.append([(about := each.stat()).st_size, about.st_mtime_ns])
+        except FileNotFoundError:
+            found.append(None)
+    return found
+
+
+def _dump(path: Path, target: Path) -> None:
+    with contextlib.closing(sqlite3.connect(target)) as connection:
+        for attempt in range(1, READ_ATTEMPTS + 1):
+            try:
+                copy_database(path, connection)
+                break
+            except StoreError as error:
+                # A process began or ended to write it meanwhile.
+                if not error.retryable or attempt == READ_ATTEMPTS:
+                    raise
+    with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?immutable=1", uri=True)) as connection:
+        if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            why = f"SQLite finds it damaged: {said}"
+            raise StoreError(f"copy the database {path}", why, "Restore it from an earlier backup.")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
