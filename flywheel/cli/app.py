@@ -277,17 +277,13 @@ def absolute(path: Path) -> Path:
 
 def missing_state(config: Config) -> str:
     """That there is no state where the configuration says, and what that can mean; empty if there is one."""
-    path = config.state_dir / "state.db"
-    try:
-        # An interrupted copy, or a full disk at the first start, leaves an empty file.
-        if path.stat().st_size:
-            return ""
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return ""  # opening it will report why
+    from flywheel.store.kernel.database import is_missing
+
+    if not is_missing(config.state_dir):
+        return ""
+    path = short_path(config.state_dir / "state.db")
     return (
-        f"there is no state at {short_path(path)}: nothing was read yet, or it is kept elsewhere "
+        f"there is no state at {path}: nothing was read yet, or it is kept elsewhere "
         "(by another configuration, user or $FLYWHEEL_HOME)"
     )
 

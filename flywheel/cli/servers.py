@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flywheel.cli.app import ConfigOption, app, complain, load_config, read_state, require_state, run_async
+from flywheel.cli.app import ConfigOption, app, complain, load_config, missing_state, read_state, run_async
 from flywheel.errors import ConfigError, StoreError
 from flywheel.secrets import register_secret_variable
 from flywheel.system.process import tune_process
@@ -27,12 +27,13 @@ def web(
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Do not allow changes in the web UI.")] = False,
 ) -> None:
-    """Open the web UI. The daemon need not be running."""
+    """Open the web UI. The daemon need not be running, and without a state the pages say what to do."""
     from flywheel.system.server_limits import is_loopback
 
     token = _token(must=not is_loopback(host), host=host)
     settings = load_config(config)
-    require_state(settings, "show the state in a browser")
+    if missing := missing_state(settings):
+        complain(f"{missing}. The pages say what to do, and show the state when it is there.")
     tune_process()
     from flywheel.system.server_limits import LOCAL_NAMES
     from flywheel.system.web_server import bound_socket

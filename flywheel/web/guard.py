@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
+import shlex
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Final
@@ -16,9 +18,10 @@ from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flywheel.store.kernel.database import is_missing
 from flywheel.system.server_limits import Limited, ServerLimits, read_body, refuse_in_text
 from flywheel.web.actions import LONGEST_NAME, NAME_COOKIE
 from flywheel.web.site import Site
@@ -70,8 +73,19 @@ class Guard:
         await self._limited(scope, receive, send_with_headers)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._answer(Request(scope, receive))
+        request = Request(scope, receive)
+        answer = await self._answer(request) or self._without_state(request)
         await (answer or self._app)(scope, receive, send)
+
+    def _without_state(self, request: Request) -> Response | None:
+        """What is answered to everything while there is no state: what to do. Nothing is stored then."""
+        config = self._site.config
+        if request.scope["path"].startswith("/static/") or not is_missing(config.state_dir):
+            return None
+        if request.method in SAFE_METHODS and "text/html" in request.headers.get("accept", ""):
+            return self._site.page("no_state.html", config=config, exists=os.path.exists, quote=shlex.quote)
+        why = f"There is no state at {config.state_dir / 'state.db'} yet: nothing was read."
+        return JSONResponse({"error": why}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _answer(self, request: Request) -> Response | None:
         """What is answered instead of the page; None if it may be seen."""

@@ -22,7 +22,9 @@ from flywheel.system.web_server import bound_socket, web_server
 from flywheel.web import tasks
 from flywheel.web.guard import LIMITS
 from flywheel.web.server import application
+from tests.factories.config import write_config
 from tests.factories.state import write_state
+from tests.factories.trace import write_lines
 from tests.waiting import StartError
 from tests.web.recorded_state import unpack
 
@@ -193,6 +195,16 @@ def empty_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_state(config.state_dir, lambda _: None)
     with serving(config) as found:
         yield found
+
+
+@pytest.fixture
+def configuration(tmp_path: Path) -> Path:
+    """A configuration without a state, with a task file and a missing database; its folder's name has a blank."""
+    folder = tmp_path / "my agents"
+    folder.mkdir()
+    write_lines(folder / "tasks.jsonl", {"question": "What is 3 plus 4?", "answer": "7"})
+    sources = [{"type": "jsonl", "path": "tasks.jsonl"}, {"path": "missing.sqlite"}, {"type": "otlp"}]
+    return write_config(folder, sources=sources)
 
 
 Check = Callable[..., Page]

@@ -30,7 +30,7 @@ from tests.factories.round import (
     put_tested_round,
     suite,
 )
-from tests.factories.state import open_state
+from tests.factories.state import open_state, write_state
 from tests.factories.task import task_keys
 from tests.factories.trace import put_replies, replies_on
 from tests.web.recorded_state import HOSTILE, config_of
@@ -186,5 +186,6 @@ async def test_the_next_test(tmp_path: Path) -> None:
 
 
 def test_without_a_round_the_page_says_how_to_get_one(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", lambda _: None)
     page = client(config_of(tmp_path)).get("/gate").text
     assert "flywheel round" in page

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from flywheel.web import server
 from flywheel.web.guard import HEADERS, REFUSAL_SECONDS
+from tests.factories.state import write_state
 from tests.web.recorded_state import config_of
 
 TOKEN = "a-token-of-some-length"
@@ -30,6 +31,12 @@ def client(app: ASGIApp, **headers: str) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=app), base_url="http://127.0.0.1:4400", headers=headers
     )
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path) -> None:
+    """Without one, no page is shown."""
+    write_state(tmp_path / "state", lambda _: None)
 
 
 @pytest.fixture

@@ -383,6 +383,14 @@ def copy_database(path: Path, target: sqlite3.Connection) -> None:
         source.backup(target)
 
 
+def is_missing(state_dir: Path) -> bool:
+    """Whether there is no state. An interrupted copy, or a full disk at the first start, leaves an empty file."""
+    try:
+        return not (state_dir / "state.db").stat().st_size
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # of any other, opening it will report why
+
+
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()

@@ -52,6 +52,7 @@
     let waits = false;
     for (const old of marked()) {
       const found = fresh.getElementById(old.id);
+      if (!found && old.dataset.live === "until-replaced") return location.reload(); // another page is there now
       if (!found) continue;
       if (old.querySelector(IN_USE)) waits = true;
       else {
