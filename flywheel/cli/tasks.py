@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,20 +15,18 @@ from flywheel.cli.app import (
     app,
     ask,
     command_group,
+    complain,
     load_config,
     print_json,
     read_state,
     run_async,
 )
-from flywheel.cli.tables import Row, print_rows, stdout
+from flywheel.cli.tables import Row, counted, print_rows, spent, stdout
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.records.states import TaskState
-from flywheel.system.terminal import escape_terminal, excerpt, moment, score_text
+from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from rich.console import Console
     from sqlalchemy import Connection
 
@@ -130,8 +129,10 @@ def _print(console: Console, shown: list[dict[str, Any]]) -> None:
     for task in shown:
         verdict = (task["state"], score_text(task["score"]), ", ".join(task["failed"]) or "–")
         about = " → ".join(excerpt(task[name], EXCERPT) for name in ("query", "answer"))
-        cells = (task["task_id"], moment(task["started_at"]), *((task["origin"] or "–",) if held else verdict))
-        rows.append(Row(cells, (about,)))
+        origin = (task["origin"] or task.get("document", "–"),)
+        cells = (task["task_id"], moment(task["started_at"]), *(origin if held else verdict))
+        quotes = [f"“{excerpt(quote, 2 * EXCERPT)}”" for quote in task.get("quotes", ()) if held]
+        rows.append(Row(cells, (about, *quotes)))
     print_rows(console, (*columns, "question → answer"), rows, wide=WIDE, fold=("failed", "question → answer"))
 
 
@@ -175,6 +176,49 @@ def _decide(context: typer.Context, keys: list[str], everything: bool, config: P
         typer.echo(f"{len(done)} {past}")
 
 
+@tasks_app.command("from-documents")
+def from_documents(
+    context: typer.Context,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Has `.md` and `.txt` files.")
+    ],
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="How many tasks are asked for.")] = 10,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model, at the judge's endpoint. Default: judge.model.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="The order of the passages.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the documents, but ask no model.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a model write tasks from documents, with quotes; they are held until a person releases them.
+
+    A task with a quote that does not occur in its document is refused. The command given again asks for what is
+    missing.
+    """
+    from flywheel.cli import documents
+
+    settings, quiet = load_config(config or context.obj[0]), as_json or context.obj[1]
+    writing = documents.run(settings, directory, count, model, seed, dry_run=dry_run, quiet=quiet)
+    report, error = run_async(writing)
+    if quiet:
+        print_json(report)
+    else:
+        shown = escape_terminal(report)
+        found = f"{quantity(shown['documents'], 'document')}, {quantity(shown['passages'], 'passage')}"
+        typer.echo(f"{found}; {quantity(shown['wanted'], 'task')} wanted, {shown['written_before']:,} written before")
+        for path, why in shown["left_out"].items():
+            typer.echo(f"left out: {path}: {why}")
+        typer.echo(counted({name.replace("_", " "): shown[name] for name in (*documents.OUTCOMES, "not_asked")}))
+        estimate = f"about {quantity(shown['estimated_tokens'], 'token')} to send; dry run: no model was asked"
+        typer.echo(estimate if dry_run else spent(shown["usage"], 0, shown["cost"]))
+        if shown["held"]:
+            typer.echo("`flywheel tasks --state held` shows them; `flywheel tasks release ID` passes them on")
+    if error is not None:
+        complain(error)
+        raise typer.Exit(error.exit_code)
+
+
 @app.command()
 def show(
     subject: Annotated[str, typer.Argument(metavar="ID", help="A task, span, trace or conversation.")],
@@ -208,6 +252,7 @@ def _whole(task: dict[str, Any]) -> str:
         "Steps": "\n".join(turns(task["steps"])),
         "Answer": task["answer"] or "(empty)",
         "Reference": task["reference"],
+        f"Quotes of {task.get('document')}": "\n".join(f"“{quote}”" for quote in task.get("quotes", ())),
         "Verdict": "\n".join(_verdict_lines(task["verdict"])),
     }
     parts += [f"{name}\n{_indented(text)}" for name, text in sections.items() if text]

@@ -61,7 +61,7 @@ class JudgeSettings(Section):
     tokens_per_minute: int | None = Field(default=None, gt=0)
     """Maximum tokens (prompt and completion) per minute; a call's tokens are estimated before it."""
     budget: JudgeBudget = JudgeBudget()
-    """Token limits for judging tasks, rollouts, gates and calibrations."""
+    """Token limits for judging tasks, rollouts, gates and calibrations, and for writing tasks from documents."""
     prices: JudgePrices | None = None
     """Prices of the judge; estimates and dry runs then show costs as well as tokens."""
     max_attempts: int = Field(default=4, gt=0)

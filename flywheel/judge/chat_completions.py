@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+import json_repair
 import orjson
 
 from flywheel.records.trace import ChatMessage
@@ -253,6 +254,12 @@ def _repaired(body: bytes) -> Any:
 def storable_value(value: Any) -> Any:
     """A parsed JSON value without lone surrogates: JSON can spell them, UTF-8 cannot hold them."""
     return json.loads(json_line(value))
+
+
+def object_in(text: str) -> dict[str, Any]:
+    """The JSON object in a reply, mended, whatever is around it; empty without one."""
+    _, begin, rest = text.partition("{")
+    return _dict(storable_value(json_repair.loads(begin + rest)) if begin else None)
 
 
 def _completion_of_stream(body: bytes) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import json_repair
 import yaml
 
 from flywheel.errors import CheckError, JudgeError
-from flywheel.judge.chat_completions import storable_value, strict_format, strict_object
+from flywheel.judge.chat_completions import object_in, strict_format, strict_object
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import LabelledReply
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
@@ -129,9 +128,8 @@ def _shorten(text: str) -> str:
 
 def parse_draft(text: str) -> dict[str, Any]:
     """The object in a reply, whatever is around it. Raises _InvalidDraftError."""
-    begin = text.find("{")
-    found = storable_value(json_repair.loads(text[begin:])) if begin >= 0 else None
-    if not isinstance(found, dict) or not isinstance(found.get("criteria"), list):
+    found = object_in(text)
+    if not isinstance(found.get("criteria"), list):
         raise _InvalidDraftError("it is no JSON object with `criteria`")
     return found
 

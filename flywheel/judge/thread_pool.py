@@ -10,18 +10,20 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.judge.usage import Budget, CallsInFlight
-from flywheel.records.verdict import Exchange, Outcome, Verdict
+from flywheel.records.verdict import Outcome, Verdict
 
 log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 R = TypeVar("R")
+E = TypeVar("E")
+E_contra = TypeVar("E_contra", contravariant=True)
+P = TypeVar("P")
 
 POLL_SECONDS = 0.2
 """How often a wait for a verdict checks whether to stop."""
@@ -33,9 +35,20 @@ MAX_BROKEN = 50
 """Unexpected errors in a row after which grading ends: they do not come from the exchanges."""
 
 
+class Asks(Protocol[E_contra, P]):
+    """What the threads ask by, such as a `Grader`: the free part of a verdict, and the part that asks the judge."""
+
+    @property
+    def unusable(self) -> JudgeError | None: ...
+
+    def begin(self, exchange: E_contra, earlier: Sequence[Verdict], /) -> Verdict | P: ...
+
+    def finish(self, pending: P, stop: threading.Event, /) -> Verdict: ...
+
+
 def grade_all(
-    grader: Grader,
-    items: Iterable[tuple[K, Exchange]],
+    grader: Asks[E, P],
+    items: Iterable[tuple[K, E]],
     max_thread: int,
     stop: threading.Event | None = None,
     *,
@@ -49,8 +62,8 @@ def grade_all(
 
 
 def grade_batches(
-    grader: Grader,
-    items: Iterable[tuple[K, Exchange]],
+    grader: Asks[E, P],
+    items: Iterable[tuple[K, E]],
     max_thread: int,
     stop: threading.Event | None = None,
     *,
@@ -107,9 +120,9 @@ Finished = tuple[K, Verdict, SimpleQueue[bool]]
 
 
 @dataclass(slots=True)
-class _Pool(Generic[K]):
-    grader: Grader
-    items: Iterator[tuple[K, Exchange]]
+class _Pool(Generic[K, E, P]):
+    grader: Asks[E, P]
+    items: Iterator[tuple[K, E]]
     stop: threading.Event
     budget: Budget
     earlier: Callable[[K], Sequence[Verdict]]
@@ -121,7 +134,7 @@ class _Pool(Generic[K]):
     error: BaseException | None = None
     _taking: threading.Lock = field(default_factory=threading.Lock)
     _exhausted: bool = False
-    _waiting: deque[tuple[K, PendingJudgeCall]] = field(default_factory=deque)
+    _waiting: deque[tuple[K, P]] = field(default_factory=deque)
     """Exchanges that need a judge call, until the budget has room for it."""
     _done: SimpleQueue[Finished[K] | None] = field(default_factory=SimpleQueue)
     _drain_until: float = float("inf")

@@ -70,6 +70,7 @@ class Purpose(StrEnum):
     ROUNDS = "rounds"
     GATES = "gates"
     CALIBRATION = "calibration"
+    DOCUMENTS = "documents"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -322,6 +323,23 @@ def _hashed_permutations() -> Permutations:
     factors = np.array([xxhash.xxh32_intdigest(b"factor", seed=k) | 1 for k in count], dtype=np.uint32)
     offsets = np.array([xxhash.xxh32_intdigest(b"offset", seed=k) for k in count], dtype=np.uint32)
     return Permutations(factors, offsets)
+
+
+class Questions:
+    """Questions of which no two are near-duplicates."""
+
+    def __init__(self) -> None:
+        self._by_band = defaultdict[int, list[frozenset[int]]](list)
+
+    def add(self, question: str) -> bool:
+        """Add a question; False if it is a near-duplicate of another one."""
+        [(words, bands)] = prompt_signatures([question])
+        own = frozenset(words)
+        if any(jaccard(own, other) >= NEAR for band in bands for other in self._by_band[band]):
+            return False
+        for band in bands:
+            self._by_band[band].append(own)
+        return True
 
 
 def first_question(messages: Sequence[Mapping[str, Any]]) -> str:

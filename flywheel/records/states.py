@@ -49,6 +49,8 @@ class SkipReason(StrEnum):
     """the configuration excludes this agent"""
     IN_TASK_FILE = "in_task_file"
     """it stands in the task file that AgentJet wrote, and was judged there"""
+    REFUSED = "refused"
+    """a model wrote it from a document, and a quote is not there, or it repeats another such task"""
 
 
 class TaskState(StrEnum):
@@ -71,7 +73,7 @@ class TaskState(StrEnum):
     DEAD = "dead"
     """it cannot be judged: see its dead letter"""
     HELD = "held"
-    """set aside for a person: one of a burst of near-identical questions"""
+    """set aside for a person: one of a burst of near-identical questions, or written by a model from a document"""
     WITHDRAWN = "withdrawn"
     """its trace continued and it is no longer a reply; the judge had not been called for it"""
 

@@ -208,6 +208,13 @@ def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -
     return True
 
 
+def hold(conn: Connection, keys: Sequence[str], why: str) -> None:
+    """Hold pending tasks for a person."""
+    pending = select(tasks.c.id).where(tasks.c.state == TaskState.PENDING.value)
+    ids = [row.id for row in rows_in(conn, pending, tasks.c.key, keys)]
+    move_all(conn, ids, TaskState.PENDING, TaskState.HELD, why)
+
+
 def release_held(conn: Connection, ids: Sequence[int], by: str = "a person") -> list[int]:
     """Let held tasks go on, and never hold them again. Returns those that were held."""
     released = move_all(conn, ids, TaskState.HELD, TaskState.PENDING, f"released by {by}")

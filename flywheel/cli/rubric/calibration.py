@@ -72,7 +72,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 judging = partial(calibrate, grader, given.labels, settings.max_thread, repeats=repeats,
                                   on_verdict=on_verdict, budget=budget)  # fmt: skip
                 try:
-                    outcome = await _unless_stopped(judging, config, f"calibrate {file}")
+                    outcome = await unless_stopped(judging, config, f"calibrate {file}")
                 except BudgetSpentError as error:
                     raise _over_budget(f"calibrate {file}", error.why) from error
             if not outcome.n:
@@ -148,11 +148,14 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
     async with open_state(config) as store:
         given = await read_label_file(labels, store)
     with closing(JudgeClient(config.judge)) as client:
-        return await _unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")
+        return await unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")
 
 
-async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
-    """The result of `work`, whose argument `stop` is set by a signal. Raises StoppedError after a signal."""
+async def unless_stopped(
+    work: Callable[..., T | None], config: Config, attempted: str, left: str = "Nothing was stored."
+) -> T:
+    """The result of `work`, whose argument `stop` is set by a signal. After one, raises StoppedError, which says what
+    is `left`."""
     from flywheel.system.signals import StopSignals, in_daemon_thread
 
     stop = threading.Event()
@@ -169,7 +172,7 @@ async def _unless_stopped(work: Callable[..., T | None], config: Config, attempt
         if interruption.by is None:
             raise
     if interruption.by is not None:
-        raise interruption.error(attempted, "Nothing was stored.")
+        raise interruption.error(attempted, left)
     assert outcome is not None
     return outcome
 

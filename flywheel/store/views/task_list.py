@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, exists, func, or_, select, true
 
+from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.request_id import BASE_VERSION, UNRECORDED
 from flywheel.records.states import Split, TaskState
+from flywheel.records.trace import get_path
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import (
@@ -194,6 +196,13 @@ def questions(conn: Connection, keys: Sequence[str]) -> dict[str, str]:
     return {row.key: row.question or "" for row in rows_in(conn, query, tasks.c.key, keys)}
 
 
+def _support(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The document that a task was written from, and the quotes that support its answer; empty for other tasks."""
+    document, quotes = (get_path(raw_ground_truth(line), name) for name in ("document", "quotes"))
+    is_written = isinstance(document, str) and isinstance(quotes, list)
+    return {"document": document, "quotes": [str(quote) for quote in quotes]} if is_written else {}
+
+
 def summary(row: Row[Any]) -> dict[str, Any]:
     """A task in short, as `flywheel tasks --json` prints it."""
     return {
@@ -212,6 +221,7 @@ def summary(row: Row[Any]) -> dict[str, Any]:
         "started_at": row.payload["metadata"]["started_at"],
         "origin": row.origin,
         "like": row.like,
+        **_support(row.payload),
     }
 
 
@@ -249,6 +259,7 @@ def detail(row: Row[Any]) -> dict[str, Any]:
         "steps": json.loads(facts["trajectory_json"]),
         "answer": line["answer"],
         "reference": facts["reference"],
+        **_support(line),
         "verdict": verdict,
     }
 
