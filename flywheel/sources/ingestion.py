@@ -349,12 +349,13 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
 
 
 def _no_agent_spans(connector: StudioConnector) -> str:
-    """The warning about a database with spans, but without a span of an agent."""
+    """The warning about a database with spans, but without a reply."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in connector.kinds.most_common())
-    return (
-        f"{connector.path} holds {connector.kinds.total()} spans and none of them is an agent's ({kinds}): only the "
-        "replies of agents become tasks. Trace the agent itself, with AgentScope's own tracing."
-    )
+    why, remedy = "none of them is an agent's or a model call", "Trace the agent itself, and its model calls."
+    if connector.kinds["llm"]:
+        why = "no span is above the model calls, so that nothing shows which of them are one reply"
+        remedy = "Put one span, best an agent's, around each reply; or read recorded calls (`type: calls`)."
+    return f"{connector.path} holds {connector.kinds.total()} spans ({kinds}) and no reply: {why}. {remedy}"
 
 
 async def _until(stop: asyncio.Event, batches: AsyncGenerator[Batch]) -> AsyncGenerator[Batch]:

@@ -63,38 +63,47 @@ class ScriptedModel:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     def reply(self, wanted: Json) -> Json:
-        """Two numbers in the last question are multiplied by the tool, if it is offered; else the model guesses."""
+        """The first number of the last question is multiplied by each other one with the tool, if it is offered, in
+        one answer; an agent that is a tool is asked the question, and one to hand over to is called. Else the model
+        guesses.
+        """
         last = wanted["messages"][-1]
         if last["role"] == "tool":
             return {"content": f"The result is {text_of(last)}."}
         questions = [text_of(message) for message in wanted["messages"] if message["role"] == "user"]
         asked = next(text for text in reversed(questions) if "<system-reminder>" not in text)
-        numbers = [int(number) for number in re.findall(r"\d+", asked)][:2]
-        if len(numbers) == 2 and wanted.get("tools"):
-            name = wanted["tools"][0]["function"]["name"]
-            arguments = json.dumps(dict(zip("ab", numbers, strict=True)))
-            call = {"id": f"chatcmpl-tool-{next(self._numbers):08x}", "type": "function"}
-            return {"content": None, "tool_calls": [{**call, "function": {"name": name, "arguments": arguments}}]}
+        numbers = [int(number) for number in re.findall(r"\d+", asked)]
+        if len(numbers) >= 2 and wanted.get("tools"):
+            function = wanted["tools"][0]["function"]
+            named = function.get("parameters", {}).get("properties", {})
+            given = [{"input": asked}] if "input" in named else [{"a": numbers[0], "b": b} for b in numbers[1:]]
+            calls = [
+                {
+                    "id": f"chatcmpl-tool-{next(self._numbers):08x}",
+                    "type": "function",
+                    "function": {"name": function["name"], "arguments": json.dumps(each if named else {})},
+                }
+                for each in (given if named else [{}])
+            ]
+            return {"content": None, "tool_calls": calls}
         return {"content": f"You asked: {asked}"}
 
 
 def deltas(message: Json) -> Iterator[Json]:
     """A message in the pieces of a stream, as vLLM sends them."""
     yield {"role": "assistant", "content": ""}
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        yield {
-            "tool_calls": [{"index": 0, "id": call["id"], "type": "function", "function": {"name": function["name"]}}]
-        }
-        for piece in re.findall(".{1,5}", function["arguments"]):
-            yield {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        yield {"tool_calls": [{"index": index, "id": call["id"], "type": "function", "function": {"name": name}}]}
+        for piece in re.findall(".{1,5}", arguments):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
     for piece in re.findall(r"(?s).{1,6}", message.get("content") or ""):
         yield {"content": piece}
 
 
 def text_of(message: Json) -> str:
     content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 async def until_the_client_leaves(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:

@@ -17,18 +17,16 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.records.trace import LATEST_NS, get_path
+from flywheel.sources.otlp.conventions import TEXTS, Nested, put, translate
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
-
-Nested = dict[str, Any]
-"""Attributes as Studio nests them, or an object with such attributes."""
+from flywheel.sources.spans.span import UNKNOWN
 
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
 """Operations by the `span.kind` of AgentScope before 1.0.9."""
 _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
 """Attributes below `gen_ai` that may stand in `gen_ai.client.inference.operation.details` events instead."""
-UNKNOWN: Final = "unknown"
 
 
 def complete(attributes: Nested, events: Sequence[Nested]) -> None:
@@ -37,7 +35,7 @@ def complete(attributes: Nested, events: Sequence[Nested]) -> None:
         for event in reversed(events):
             value = get_path(event, "attributes", "gen_ai", *path)
             if value is not None and get_path(attributes, "gen_ai", *path) is None:
-                _put(attributes, value, "gen_ai", *path)
+                put(attributes, value, "gen_ai", *path)
     if operation(attributes) == "chat":
         _lead_with_instructions(attributes)
 
@@ -50,15 +48,7 @@ def _lead_with_instructions(attributes: Nested) -> None:
     if not (isinstance(parts, list) and parts and isinstance(messages, list)):
         return
     if not any(get_path(message, "role") == "system" for message in messages):
-        _put(attributes, [{"role": "system", "parts": parts}, *messages], "gen_ai", "input", "messages")
-
-
-def _put(attributes: Nested, value: Any, *path: str) -> None:
-    for key in path[:-1]:
-        if not isinstance(attributes.get(key), dict):
-            attributes[key] = {}
-        attributes = attributes[key]
-    attributes[path[-1]] = value
+        put(attributes, [{"role": "system", "parts": parts}, *messages], "gen_ai", "input", "messages")
 
 
 def operation(attributes: Nested) -> str | None:
@@ -147,10 +137,12 @@ class _Nesting:
                 if not isinstance(inner, dict):
                     inner = place[name] = {}
                 place = inner
-            place[last] = self._loaded(value) if isinstance(value, str) else value
+            is_json = isinstance(value, str) and not pair.key.startswith(TEXTS)
+            place[last] = self.loaded(value) if is_json else value
         return nested
 
-    def _loaded(self, text: str) -> Any:
+    def loaded(self, text: str) -> Any:
+        """The value of JSON text; the text itself if it is none of the above."""
         if text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null":
             return text
         openings = text.count("[") + text.count("{")
@@ -172,6 +164,7 @@ def _row(span: Span, resource: Nested, scope: Nested, nested: _Nesting) -> Row:
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     attributes = nested(span.attributes)
     events = [_event(event, nested) for event in span.events]
+    translate(attributes, span.name, nested.loaded)
     complete(attributes, events)
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]

@@ -173,6 +173,13 @@ def agent_output(span: Span) -> Message | None:
     return found[-1] if found else {"role": "assistant", "content": [{"type": "text", "text": recorded}]}
 
 
+def has_messages(agent: Span) -> bool:
+    """Whether an agent's span records what it was called with or what it returned."""
+    attributes = agent.attributes
+    recorded = (attributes.gen_ai.input.messages, attributes.gen_ai.output.messages, attributes.output)
+    return any(raw != NOTHING for raw in (*recorded, _argument(agent, attributes.input.kwargs.msg)))
+
+
 def returned_metadata(span: Span) -> dict[str, Any]:
     """The metadata of the returned message, which only the repr of AgentScope 1.x has. Raises ReprError."""
     written = bytes(span.attributes.output)

@@ -28,8 +28,8 @@ from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, DeadRow, ModelCall, Reply, ReplySelection, SpanStatus
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
-from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, question_of, with_calls
-from flywheel.sources.spans.span import NOTHING, Attributes, Span, SpanKind
+from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, with_calls
+from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
@@ -111,6 +111,9 @@ def replies_of(
             dead.append(_dead(span, rows, "its parents form a circle"))
             del spans[span.span_id]
         tree = Tree(spans, {row.span_id for row in dead})
+    if not tree.agents and not tree.missing_agents and (callers := tree.callers()):
+        spans |= {span.span_id: replace(span, kind=SpanKind.AGENT) for span in callers}
+        tree = Tree(spans, {row.span_id for row in dead})
     if not tree.agents:
         kinds.update(span.kind.value for span in spans.values())
     replies: list[Reply] = []
@@ -149,6 +152,8 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     calls = Trajectory(tree.own(agent.span_id))
     handed = at.input_messages(agent)
     output = at.agent_output(agent)
+    if not at.has_messages(agent) and agent.status is not SpanStatus.ERROR:
+        output = calls.returned()
     answer = text_of(output) if output else ""
     request = _request(handed)
     conversation = calls.first_input()
@@ -161,9 +166,9 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.input_messages(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
-    if calls.recorded is not None and not images and (sent := question_of(calls.recorded.messages)) is not None:
-        images = tuple(dict.fromkeys(images_of(sent)))
-    name = at.agent_name(agent)
+    if not images and (question := calls.asked()) is not None:
+        images = tuple(dict.fromkeys(images_of(question)))
+    name = at.agent_name(next(iter(tree.merged(agent)), agent))
     steps = calls.steps(answer, resumed)
     has_query = bool(query.strip() or images)
     skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
@@ -176,7 +181,7 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     return Reply(
         span_id=agent.span_id,
         trace_id=agent.trace_id,
-        conversation_id=agent.conversation_id,
+        conversation_id=_conversation_id(agent, calls),
         root=agent.attributes.flywheel.root_conversation,
         agent=name,
         query=query,
@@ -201,6 +206,12 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
         skip_detail=detail,
         **of_models,
     )
+
+
+def _conversation_id(agent: Span, calls: Trajectory) -> str:
+    """The conversation of an agent's span, or else of one below it: some applications name it there alone."""
+    names = (span.conversation_id for span in (agent, *calls.own))
+    return next((name for name in names if name not in ("", UNKNOWN)), agent.conversation_id)
 
 
 def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selection: ReplySelection) -> Reply:

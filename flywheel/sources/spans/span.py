@@ -17,6 +17,8 @@ from flywheel.records.trace import ModelCall, SpanStatus
 
 NOTHING: Final = Raw(b"null")
 """A value that is absent or null."""
+UNKNOWN: Final = "unknown"
+"""The conversation of a span that names none."""
 
 
 class Operation(Struct, frozen=True):

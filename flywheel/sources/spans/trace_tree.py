@@ -4,6 +4,10 @@ An agent below another agent was called by it as a tool: nested. Agents beside e
 agent's form a pipeline, and the user sees the answer of its last stage. Two cases look like a pipeline but are not.
 Agents that overlap in time are a fan-out. An agent whose input is new, neither the answer of an earlier agent nor
 what another one was asked, begins the next turn of a conversation that the application wrapped into one span.
+
+In a trace without an agent's span, the outermost span above the model calls stands for the agent. An agent's span
+with neither messages nor model calls of its own stands for the agents right below it, such as those that hand over to
+each other in one run of OpenAI's SDK.
 """
 
 from __future__ import annotations
@@ -95,23 +99,48 @@ class Tree:
         """
         if self.is_plain:
             return self._children[agent_id]
+        own, below = self._below(agent_id)
+        for agent in below:
+            own += self.own(agent.span_id)
+        own.sort(key=in_order)
+        return own
+
+    def merged(self, agent: Span) -> list[Span]:
+        """The agents right below for which an agent's span stands, in the order in which they began."""
+        return [] if self.is_plain else sorted(self._below(agent.span_id)[1], key=in_order)
+
+    def _below(self, agent_id: str) -> tuple[list[Span], list[Span]]:
+        """An agent's own spans, and the agents for which its span stands."""
         agent = self.spans.get(agent_id)
         found: list[Span] = []
-        waiting = list(self._children.get(agent_id, ()))
+        agents: list[Span] = []
+        waiting = [(child, False) for child in self._children.get(agent_id, ())]
         seen = {agent_id}
         while waiting:
-            span = waiting.pop()
+            span, is_called = waiting.pop()
             if span.span_id in seen:
                 continue
             seen.add(span.span_id)
             if span.kind is SpanKind.AGENT:
                 if agent is None or span.parent_id != agent_id or not _is_delegated(agent, span):
+                    if not is_called:
+                        agents.append(span)
                     continue
             else:
                 found.append(span)
-            waiting += self._children.get(span.span_id, ())
-        found.sort(key=in_order)
-        return found
+            is_called = is_called or span.kind is SpanKind.TOOL
+            waiting += [(child, is_called) for child in self._children.get(span.span_id, ())]
+        # Of a model call within another one, as two instrumentations record it, the inner one has the request itself.
+        outer = {span.parent_id for span in found if span.kind is SpanKind.LLM}
+        found = [span for span in found if span.kind is not SpanKind.LLM or span.span_id not in outer]
+        is_empty = agent is not None and not outer and not at.has_messages(agent)
+        return found, agents if is_empty else []
+
+    def callers(self) -> list[Span]:
+        """The outermost span above each model call, unless that is a model call or a tool itself."""
+        known: dict[str, tuple[Span, bool]] = {}
+        tops = [self._above(span, known)[0] for span in self.spans.values() if span.kind is SpanKind.LLM]
+        return [span for span in {top.span_id: top for top in tops}.values() if span.kind is SpanKind.OTHER]
 
     def placement(self, agent: Span) -> Placement:
         """The role of an agent span."""

@@ -18,6 +18,7 @@ from flywheel.records.trace import (
     ChatMessage,
     ModelCall,
     SpanStatus,
+    ToolCall,
     ToolDefinition,
     get_path,
     reasoning_of,
@@ -25,7 +26,7 @@ from flywheel.records.trace import (
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
 from flywheel.sources.spans.messages import Message, chat_of, without_finish
-from flywheel.sources.spans.recorded_calls import exact_prompt
+from flywheel.sources.spans.recorded_calls import exact_prompt, question_of
 from flywheel.sources.spans.reprs import ReprError, is_result, parse_call
 from flywheel.sources.spans.span import NOTHING, Span, SpanKind, in_order
 
@@ -118,6 +119,17 @@ class Trajectory:
             return next(span for span in spans if span.call is self.recorded)
         return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
 
+    def asked(self) -> Message | None:
+        """The message that the first model call answers; None if it is not recorded."""
+        return question_of(at.input_messages(self.first)) if self.first is not None else None
+
+    def returned(self) -> Message | None:
+        """The answer of the last model call; None if it called a tool or said nothing."""
+        answers = [answer for place, answer in enumerate(self.answers) if place not in self._aside]
+        answer = answers[-1] if answers else None
+        said = chat_of(answer)[-1] if answer else {}
+        return answer if said.get("content") and "tool_calls" not in said else None
+
     def first_input(self) -> list[ChatMessage]:
         """The input of the first model call: the conversation so far, without empty messages at its end.
 
@@ -153,11 +165,10 @@ class Trajectory:
                     steps.append(message)
                 for call in wanted:
                     name = call["function"]["name"]
-                    tool = _take(unused, call["id"], name, until)
+                    tool = _take(unused, call, until)
                     if name in FINISH_FUNCTIONS:
                         continue
-                    result = tool.result if tool is not None else self._result_after(place, call["id"])
-                    if result is not None:
+                    if (result := self._result(tool, place, call["id"])) is not None:
                         steps.append(_tool_step(call["id"], name, result))
         for tool in unused:
             # No recorded model call asked for it: the agent called it by itself.
@@ -183,6 +194,14 @@ class Trajectory:
             return ""
         sent = [message for message in span.call.messages if message.get("role") == "assistant"]
         return reasoning_of(sent[-1]) if sent else ""
+
+    def _result(self, tool: ToolUse | None, place: int, call_id: str) -> str | None:
+        """What a call of the model call at `place` returned. Which of several calls a tool use without an id carried
+        out is not certain, so that what the model was sent counts before it."""
+        if tool is not None and tool.id:
+            return tool.result
+        result = self._result_after(place, call_id)
+        return tool.result if result is None and tool is not None else result
 
     def _result_after(self, place: int, call_id: str) -> str | None:
         """The result that the first model call behind `place` with any result of that call was given."""
@@ -217,17 +236,26 @@ class Trajectory:
         return tuple(errors)
 
 
-def _take(tools: list[ToolUse], call_id: str, name: str, until_ns: int | None) -> ToolUse | None:
+def _take(tools: list[ToolUse], call: ToolCall, until_ns: int | None) -> ToolUse | None:
     """Remove and return the first tool use of this call that began before the next model call.
 
-    Ids may repeat, some clients give none, and some spans have no name.
+    Ids may repeat, some clients give none, and some spans have no name. Of several spans without an id, one with the
+    call's arguments is preferred.
     """
-    for tool in tools:
-        is_in_time = until_ns is None or tool.span.started_ns <= until_ns
-        if tool.id == call_id and tool.name in (name, "") and is_in_time:
-            tools.remove(tool)
-            return tool
-    return None
+    function = call["function"]
+    found = [
+        tool
+        for tool in tools
+        if tool.id in (call["id"], "")
+        and tool.name in (function["name"], "")
+        and (until_ns is None or tool.span.started_ns <= until_ns)
+    ]
+    if not found:
+        return None
+    wanted = function["arguments"].split()
+    best = min(found, key=lambda tool: (tool.id != call["id"], tool.call["function"]["arguments"].split() != wanted))
+    tools.remove(best)
+    return best
 
 
 def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:
