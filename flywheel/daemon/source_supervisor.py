@@ -58,6 +58,7 @@ class SourceSupervisor:
         self._timers: dict[Path, asyncio.TimerHandle] = {}
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
+        self._warned: set[Path] = set()
 
     async def start(self) -> None:
         """Start receivers, watches and passes. Raises FlywheelError if a receiver cannot listen at its address."""
@@ -145,6 +146,10 @@ class SourceSupervisor:
             self._announce(report.new)
         if report.error is not None:
             raise report.error
+        if report.warnings and source.path not in self._warned:
+            # The status shows the latest ones. Their counts change while spans arrive.
+            self._warned.add(source.path)
+            log.warning("%s", "; ".join(report.warnings))
         if source.rescan_at <= time.time():
             self._report_found(source, await source.rescan())
         if source.path not in self._full_scans and await source.is_full_scan_due():

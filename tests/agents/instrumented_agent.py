@@ -1,8 +1,9 @@
-"""A program whose spans are those of an instrumentation: `instrumented_agent.py langchain|openai_agents QUESTION…`.
+"""Spans as instrumentations write them: `instrumented_agent.py langchain|openai_agents|silent QUESTION…`.
 
 Each reply is an `invoke_agent` span without messages around that of the agent, with the model call below it.
 opentelemetry-instrumentation-langchain writes no messages on the inner one either, and puts messages and response id
-on the model call. opentelemetry-instrumentation-openai-agents-v2 writes messages on the inner one.
+on the model call. opentelemetry-instrumentation-openai-agents-v2 writes messages on the inner one. `silent` is either
+of them without messages, as they are unless capturing content is enabled.
 """
 
 import json
@@ -29,7 +30,7 @@ def main(kind: str, questions: list[str]) -> None:
     client = OpenAI()
     messages: list[dict[str, Any]] = [{"role": "system", "content": f"You are {uuid.uuid4()}."}]
     agent = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "graph"}
-    outer = agent if kind == "langchain" else {"gen_ai.operation.name": "invoke_agent"}
+    outer = {"gen_ai.operation.name": "invoke_agent"} if kind == "openai_agents" else agent
     for question in questions:
         messages.append({"role": "user", "content": question})
         with (
@@ -40,6 +41,8 @@ def main(kind: str, questions: list[str]) -> None:
                 response = client.chat.completions.create(model="my-agent", messages=messages)  # type: ignore[arg-type]
                 answer = {"role": "assistant", "content": response.choices[0].message.content}
                 both = {"gen_ai.input.messages": as_text(messages), "gen_ai.output.messages": as_text([answer])}
+                if kind == "silent":
+                    both = {}
                 call.set_attributes({"gen_ai.operation.name": "chat", "gen_ai.response.id": response.id, **both})
             if kind == "openai_agents":
                 reply.set_attributes(both)

@@ -1,6 +1,7 @@
 """Agents whose spans OpenInference writes: `openinference_agent.py SCENARIO QUESTION…`, all of one session.
 
-The scenarios `turns`, `stream`, `nested` and `handoff` are agents of OpenAI's SDK. `loop` is an agent by hand on
+The scenarios `turns`, `stream`, `nested` and `handoff` are agents of OpenAI's SDK; in the first of them the calls of
+its client are traced as well. `loop` is an agent by hand on
 OpenAI's client, with a question about an image at its end, and `alone` that client's calls without a span above them.
 """
 
@@ -96,8 +97,9 @@ def main(scenario: str, questions: list[str]) -> None:
     set_default_openai_api("chat_completions")
     with using_attributes(session_id="s-1", user_id="ann", metadata={"name": "a release", "id": "7"}):
         try:
-            if scenario in ("loop", "alone"):
+            if scenario in ("loop", "alone", "turns"):
                 OpenAIInstrumentor().instrument(tracer_provider=tracing)
+            if scenario in ("loop", "alone"):
                 by_hand(scenario, questions, tracing.get_tracer("by hand"))
             else:
                 OpenAIAgentsInstrumentor().instrument(tracer_provider=tracing)

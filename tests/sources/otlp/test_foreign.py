@@ -113,11 +113,11 @@ def request_id(number: int) -> str:
     return f"fw-{'0' * 16}-base-{number:016x}"
 
 
-async def test_agents_whose_spans_show_no_reply_leave_their_calls_to_the_call_log(
+async def test_an_agent_s_span_without_messages_takes_those_of_its_model_calls(
     client: httpx2.AsyncClient, inbox: Path
 ) -> None:
-    """As instrumentations write them that have the messages elsewhere: an agent around the agent, and both, or the
-    outer one, without messages. A tool's agent below an agent that answered is nested all the same."""
+    """As instrumentations write an agent around the agent, with the messages of both, or of the outer one, elsewhere.
+    A tool's agent below an agent that answered is nested all the same."""
     tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "ask"}
     replies = await read(
         client,
@@ -134,12 +134,29 @@ async def test_agents_whose_spans_show_no_reply_leave_their_calls_to_the_call_lo
     )
     found = {int(reply.span_id, 16): (reply.skip, reply.calls) for reply in replies}
     assert found == {
-        1: (SkipReason.ERROR, ()),
+        1: (None, (request_id(3),)),
         2: (SkipReason.NESTED, ()),
-        4: (SkipReason.ERROR, ()),
+        4: (None, (request_id(6),)),
         5: (SkipReason.NESTED, ()),
         8: (SkipReason.NESTED, (request_id(9),)),
     }
+    shown = {(reply.query, reply.answer, reply.model) for reply in replies if reply.skip is None}
+    assert shown == {("Weather in Paris?", "Rain.", "my-agent")}
+
+
+async def test_agents_whose_spans_show_no_reply_leave_their_calls_to_the_call_log(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    """As instrumentations write them that capture no content."""
+    replies = await read(
+        client,
+        inbox,
+        span(1, AGENT),
+        span(2, {**AGENT, "gen_ai.agent.name": "inner"}, parent=1),
+        span(3, {**CHAT, "gen_ai.response.id": f"chatcmpl-{request_id(3)}"}, parent=2),
+    )
+    found = {int(reply.span_id, 16): (reply.skip, reply.calls) for reply in replies}
+    assert found == {1: (SkipReason.ERROR, ()), 2: (SkipReason.NESTED, ())}
 
 
 async def test_a_reply_that_failed_or_is_another_agent_s_keeps_its_calls(
