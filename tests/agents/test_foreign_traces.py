@@ -7,9 +7,12 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
+from flywheel.config import OtlpSource
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply
 from flywheel.sources.otlp.receiver import Receiver
@@ -17,6 +20,7 @@ from tests.agents.running import ROOT, run
 from tests.agents.scripted_model import ScriptedModel
 from tests.agents.test_exact_prompts import CALLS, OTLP, Server, configuration, exported, server
 from tests.daemon.following import Following, status
+from tests.factories.config import make_config
 from tests.serving.fake_vllm import running
 from tests.sources.studio.reading import MUCH_LATER, read_all
 from tests.waiting import until
@@ -209,3 +213,19 @@ async def test_traced_calls_that_the_server_has_recorded_give_exact_prompts(serv
         ("calls", True),
     ]
     assert (await status(config))["balanced"]
+
+
+def test_the_collector_s_configuration_is_whole_and_is_that_of_the_page(tmp_path: Path) -> None:
+    """Its pipelines name what is declared, all of it is used, and spans go to a port that it does not take itself."""
+    text = (ROOT / "examples" / "collector" / "config.yaml").read_text()
+    assert text in (ROOT / "docs" / "how-to" / "tracing-tools.md").read_text()
+    written = yaml.safe_load(text)
+    assert written.keys() == {"receivers", "processors", "exporters", "service"}
+    (pipeline,) = written["service"]["pipelines"].values()
+    for part in ("receivers", "processors", "exporters"):
+        assert sorted(pipeline[part]) == sorted(written[part])
+    taken = {each["endpoint"] for each in written["receivers"]["otlp"]["protocols"].values()}
+    sent = urlsplit(written["exporters"]["otlphttp/flywheel"]["endpoint"])
+    assert sent.path == "" and sent.netloc not in taken
+    (source,) = make_config(tmp_path, sources=[{"type": "otlp", "listen": sent.netloc}]).sources
+    assert isinstance(source, OtlpSource)
