@@ -142,7 +142,7 @@ class _Nesting:
         return nested
 
     def loaded(self, text: str) -> Any:
-        """The value of JSON text; the text itself if it is none of the above."""
+        """The value of JSON text; the text itself if it is none, or one value too many."""
         if text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null":
             return text
         openings = text.count("[") + text.count("{")
@@ -164,8 +164,8 @@ def _row(span: Span, resource: Nested, scope: Nested, nested: _Nesting) -> Row:
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     attributes = nested(span.attributes)
     events = [_event(event, nested) for event in span.events]
-    translate(attributes, span.name, nested.loaded)
     complete(attributes, events)
+    translate(attributes, span.name, nested.loaded)
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {

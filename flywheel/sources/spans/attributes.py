@@ -177,7 +177,7 @@ def has_messages(agent: Span) -> bool:
     """Whether an agent's span records what it was called with or what it returned."""
     attributes = agent.attributes
     recorded = (attributes.gen_ai.input.messages, attributes.gen_ai.output.messages, attributes.output)
-    return any(raw != NOTHING for raw in (*recorded, _argument(agent, attributes.input.kwargs.msg)))
+    return any(raw != NOTHING for raw in recorded) or _argument(agent, attributes.input.kwargs.msg) != NOTHING
 
 
 def returned_metadata(span: Span) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, DeadRow, ModelCall, Reply, ReplySelection, SpanStatus
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
-from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, with_calls
+from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, question_of, with_calls
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
@@ -111,7 +111,7 @@ def replies_of(
             dead.append(_dead(span, rows, "its parents form a circle"))
             del spans[span.span_id]
         tree = Tree(spans, {row.span_id for row in dead})
-    if not tree.agents and not tree.missing_agents and (callers := tree.callers()):
+    if not is_open and not tree.agents and not tree.missing_agents and (callers := tree.callers()):
         spans |= {span.span_id: replace(span, kind=SpanKind.AGENT) for span in callers}
         tree = Tree(spans, {row.span_id for row in dead})
     if not tree.agents:
@@ -166,8 +166,9 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.input_messages(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
-    if not images and (question := calls.asked()) is not None:
-        images = tuple(dict.fromkeys(images_of(question)))
+    if not images and calls.first is not None and at.holds_media(calls.first):
+        question = question_of(at.input_messages(calls.first))
+        images = tuple(dict.fromkeys(images_of(question))) if question is not None else ()
     name = at.agent_name(next(iter(tree.merged(agent)), agent))
     steps = calls.steps(answer, resumed)
     has_query = bool(query.strip() or images)

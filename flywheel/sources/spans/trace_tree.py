@@ -107,7 +107,9 @@ class Tree:
 
     def merged(self, agent: Span) -> list[Span]:
         """The agents right below for which an agent's span stands, in the order in which they began."""
-        return [] if self.is_plain else sorted(self._below(agent.span_id)[1], key=in_order)
+        if self.is_plain or at.has_messages(agent):
+            return []
+        return sorted(self._below(agent.span_id)[1], key=in_order)
 
     def _below(self, agent_id: str) -> tuple[list[Span], list[Span]]:
         """An agent's own spans, and the agents for which its span stands."""

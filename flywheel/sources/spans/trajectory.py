@@ -6,7 +6,7 @@ by the text of a result while the span ends as if all were well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from flywheel.records.trace import (
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
 from flywheel.sources.spans.messages import Message, chat_of, without_finish
-from flywheel.sources.spans.recorded_calls import exact_prompt, question_of
+from flywheel.sources.spans.recorded_calls import exact_prompt
 from flywheel.sources.spans.reprs import ReprError, is_result, parse_call
 from flywheel.sources.spans.span import NOTHING, Span, SpanKind, in_order
 
@@ -119,10 +119,6 @@ class Trajectory:
             return next(span for span in spans if span.call is self.recorded)
         return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
 
-    def asked(self) -> Message | None:
-        """The message that the first model call answers; None if it is not recorded."""
-        return question_of(at.input_messages(self.first)) if self.first is not None else None
-
     def returned(self) -> Message | None:
         """The answer of the last model call; None if it called a tool or said nothing."""
         answers = [answer for place, answer in enumerate(self.answers) if place not in self._aside]
@@ -198,7 +194,7 @@ class Trajectory:
     def _result(self, tool: ToolUse | None, place: int, call_id: str) -> str | None:
         """What a call of the model call at `place` returned. Which of several calls a tool use without an id carried
         out is not certain, so that what the model was sent counts before it."""
-        if tool is not None and tool.id:
+        if tool is not None and tool.id == call_id:
             return tool.result
         result = self._result_after(place, call_id)
         return tool.result if result is None and tool is not None else result
@@ -242,20 +238,19 @@ def _take(tools: list[ToolUse], call: ToolCall, until_ns: int | None) -> ToolUse
     Ids may repeat, some clients give none, and some spans have no name. Of several spans without an id, one with the
     call's arguments is preferred.
     """
-    function = call["function"]
-    found = [
-        tool
-        for tool in tools
-        if tool.id in (call["id"], "")
-        and tool.name in (function["name"], "")
-        and (until_ns is None or tool.span.started_ns <= until_ns)
-    ]
-    if not found:
-        return None
-    wanted = function["arguments"].split()
-    best = min(found, key=lambda tool: (tool.id != call["id"], tool.call["function"]["arguments"].split() != wanted))
-    tools.remove(best)
-    return best
+    name, wanted = call["function"]["name"], call["function"]["arguments"].split()
+
+    def named(call_id: str) -> Iterator[ToolUse]:
+        for tool in tools:
+            is_in_time = until_ns is None or tool.span.started_ns <= until_ns
+            if tool.id == call_id and tool.name in (name, "") and is_in_time:
+                yield tool
+
+    if (found := next(named(call["id"]), None)) is None:
+        found = min(named(""), key=lambda tool: tool.call["function"]["arguments"].split() != wanted, default=None)
+    if found is not None:
+        tools.remove(found)
+    return found
 
 
 def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:

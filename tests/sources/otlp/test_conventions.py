@@ -24,7 +24,7 @@ from flywheel.sources.otlp.inbox import COLUMNS
 from flywheel.sources.otlp.rows import rows_of
 from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.schema import SCHEMAS, packed
-from tests.sources.otlp.exporting import PROTOBUF, request, span, stored
+from tests.sources.otlp.exporting import PROTOBUF, pairs, request, span, stored
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 
 KIND = "openinference.span.kind"
@@ -324,3 +324,40 @@ def test_no_shape_of_attributes_is_too_odd_to_be_stored_and_read(
         kept[number] = packed((number, *(value.encode() if isinstance(value, str) else value for value in values)))
     replies, dead = replies_of(schema, kept, ReplySelection(), is_open=False, kinds=Counter())
     assert len(replies) + len(dead) <= len(spans)
+
+
+async def test_a_trace_whose_outermost_span_has_not_arrived_has_no_reply_yet(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    """Else a span in the middle would stand for the agent, until the one above it arrives."""
+    await send(client, llm(3, 2), chain(2, 1))
+    assert read_all(inbox)[0] == []
+    await send(client, chain(1))
+    assert [reply.span_id for reply in read_all(inbox)[0]] == [f"{1:016x}"]
+
+
+async def test_messages_of_an_event_come_before_those_of_another_convention(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    call = llm(2, 1)
+    said = [{"role": "assistant", "parts": [{"type": "text", "content": "By an event."}]}]
+    name = "gen_ai.client.inference.operation.details"
+    call.events.add(name=name, attributes=pairs({"gen_ai.output.messages": json.dumps(said)}))
+    (reply,) = await read(client, inbox, chain(1, 0, "AGENT"), call)
+    assert (reply.query, reply.answer) == ("Hello", "By an event.")
+
+
+async def test_calls_and_tools_without_any_id_keep_their_results(client: httpx2.AsyncClient, inbox: Path) -> None:
+    """Their results in a later call cannot be told apart."""
+    wanted = {"role": "assistant"} | {f"tool_calls.{n}.tool_call.function.name": name for n, name in enumerate("fg")}
+    sent = [asked("Hello"), wanted, {"role": "tool", "content": "F"}, {"role": "tool", "content": "G"}]
+    (reply,) = await read(
+        client,
+        inbox,
+        chain(1, 0, "AGENT"),
+        span(2, {KIND: "LLM", **messages("input", sent[0]), **messages("output", wanted)}, parent=1),
+        chain(3, 1, "TOOL", tool__name="f", output__value="F"),
+        chain(4, 1, "TOOL", tool__name="g", output__value="G"),
+        span(5, {KIND: "LLM", **messages("input", *sent), **messages("output", answered("Done."))}, parent=1),
+    )
+    assert [step["content"] for step in reply.trajectory] == ["", "F", "G"]
