@@ -137,13 +137,12 @@ class _Nesting:
                 if not isinstance(inner, dict):
                     inner = place[name] = {}
                 place = inner
-            is_json = isinstance(value, str) and not pair.key.startswith(TEXTS)
-            place[last] = self.loaded(value) if is_json else value
+            place[last] = self.loaded(value, pair.key) if isinstance(value, str) else value
         return nested
 
-    def loaded(self, text: str) -> Any:
-        """The value of JSON text; the text itself if it is none, or one value too many."""
-        if text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null":
+    def loaded(self, text: str, key: str = "") -> Any:
+        """The value of JSON text; the text itself if it is none, one value too many, or a text by its key."""
+        if (text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null") or key.startswith(TEXTS):
             return text
         openings = text.count("[") + text.count("{")
         values = openings + text.count(",")

@@ -230,6 +230,7 @@ def model_output(span: Span) -> Message | None:
     return None if content is None else {"role": "assistant", "content": content}
 
 
+@lru_cache(maxsize=4)
 def holds_media(span: Span) -> bool:
     """Whether a model was sent an image, or anything else that is not text."""
     written = span.attributes.gen_ai.input.messages
