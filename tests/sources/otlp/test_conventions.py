@@ -361,3 +361,22 @@ async def test_calls_and_tools_without_any_id_keep_their_results(client: httpx2.
         span(5, {KIND: "LLM", **messages("input", *sent), **messages("output", answered("Done."))}, parent=1),
     )
     assert [step["content"] for step in reply.trajectory] == ["", "F", "G"]
+
+
+async def test_of_two_texts_handed_to_an_agent_the_model_s_question_counts(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    seen = "langfuse.observation"
+    handed = '{"args": ["customer 7"], "kwargs": {"q": "Hello!"}}'
+    agent = span(1, {TYPE: "agent", f"{seen}.input": handed, f"{seen}.output": "Hi!"})
+    (reply,) = await read(client, inbox, agent, llm(2, 1))
+    assert (reply.query, reply.answer) == ("Hello", "Hi!")
+
+
+async def test_an_agent_that_records_nothing_has_no_answer_of_an_agent_that_is_its_tool(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    spans = chain(1, 0, "AGENT"), chain(2, 1, "TOOL"), chain(3, 2, "AGENT"), llm(4, 3)
+    replies = by_id(await read(client, inbox, *spans))
+    assert (replies[f"{1:016x}"].answer, replies[f"{1:016x}"].skip) == ("", SkipReason.ERROR)
+    assert replies[f"{3:016x}"].skip is SkipReason.NESTED
