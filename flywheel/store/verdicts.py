@@ -19,7 +19,7 @@ from flywheel.records.task import storable
 from flywheel.records.verdict import CriterionResult, Judgement, Outcome, Verdict
 from flywheel.store import judge_usage
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import judge_models, tasks, verdicts
+from flywheel.store.kernel.schema import judge_models, rubrics, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 
 CHAIN: Final = "chain:"
@@ -135,6 +135,12 @@ def record_judge(conn: Connection, judge_hash: str, model: str, base_url: str) -
     endpoint = urlunsplit((url.scheme, url.netloc.rpartition("@")[2], url.path, "", ""))
     values = {"hash": judge_hash, "model": storable(model), "endpoint": storable(endpoint), "first_used_at": utcnow()}
     conn.execute(insert(judge_models).values(**values).on_conflict_do_nothing())
+
+
+def record_rubric(conn: Connection, rubric_hash: str, name: str) -> None:
+    """Store which rubric a hash stands for, unless it is there."""
+    values = {"hash": rubric_hash, "name": storable(name), "first_used_at": utcnow()}
+    conn.execute(insert(rubrics).values(**values).on_conflict_do_nothing())
 
 
 def decided_by_others() -> ColumnElement[bool]:

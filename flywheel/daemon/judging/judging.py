@@ -414,6 +414,7 @@ class TaskJudging:
         if not self._is_recorded:
             judge = self.grader.client.endpoints[0].config
             verdicts.record_judge(conn, self.grader.judge_hash, judge.model, judge.base_url)
+            verdicts.record_rubric(conn, self.rubric.hash, self.rubric.id)
         for result in results:
             task, verdict = result.task, result.verdict
             if result.held:

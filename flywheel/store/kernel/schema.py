@@ -213,6 +213,8 @@ verdicts = Table(
     UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
     # Counts by rubric, and comparisons of two, read no verdict.
     Index("verdicts_by_rubric", "rubric_hash", "task_id", "judge_hash", "outcome"),
+    # Lists of tasks in the order of their scores.
+    Index("verdicts_by_score", "score", "task_id"),
 )
 """Verdicts by task, rubric and judge; `results` are those of the criteria. `judgements` are the judge's answers
 that the verdict was made of, see `flywheel.records.verdict.Judgement`."""
@@ -256,6 +258,16 @@ judge_models = Table(
     Column("first_used_at", Text, nullable=False),
 )
 """Each judge that verdicts were made by; `hash` is `judge_hash` of other tables."""
+
+rubrics = Table(
+    "rubrics",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("first_used_at", Text, nullable=False),
+)
+"""Each version of a rubric that tasks were judged by; `hash` is `rubric_hash` of other tables, `name` the rubric's
+`id`, which its versions share."""
 
 labels = Table(
     "labels",

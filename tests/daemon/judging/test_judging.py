@@ -209,19 +209,19 @@ async def test_judge_costs_and_errors_are_recorded_with_the_verdicts(store: Stor
     await tell(store, 3)
     prices = {"input_per_million": 1_000_000, "output_per_million": 0}
 
-    def read(conn: Connection) -> tuple[list[Any], list[Any], list[Any]]:
-        tables = schema.judge_models, schema.judge_costs, schema.judge_errors
-        found = [list(conn.execute(select(table))) for table in tables]
-        return found[0], found[1], found[2]
+    def read(conn: Connection) -> list[list[Any]]:
+        tables = schema.judge_models, schema.judge_costs, schema.judge_errors, schema.rubrics
+        return [list(conn.execute(select(table))) for table in tables]
 
     with JudgeServer(behaviour="unknown choice") as judge:
         url = judge.base_url.replace("http://", "http://name:secret@")
         judging = TaskJudging(store, config(tmp_path, judge, base_url=url, prices=prices, retry_undecided_seconds=0))
         assert (await judging.run()).undecided == 3
-        judges, costs, errors = await store.read(read)
+        judges, costs, errors, rubrics = await store.read(read)
         sent = sum(row.prompt_tokens for row in await stored_verdicts(store))
         assert [(row.hash, row.model, row.endpoint) for row in judges] == [
             (judging.grader.judge_hash, "j", judge.base_url)
         ]
+        assert [(row.hash, row.name) for row in rubrics] == [(judging.rubric.hash, judging.rubric.id)]
         assert [(row.purpose, row.currency, row.amount) for row in costs] == [("filter", "USD", sent)]
         assert sum(row.count for row in errors) == 3
