@@ -18,8 +18,8 @@ from flywheel.store.kernel.schema import replies, sources, tasks
 from flywheel.store.samples import allowed
 
 CONFIDENCE: Final = 0.95
-_ACCEPTED = (TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value)
-_JUDGED = (*_ACCEPTED, TaskState.REJECTED.value)
+ACCEPTED: Final = (TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value)
+JUDGED: Final = (*ACCEPTED, TaskState.REJECTED.value)
 _IN_ROUNDS = (TaskState.RESERVED.value, TaskState.CONSUMED.value)
 
 
@@ -42,11 +42,11 @@ class Funnel:
 
 def stages(scope: Scope = EVERY_TARGET) -> dict[str, ColumnElement[bool]]:
     """What a task has to be for each stage after the first. Exclusions in the scope do not count."""
-    usable = and_(tasks.c.state.in_(_ACCEPTED), tasks.c.split == Split.TRAIN.value, allowed(scope))
+    usable = and_(tasks.c.state.in_(ACCEPTED), tasks.c.split == Split.TRAIN.value, allowed(scope))
     return {
         "tasks": tasks.c.id.is_not(None),
-        "judged": tasks.c.state.in_(_JUDGED),
-        "accepted": tasks.c.state.in_(_ACCEPTED),
+        "judged": tasks.c.state.in_(JUDGED),
+        "accepted": tasks.c.state.in_(ACCEPTED),
         "usable": usable,
         "used": and_(usable, tasks.c.state.in_(_IN_ROUNDS)),
     }
@@ -101,7 +101,7 @@ def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[AdapterAcc
             others[model] += number
             continue
         entry = counts.setdefault(_name(adapter, model), {"accepted": 0, "rejected": 0, "undecided": 0, "other": 0})
-        kind = "accepted" if state in _ACCEPTED else state if state in ("rejected", "undecided") else "other"
+        kind = "accepted" if state in ACCEPTED else state if state in ("rejected", "undecided") else "other"
         entry[kind] += number
     own = []
     for adapter, entry in sorted(counts.items()):
@@ -115,26 +115,36 @@ def _name(adapter: str, model: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptancePeriod:
-    """Accepted ones of the judged replies that an adapter gave between two times, with the bounds of their share."""
+class Share:
+    """So many replies of a whole, which is not 0."""
 
-    adapter: str
-    begin: datetime
-    end: datetime
-    accepted: int
-    judged: int
-    lower: float
-    upper: float
+    part: int
+    whole: int
 
     @property
-    def share(self) -> float:
-        return self.accepted / self.judged
+    def value(self) -> float:
+        return self.part / self.whole
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The bounds of the share, as if replies were independent (`wilson`)."""
+        return wilson(self.part, self.whole)
 
 
-def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[AcceptancePeriod]:
+@dataclass(frozen=True, slots=True)
+class SharePeriod:
+    """A share of the replies between two times. `name` is the adapter, criterion or else whose share it is."""
+
+    name: str
+    begin: datetime
+    end: datetime
+    share: Share
+
+
+def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[SharePeriod]:
     """The acceptance of each adapter of the alias in about so many periods of equal length, in order of time. Times
     that sources refuse today are left out."""
-    judged = tasks.c.state.in_(_JUDGED) & tasks.c.started_at.between("1970", "2286")
+    judged = tasks.c.state.in_(JUDGED) & tasks.c.started_at.between("1970", "2286")
     first, last = conn.execute(select(func.min(tasks.c.started_at), func.max(tasks.c.started_at)).where(judged)).one()
     if first is None:
         return []
@@ -143,7 +153,7 @@ def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Acc
     seconds = func.unixepoch(tasks.c.started_at) - int(begin.timestamp())
     number = func.floor(seconds / length.total_seconds()).label("number")
     columns = number, tasks.c.adapter, tasks.c.model
-    accepted = func.count().filter(tasks.c.state.in_(_ACCEPTED))
+    accepted = func.count().filter(tasks.c.state.in_(ACCEPTED))
     rows = conn.execute(select(*columns, accepted, func.count()).where(judged).group_by(*columns)).all()
     counts: dict[tuple[int, str], tuple[int, int]] = {}
     for at, adapter, model, good, every in rows:
@@ -152,7 +162,7 @@ def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Acc
             before = counts.get((int(at), name), (0, 0))
             counts[int(at), name] = before[0] + good, before[1] + every
     return [
-        AcceptancePeriod(adapter, begin + at * length, begin + (at + 1) * length, good, every, *wilson(good, every))
+        SharePeriod(adapter, begin + at * length, begin + (at + 1) * length, Share(good, every))
         for (at, adapter), (good, every) in sorted(counts.items())
     ]
 
@@ -163,4 +173,5 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple
     share = successes / trials
     middle = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # Rounded, so that the bound of none or all is 0 or 1.
+    return max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))

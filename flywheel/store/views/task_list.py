@@ -1,14 +1,21 @@
-"""Lists of tasks, each with its newest verdict, selected by state, adapter, criterion or text."""
+"""Lists of tasks, each with its current verdict, selected by state, adapter, criterion or text.
+
+The current verdict of a task is the newest one with the outcome that its state says: after a change of rubric and
+back an older verdict decides again. Of a task that is not decided, it is the newest verdict.
+"""
 
 from __future__ import annotations
 
 import json
+import operator
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import StrEnum
+from typing import Any, Final, NamedTuple, Self
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, case, exists, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, exists, func, or_, select, true, tuple_
 
 from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.request_id import BASE_VERSION, UNRECORDED
@@ -26,25 +33,84 @@ from flywheel.store.kernel.schema import (
     tasks,
     verdicts,
 )
+from flywheel.store.verdicts import NOT_OF_THE_JUDGE
+from flywheel.store.views.acceptance import ACCEPTED, JUDGED
 
 _leader = tasks.alias("leader")
-_later = verdicts.alias("later")
-_NEWEST: Final = (
-    select(_later.c.id)
-    .where(_later.c.task_id == tasks.c.id)
-    .order_by(_later.c.created_at.desc(), _later.c.id.desc())
-    .limit(1)
-    .correlate(tasks)
-    .scalar_subquery()
+_other = verdicts.alias("other")
+
+
+def _said(own: ColumnElement[str]) -> ColumnElement[str]:
+    """The outcome that the state of a task says; `own` where it says none."""
+    return case(
+        (tasks.c.state == TaskState.REJECTED.value, Outcome.REJECTED.value),
+        (tasks.c.state.in_(ACCEPTED), Outcome.ACCEPTED.value),
+        else_=own,
+    )
+
+
+def _newest(*which: ColumnElement[bool]) -> ColumnElement[int]:
+    """The id of the newest verdict on a task among these."""
+    found = select(_other.c.id).where(_other.c.task_id == tasks.c.id, *which).limit(1).correlate(tasks)
+    return found.order_by(_other.c.created_at.desc(), _other.c.id.desc()).scalar_subquery()
+
+
+CURRENT: Final = func.coalesce(_newest(_other.c.outcome == _said(_other.c.outcome)), _newest())
+"""The id of the current verdict on a task."""
+RUBRIC: Final = case(
+    (tasks.c.state.in_(JUDGED) & (verdicts.c.outcome == _said(verdicts.c.outcome)) & ~NOT_OF_THE_JUDGE,
+     verdicts.c.rubric_hash),
+)  # fmt: skip
+"""The hash of the rubric that decided a task; NULL if it is not decided, or a filter or a person decided it."""
+ADAPTER: Final = case((tasks.c.adapter != "", tasks.c.adapter), (tasks.c.model == "", UNRECORDED), else_=BASE_VERSION)
+"""The adapter that gave a reply, or what stands for it."""
+AGENT, MODEL = (case((column == "", UNRECORDED), else_=column) for column in (tasks.c.agent, tasks.c.model))
+JUDGE: Final = func.coalesce(
+    select(judge_models.c.model).where(judge_models.c.hash == verdicts.c.judge_hash).scalar_subquery(),
+    verdicts.c.judge_hash,
 )
+"""The model of the judge that gave a verdict, or the judge's hash where the state does not know the model."""
+WEEK: Final = case(
+    (tasks.c.started_at.between("1970", "2286"), func.date(tasks.c.started_at, "weekday 0", "-6 days"))
+)
+"""The Monday of the week (UTC) in which a question was asked; NULL for times that sources refuse today."""
 
 
+class Order(StrEnum):
+    """The orders of a list. Tasks without a score follow those that have one."""
+
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    LOWEST = "lowest"
+    HIGHEST = "highest"
+
+
+class Position(NamedTuple):
+    """A place in a list: behind the task with this id; in an order by score also with this score, if it has one."""
+
+    id: int
+    score: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError."""
+        found = _POSITION.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no place in a list")
+        return cls(int(found[1]), float(found[2]) if found[2] else None)
+
+    def __str__(self) -> str:
+        return str(self.id) if self.score is None else f"{self.id}:{self.score!r}"
+
+
+_POSITION: Final = re.compile(r"(\d{1,18})(?::(\d{1,20}(?:\.\d{1,20})?(?:e-\d{1,3})?))?", re.ASCII)
 _FIRST_STEP: Final = 500
 _LONGEST_STEP: Final = 4_000
-"""How many ids a search looks at in one statement, at first and at most: the time is checked between them."""
+"""How many tasks a search looks at in one statement, at first and at most: the time is checked between them."""
 
+_BY_SCORE: Final = (Order.LOWEST, Order.HIGHEST)
 SEEN: Final = 200
-"""The newest tasks and verdicts, whose agents and criteria are offered as choices."""
+"""The newest verdicts, whose criteria are offered as choices."""
 Conditions = Sequence[ColumnElement[bool]]
 
 
@@ -61,34 +127,30 @@ def conditions(
     judge: str | None = None,
     source: str | None = None,
     target: str | None = None,
+    rubric: str | None = None,
+    model: str | None = None,
+    week: str | None = None,
 ) -> list[ColumnElement[bool]]:
     """The conditions of a selection; None selects all.
 
-    `adapter` is a version with or without its alias, "base" for the base model or "unrecorded" where no
-    model is known; `criterion` is one that the newest
-    verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters. `lowest` and
-    `highest` bound the newest verdict's score. `judge` is the model or the hash of the newest verdict's judge,
-    `source` the path of a source, `target` one of the `targets`.
+    `adapter` is a version with or without its alias, "base" for no adapter or "unrecorded" where no model is known
+    either; `agent` and `model` can be "unrecorded" too. `criterion` is one that the current verdict did not find met;
+    `text` is part of the question or the answer, in any case of ASCII letters. `lowest` and `highest` bound the
+    current verdict's score. `judge` is the model of its judge, or the hash where none is known, `rubric` the hash of
+    the rubric that decided the task, `source` the path of a source, `target` one of the `targets`, `week` the
+    Monday (UTC) of the week of the question.
     """
-    found: list[ColumnElement[bool]] = []
-    if agent is not None:
-        found.append(tasks.c.agent == agent)
-    if split is not None:
-        found.append(tasks.c.split == split.value)
-    if target is not None:
-        found.append(tasks.c.target == target)
+    equal = (
+        (tasks.c.state, state), (tasks.c.split, split), (tasks.c.target, target), (AGENT, agent), (MODEL, model),
+        (RUBRIC, rubric), (JUDGE, judge), (WEEK, week),
+    )  # fmt: skip
+    found = [column == str(value) for column, value in equal if value is not None]
     if lowest is not None:
         found.append(verdicts.c.score >= lowest)
     if highest is not None:
         found.append(verdicts.c.score <= highest)
-    if state is not None:
-        found.append(tasks.c.state == state.value)
     if adapter is not None:
-        names = tasks.c.adapter
-        is_it = names.endswith("@" + adapter, autoescape=True)
-        if adapter in (BASE_VERSION, UNRECORDED):
-            is_it = (names == "") & ((tasks.c.model != "") if adapter == BASE_VERSION else (tasks.c.model == ""))
-        found.append(or_(is_it, names == adapter))
+        found.append(or_(ADAPTER.in_([adapter]), ADAPTER.endswith("@" + adapter, autoescape=True)))
     if criterion is not None:
         result = func.json_each(verdicts.c.results).table_valued("value")
         failed = select(result.c.value).where(
@@ -96,9 +158,6 @@ def conditions(
             func.json_extract(result.c.value, "$.passed") == 0,
         )
         found.append(exists(failed.correlate(verdicts)))
-    if judge is not None:
-        models = select(judge_models.c.hash).where(judge_models.c.model == judge)
-        found.append(or_(verdicts.c.judge_hash == judge, verdicts.c.judge_hash.in_(models)))
     if source is not None:
         path = select(sources.c.id).where(sources.c.path == source).scalar_subquery()
         found.append(exists(select(replies.c.id).where(replies.c.task_id == tasks.c.id, replies.c.source_id == path)))
@@ -109,24 +168,17 @@ def conditions(
 
 
 def choices(conn: Connection) -> dict[str, list[str]]:
-    """Values that tasks have, by what they are selected by. Agents and criteria are those of the newest tasks."""
-    newest = select(tasks.c.agent).order_by(tasks.c.id.desc()).limit(SEEN).subquery()
+    """The adapters and criteria that tasks are selected by. Criteria are those of the newest verdicts."""
     results = select(verdicts.c.results).order_by(verdicts.c.id.desc()).limit(SEEN).subquery()
     result = func.json_each(results.c.results).table_valued("value")
     criterion = func.json_extract(result.c.value, "$.criterion")
-    queries = {
-        "agent": select(newest.c.agent).where(newest.c.agent != "").distinct().order_by(newest.c.agent),
-        "adapter": select(adapters.c.name).order_by(adapters.c.id.desc()),
-        "criterion": select(criterion).select_from(results.join(result, true())).distinct().order_by(criterion),
-        "judge": select(judge_models.c.model).distinct().order_by(judge_models.c.model),
-        "source": select(sources.c.path).order_by(sources.c.path),
-    }
-    found = {name: list(conn.execute(query).scalars()) for name, query in queries.items()}
-    return {**found, "adapter": [BASE_VERSION, UNRECORDED, *found["adapter"]]}
+    criteria = select(criterion).select_from(results.join(result, true())).distinct().order_by(criterion)
+    named = conn.execute(select(adapters.c.name).order_by(adapters.c.id.desc())).scalars()
+    return {"criterion": list(conn.execute(criteria).scalars()), "adapter": [BASE_VERSION, UNRECORDED, *named]}
 
 
 def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Sequence[Row[Any]]:
-    """Tasks (columns of `tasks`, `origin`, `like`, and the newest verdict's `outcome`, `score`, `results`, `reason`,
+    """Tasks (columns of `tasks`, `origin`, `like`, and the current verdict's `outcome`, `score`, `results`, `reason`,
     `error`, `judged_at`, None where there is none), the newest first."""
     query = (
         select(
@@ -151,27 +203,75 @@ def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Se
 
 
 def search(
-    conn: Connection, wanted: Conditions, limit: int, before: int | None = None, seconds: float = float("inf")
-) -> tuple[Sequence[Row[Any]], int | None]:
-    """The newest tasks (as `listed`) before this id that meet the conditions, and the id before which to go on.
+    conn: Connection,
+    wanted: Conditions,
+    limit: int,
+    after: Position | None = None,
+    seconds: float = float("inf"),
+    order: Order = Order.NEWEST,
+) -> tuple[Sequence[Row[Any]], Position | None]:
+    """The first tasks (as `listed`) behind a place of the list that meet the conditions, and where to go on.
 
     None: there are no more. A search that has taken longer than `seconds` returns what it has found so far, possibly
     nothing: rare words in 100,000 tasks take a second.
     """
     until = time.monotonic() + seconds
-    end = before if before is not None else (conn.execute(select(func.max(tasks.c.id))).scalar_one() or 0) + 1
-    found: list[int] = []
-    step = _FIRST_STEP
-    while end > 1 and len(found) <= limit and time.monotonic() < until:
-        begin = max(1, end - step)
-        chosen = _of(select(tasks.c.id).select_from(tasks), [*wanted, tasks.c.id >= begin, tasks.c.id < end])
-        newest = chosen.order_by(tasks.c.id.desc()).limit(limit + 1 - len(found))
-        found += conn.execute(newest).scalars()
-        end, step = begin, min(2 * step, _LONGEST_STEP)
-    rows = listed(conn, [tasks.c.id.in_(found[:limit])])
+    found: list[Position] = []
+    at, has_more, step = after, True, _FIRST_STEP
+    while has_more and len(found) <= limit and (at is after or time.monotonic() < until):
+        part, by, at, has_more = _part(conn, order, at, step)
+        query = _of(select(tasks.c.id, verdicts.c.score).select_from(tasks), [*wanted, *part])
+        rows = conn.execute(query.order_by(*by).limit(limit + 1 - len(found)))
+        found += [Position(row.id, row.score if order in _BY_SCORE else None) for row in rows]
+        step = min(2 * step, _LONGEST_STEP)
+    shown = {row.id: row for row in listed(conn, [tasks.c.id.in_([each.id for each in found[:limit]])])}
     if len(found) > limit:
-        return rows, found[limit - 1]
-    return rows, end if end > 1 else None
+        at, has_more = found[limit - 1], True
+    return [shown[each.id] for each in found[:limit]], at if has_more else None
+
+
+def _part(
+    conn: Connection, order: Order, after: Position | None, step: int
+) -> tuple[Conditions, Sequence[ColumnElement[Any]], Position | None, bool]:
+    """The next part of a list, of at most about so many tasks: its conditions, its order, its end, and whether tasks
+    can follow."""
+    last = conn.execute(select(func.max(tasks.c.id))).scalar_one() or 0
+    if order in _BY_SCORE and (after is None or after.score is not None):
+        part, by, end = _part_by_score(conn, order is Order.LOWEST, after, step)
+        # Those without a score follow, the newest first.
+        return part, by, end or Position(last + 1), True
+    if order is Order.OLDEST:
+        begin = after.id + 1 if after is not None else 1
+        part = [tasks.c.id >= begin, tasks.c.id < begin + step]
+        return part, [tasks.c.id], Position(begin + step - 1), begin + step <= last
+    before = after.id if after is not None else last + 1
+    begin = max(1, before - step)
+    without = [verdicts.c.score.is_(None)] if order in _BY_SCORE else []
+    return [tasks.c.id >= begin, tasks.c.id < before, *without], [tasks.c.id.desc()], Position(begin), begin > 1
+
+
+def _part_by_score(
+    conn: Connection, is_ascending: bool, after: Position | None, step: int
+) -> tuple[Conditions, Sequence[ColumnElement[Any]], Position | None]:
+    """The same of tasks with a score, without whether tasks can follow; the end is None if they end with it."""
+    behind, up_to = (operator.gt, operator.le) if is_ascending else (operator.lt, operator.ge)
+
+    def between(score: ColumnElement[float], task: ColumnElement[int], end: Any) -> list[ColumnElement[bool]]:
+        found: list[ColumnElement[bool]] = [score.is_not(None)]
+        if after is not None:
+            found.append(behind(tuple_(score, task), tuple_(after.score, after.id)))
+        return found if end is None else [*found, up_to(tuple_(score, task), tuple_(*end))]
+
+    def by(*columns: ColumnElement[Any]) -> list[ColumnElement[Any]]:
+        return [each.asc() if is_ascending else each.desc() for each in columns]
+
+    own, other = (verdicts.c.score, tasks.c.id), (_other.c.score, _other.c.task_id)
+    end = conn.execute(
+        select(*other).where(*between(*other, None)).order_by(*by(*other)).offset(step).limit(1)
+    ).first()
+    # By the index of all scores; of the tasks that are found, the current verdict counts.
+    having = select(_other.c.task_id).where(*between(*other, end))
+    return [tasks.c.id.in_(having), *between(*own, end)], by(*own), None if end is None else Position(end[1], end[0])
 
 
 def count(conn: Connection, wanted: Conditions) -> int:
@@ -180,7 +280,7 @@ def count(conn: Connection, wanted: Conditions) -> int:
 
 
 def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
-    return query.outerjoin(verdicts, verdicts.c.id == _NEWEST).where(*wanted)
+    return query.outerjoin(verdicts, verdicts.c.id == CURRENT).where(*wanted)
 
 
 def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
@@ -264,10 +364,6 @@ def detail(row: Row[Any]) -> dict[str, Any]:
     }
 
 
-_ACCEPTED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
-"""An accepted task stays accepted when a round takes it."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExportedTask:
     """One task; `outcome` and `score` are those of the verdict that decided it, None without one."""
@@ -307,22 +403,9 @@ def next_ids(
 
 def with_verdicts(conn: Connection, ids: Sequence[int]) -> list[ExportedTask]:
     """The tasks with these ids, in the order of the ids; one that is gone is left out."""
-    # After a change of rubric and back an older verdict decides again: it need not be the newest.
-    decided = case(
-        (tasks.c.state == TaskState.REJECTED.value, Outcome.REJECTED.value),
-        (tasks.c.state.in_([state.value for state in _ACCEPTED]), Outcome.ACCEPTED.value),
-        else_=verdicts.c.outcome,
-    )
-    newest = (
-        select(func.max(verdicts.c.id))
-        .where(verdicts.c.task_id == tasks.c.id, verdicts.c.outcome == decided)
-        .where(verdicts.c.outcome != Outcome.UNDECIDED.value)
-        .correlate(tasks)
-        .scalar_subquery()
-    )
-    query = select(tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score).outerjoin(
-        verdicts, verdicts.c.id == newest
-    )
+    deciding = _newest(_other.c.outcome == _said(_other.c.outcome), _other.c.outcome != Outcome.UNDECIDED.value)
+    columns = tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score
+    query = select(*columns).select_from(tasks).outerjoin(verdicts, verdicts.c.id == deciding)
     found = {
         row.id: ExportedTask(
             row.id,

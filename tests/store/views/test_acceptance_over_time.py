@@ -58,9 +58,10 @@ async def test_each_judged_reply_of_the_alias_is_in_one_period(tmp_path: Path) -
         found = await store.read(acceptance.over_time, models, 6)
     finally:
         await store.close()
-    assert {each.adapter for each in found} == {"", "agent@r0001"}
-    assert sum(each.judged for each in found) == 24 and sum(each.accepted for each in found) == 8
+    assert {each.name for each in found} == {"", "agent@r0001"}
+    assert sum(each.share.whole for each in found) == 24 and sum(each.share.part for each in found) == 8
     assert [each.begin for each in found] == sorted(each.begin for each in found)
     assert found[0].begin == START and len({each.begin for each in found}) in (6, 7)
     for each in found:
-        assert each.lower <= each.share <= each.upper
+        lower, upper = each.share.interval
+        assert lower <= each.share.value <= upper
