@@ -108,12 +108,14 @@ def lists(count: int, rng: random.Random, requests: int) -> list[str]:
         *({"criterion": name} for name in CRITERIA), {"lowest": 0.9}, {"highest": 0.1}, {"text": rng.choice(WORDS)},
         {"text": "no such words anywhere"}, {"judge": "judge"}, {"judge": "other"},
         {"state": "rejected", "agent": "Tutor", "criterion": "polite"}, {"agent": "Critic", "lowest": 0.99},
+        {"order": "oldest"}, {"order": "lowest"}, {"order": "highest", "agent": "Tutor"},
+        {"order": "lowest", "criterion": "polite"}, {"rubric": "rubric", "criterion": "polite", "week": "2026-01-05"},
     ]  # fmt: skip
     found = []
     for number in range(requests):
         query = dict(filters[number % len(filters)])
         if rng.random() < 0.5:
-            query["before"] = rng.randint(1, count)
+            query["after"] = rng.randint(1, count)
         found.append(f"/tasks?{urlencode(query)}")
     rng.shuffle(found)
     return found

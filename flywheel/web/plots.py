@@ -12,14 +12,14 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from flywheel.records.round import Score
-from flywheel.store.views.acceptance import AcceptancePeriod
+from flywheel.store.views.acceptance import SharePeriod
 
 WIDTH: Final = 900
-HEIGHT: Final = 240
+HEIGHT: Final = 274
 LEFT: Final = 46
 RIGHT: Final = 12
-TOP: Final = 22
-BOTTOM: Final = 26
+TOP: Final = 40
+BOTTOM: Final = 42
 TICKS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 SERIES: Final = 6
 """So many series have a colour and a sign of their own; further ones begin again."""
@@ -29,7 +29,7 @@ AXIS_MARGIN: Final = 8
 _STEPS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _MOST_TICKS: Final = 5
 DOTS_HEIGHT: Final = 160
-DOTS_TOP: Final = 8
+DOTS_TOP: Final = 22
 DOTS_LEFT: Final = 34
 _LEAST_BETWEEN, _MOST_BETWEEN, _USUAL_WIDTH = 12, 26, 680
 
@@ -42,7 +42,7 @@ class Point:
     y: float
     low: float
     high: float
-    period: AcceptancePeriod
+    period: SharePeriod
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def height_of(share: float) -> float:
     return round(TOP + (1 - share) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def time_plot(periods: Sequence[AcceptancePeriod], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
+def time_plot(periods: Sequence[SharePeriod], marks: Sequence[tuple[datetime, str]]) -> TimePlot | None:
     """The plot of these periods; None without any. Marks before the first period are drawn at its begin."""
     if not periods:
         return None
@@ -81,27 +81,25 @@ def time_plot(periods: Sequence[AcceptancePeriod], marks: Sequence[tuple[datetim
         share = (min(max(at, begin), end) - begin) / timedelta(seconds=1) / span
         return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
 
-    names = list(dict.fromkeys(each.adapter for each in periods))
+    names = list(dict.fromkeys(each.name for each in periods))
     series = [
         Series(
             name,
             number % SERIES,
-            [
-                Point(
-                    place(each.begin + (each.end - each.begin) / 2),
-                    height_of(each.share), height_of(each.lower), height_of(each.upper), each,
-                )
-                for each in periods
-                if each.adapter == name
-            ],
+            [_point(place(each.begin + (each.end - each.begin) / 2), each) for each in periods if each.name == name],
         )
         for number, name in enumerate(names)
-    ]  # fmt: skip
+    ]
     form = "%m-%d %H:%M" if end - begin < timedelta(days=3) else "%Y-%m-%d"
     times = [(begin + share * (end - begin) / 4) for share in range(5)]
     return TimePlot(
         series, [(place(at), at.strftime(form)) for at in times], [(place(at), text) for at, text in marks]
     )
+
+
+def _point(x: float, period: SharePeriod) -> Point:
+    lower, upper = period.share.interval
+    return Point(x, height_of(period.share.value), height_of(lower), height_of(upper), period)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,10 @@ class Axis:
     def ticks(self) -> list[float]:
         first, last = (round(value / self.step) for value in (self.low, self.high))
         return [round(number * self.step, 2) + 0.0 for number in range(first, last + 1)]
+
+
+SHARES: Final = Axis(0.0, 1.0, 0.25)
+"""The axis of shares."""
 
 
 def axis_of(values: Iterable[float]) -> Axis:

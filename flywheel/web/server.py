@@ -19,11 +19,13 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
+from flywheel.store.views.task_counts import task_counts
 from flywheel.system.process import trim_malloc
 from flywheel.system.server_limits import LOCAL_NAMES
 from flywheel.system.web_server import web_server
 from flywheel.web import (
     actions,
+    criteria,
     dead_letters,
     gate,
     labels,
@@ -33,6 +35,7 @@ from flywheel.web import (
     rounds,
     tasks,
 )
+from flywheel.web.figures import Figures
 from flywheel.web.guard import LIMITS, Guard
 from flywheel.web.site import Site, site_of
 
@@ -51,7 +54,8 @@ def application(
     site = Site(config, is_read_only=is_read_only)
     app = Starlette(routes=ROUTES, exception_handlers={HTTPException: refuse, FlywheelError: explain})
     app.state.site = site
-    app.state.overview = overview.Figures(site)
+    app.state.overview = Figures(site, overview.overview)
+    app.state.counts = Figures(site, lambda conn, config: task_counts(conn, config.takes.train))
     return Guard(app, site, names, token, is_read_only=is_read_only)
 
 
@@ -75,6 +79,8 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/tasks/{key:path}/label", labels.put, methods=["POST"]),
     Route("/tasks/{key:path}/{verb}", actions.decide, methods=["POST"]),
     Route("/tasks/{key:path}", tasks.show),
+    Route("/criteria", criteria.show),
+    Route("/criteria/{rubric:path}", criteria.show),
     Route("/labels", labels.show),
     Route("/labels/next", labels.go_on),
     Route("/labels/export", labels.export),

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import jinja2
 import orjson
@@ -36,6 +36,7 @@ MOST_DIGITS: Final = 18
 PAGES: Final = (
     ("/", "Overview"),
     ("/tasks", "Tasks"),
+    ("/criteria", "Criteria"),
     ("/labels", "Labels"),
     ("/rounds", "Rounds"),
     ("/rollouts", "Rollouts"),
@@ -79,7 +80,7 @@ class Site:
         }  # fmt: skip
         self._environment.globals |= {
             "version": __version__, "shown": SHOWN, "pages": PAGES, "csrf_token": self.csrf,
-            "is_read_only": is_read_only,
+            "is_read_only": is_read_only, "tasks_with": tasks_with,
         }  # fmt: skip
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -156,6 +157,12 @@ def plain(content: object) -> str:
 def quoted(value: object) -> str:
     """A part of an address. Slashes are quoted as well: browsers would resolve `/../`."""
     return quote(str(value), safe="", errors="replace")
+
+
+def tasks_with(path: str = "/tasks", **values: object) -> str:
+    """The address of the list of tasks, or of its export, with these values; empty ones are left out."""
+    query = urlencode({name: value for name, value in values.items() if value})
+    return f"{path}?{query}" if query else path
 
 
 def as_json(value: Any) -> str:

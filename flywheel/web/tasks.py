@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Self
-from urllib.parse import urlencode
 
 import orjson
 from sqlalchemy import Connection, select
@@ -18,72 +16,56 @@ from starlette.responses import Response, StreamingResponse
 
 from flywheel.records.exclusion import TaskScopes
 from flywheel.records.states import Split, TaskState
-from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.views import acceptance, lineage, task_list
-from flywheel.web import actions, labels
-from flywheel.web.site import position, site_of
+from flywheel.store.views.task_counts import FILTERS, TaskCounts
+from flywheel.web import actions, criteria, labels
+from flywheel.web.figures import Figures
+from flywheel.web.site import site_of, tasks_with
 
 PER_PAGE: Final = 50
+OTHERS: Final = ("lowest", "highest", "text", "order", "after")
+"""What an address of a list can have besides filters by which tasks are counted."""
+Place = tuple[task_list.Order, task_list.Position | None]
 SEARCH_SECONDS: Final = 0.05
 """After this time, a list shows what it has found; a link continues the search."""
 EXPORTED_AT_ONCE: Final = 200
+VALUES: Final = 200
+"""Values of a filter that are offered."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSelection:
-    """Which tasks a list shows; the query string of its address. Empty texts select all."""
-
-    stage: str = ""
-    state: str = ""
-    criterion: str = ""
-    lowest: str = ""
-    highest: str = ""
-    adapter: str = ""
-    agent: str = ""
-    split: str = ""
-    judge: str = ""
-    source: str = ""
-    target: str = ""
-    text: str = ""
-    before: str = ""
+class TaskSelection(dict[str, str]):
+    """Which tasks a list shows, and in which order: the query string of its address, without empty values."""
 
     @classmethod
     def of(cls, query: QueryParams) -> Self:
-        return cls(**{field.name: query.get(field.name, "").strip() for field in fields(cls)})
+        """Names of agents and others are taken as they are, with white space around them."""
+        given = {name: query.get(name, "") for name in FILTERS}
+        given |= {name: query.get(name, "").strip() for name in OTHERS}
+        return cls({name: value for name, value in given.items() if value})
 
     def address(self, path: str = "/tasks", **changes: object) -> str:
         """The address of the list, or of its export, with these tasks."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
-        query = urlencode({name: value for name, value in values.items() if value})
-        return f"{path}?{query}" if query else path
+        return tasks_with(path, **(self | changes))
 
     def conditions(self, takes: TaskScopes) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
         stages = acceptance.stages(takes.train)
-        for value, known in ((self.stage, stages), (self.state, list(TaskState)), (self.split, list(Split))):
-            if value and value not in known:
-                raise ValueError(f"{value!r} is none of {', '.join(known)}")
-        of_stage = [stages[self.stage]] if self.stage else []
-        return of_stage + task_list.conditions(
-            TaskState(self.state) if self.state else None,
-            self.adapter or None,
-            self.criterion or None,
-            self.text or None,
-            agent=self.agent or None,
-            split=Split(self.split) if self.split else None,
-            lowest=_number(self.lowest),
-            highest=_number(self.highest),
-            judge=self.judge or None,
-            source=self.source or None,
-            target=self.target or None,
-        )
+        orders = list(task_list.Order)
+        known = {"stage": stages, "state": list(TaskState), "split": list(Split), "order": orders}
+        for name, values in known.items():
+            if name in self and self[name] not in values:
+                raise ValueError(f"{self[name]!r} is none of {', '.join(values)}")
+        plain: dict[str, Any] = {name: self[name] for name in (*FILTERS, "text") if name in self and name != "stage"}
+        bounds: dict[str, Any] = {name: _number(self[name]) for name in ("lowest", "highest") if name in self}
+        of_stage = [stages[self["stage"]]] if "stage" in self else []
+        return of_stage + task_list.conditions(**plain, **bounds)
 
     @property
-    def is_narrowed(self) -> bool:
-        """Whether more than a state and a place in the list was chosen."""
-        own = ("state", "before")
-        return any(getattr(self, field.name) for field in fields(self) if field.name not in own)
+    def place(self) -> Place:
+        """The order, and where in it the list begins. Raises ValueError."""
+        order = task_list.Order(self.get("order", task_list.Order.NEWEST))
+        return order, task_list.Position.parse(self["after"]) if "after" in self else None
 
 
 def _number(text: str) -> float | None:
@@ -94,56 +76,46 @@ def _number(text: str) -> float | None:
 
 
 async def show_list(request: Request) -> Response:
-    """The tasks of a selection, the newest first, a page of them."""
+    """The tasks of a selection, a page of them, and how many tasks each filter would select."""
     site = site_of(request)
-    selection, conditions, before = _selected(request)
-    found = await site.read(partial(_page, selection, conditions, before))
+    selection, conditions, (order, after) = _selected(request)
+    figures: Figures[TaskCounts] = request.app.state.counts
+    counts, chosen = await figures.get(), {name: selection[name] for name in FILTERS if name in selection}
+    rows, following = await site.read(task_list.search, conditions, PER_PAGE, after, SEARCH_SECONDS, order)
     return site.page(
         "tasks.html",
         selection=selection,
-        states=list(TaskState),
-        stages=list(acceptance.stages()),
-        splits=list(Split),
-        targets=list(site.config.targets),
-        **found,
+        order=order,
+        found=[task_list.summary(row) for row in rows],
+        following=following,
+        is_whole=following is None or len(rows) == PER_PAGE,
+        counts=counts.by_filter(chosen),
+        chosen=chosen,
+        is_counted=selection.keys().isdisjoint(("lowest", "highest", "text")),
+        values=VALUES,
+        rubrics={each.hash: criteria.title(each) for each in counts.rubrics},
+        counted_at=figures.counted_at,
     )
 
 
-def _selected(request: Request) -> tuple[TaskSelection, task_list.Conditions, int | None]:
-    """What is asked for, as conditions, and before which task."""
-    selection, before = TaskSelection.of(request.query_params), position(request.query_params, "before")
+def _selected(request: Request) -> tuple[TaskSelection, task_list.Conditions, Place]:
+    """What is asked for, as conditions, and its order with its place."""
+    selection = TaskSelection.of(request.query_params)
     try:
-        return selection, selection.conditions(site_of(request).config.takes), before
+        return selection, selection.conditions(site_of(request).config.takes), selection.place
     except ValueError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of tasks: {error}.") from None
 
 
-def _page(
-    selection: TaskSelection, conditions: task_list.Conditions, before: int | None, conn: Connection
-) -> dict[str, Any]:
-    rows, older = task_list.search(conn, conditions, PER_PAGE, before, SEARCH_SECONDS)
-    total = None
-    if not selection.is_narrowed:
-        # A count by anything but the state reads every task.
-        total = count_rows(conn, tasks, *([tasks.c.state == selection.state] if selection.state else []))
-    return {
-        "found": [task_list.summary(row) for row in rows],
-        "total": total,
-        "older": older,
-        "is_whole": older is None or len(rows) == PER_PAGE,
-        "choices": task_list.choices(conn),
-    }
-
-
 async def export(request: Request) -> Response:
-    """All tasks of a selection as JSON lines, each as `flywheel show --json` prints it, the newest first."""
+    """All tasks of a selection as JSON lines, each as `flywheel show --json` prints it, in its order."""
     site = site_of(request)
-    _, conditions, before = _selected(request)
+    _, conditions, (order, after) = _selected(request)
 
     async def lines() -> AsyncIterator[bytes]:
-        at = before
+        at = after
         while True:
-            found, at = await site.read(task_list.search, conditions, EXPORTED_AT_ONCE, at)
+            found, at = await site.read(task_list.search, conditions, EXPORTED_AT_ONCE, at, order=order)
             yield b"".join(orjson.dumps(task_list.detail(row), option=orjson.OPT_APPEND_NEWLINE) for row in found)
             if at is None:
                 return

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import html
 import re
+import threading
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from sqlalchemy import Connection, func, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
+from flywheel.errors import StoreError
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Reader
 from flywheel.store.views import acceptance
-from flywheel.store.views.acceptance import AcceptancePeriod
-from flywheel.web import overview
+from flywheel.store.views.acceptance import Share, SharePeriod
+from flywheel.web import figures
 from flywheel.web.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
 from flywheel.web.server import application
 from flywheel.web.site import Site
@@ -88,9 +89,7 @@ def test_the_plot_has_all_periods_within_its_frame() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     hour = timedelta(hours=1)
     periods = [
-        AcceptancePeriod(
-            name, begin + number * hour, begin + (number + 1) * hour, number, 10, number / 20, min(1, number / 5)
-        )
+        SharePeriod(name, begin + number * hour, begin + (number + 1) * hour, Share(number, 10))
         for number in range(10)
         for name in ("", "agent@r0001")
     ]
@@ -111,19 +110,50 @@ def test_figures_that_take_long_are_read_once_in_a_while(
 ) -> None:
     reads: list[int] = []
 
-    def count(conn: Connection, config: Config) -> dict[str, Any]:
+    def count(conn: Connection, config: Config) -> int:
         reads.append(1)
-        return {}
-
-    monkeypatch.setattr(overview, "_overview", count)
-
-    async def read(times: int) -> int:
-        figures = overview.Figures(Site(shared_state))
-        reads.clear()
-        await asyncio.gather(*(figures.get() for _ in range(times)))
         return len(reads)
 
-    assert in_thread(read(3)) == 3, "fast figures are always new"
-    monkeypatch.setattr(overview, "SLOW_SECONDS", 0.0)
-    monkeypatch.setattr(overview, "OLDER", 1e6)
-    assert in_thread(read(3)) == 1
+    async def read(times: int) -> list[int]:
+        own = figures.Figures(Site(shared_state), count)
+        reads.clear()
+        return await asyncio.gather(*(own.get() for _ in range(times)))
+
+    monkeypatch.setattr(figures, "SLOW_SECONDS", 1e6)
+    assert in_thread(read(3)) == [1, 2, 3], "fast figures are always new"
+    monkeypatch.setattr(figures, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(figures, "OLDER", 1e6)
+    assert in_thread(read(3)) == [1, 1, 1]
+
+
+def test_slow_figures_are_shown_until_newer_ones_are_there_and_an_error_ends_that(
+    shared_state: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(figures, "OLDER", 0)
+    reads: list[int] = []
+    may_read = threading.Event()
+
+    def count(conn: Connection, config: Config) -> int:
+        reads.append(1)
+        if len(reads) == 2:
+            may_read.wait()
+        if len(reads) == 3:
+            raise StoreError("read", "it is broken")
+        return len(reads)
+
+    async def shown() -> None:
+        own = figures.Figures(Site(shared_state), count)
+        assert await own.get() == 1 and own.counted_at
+        assert [await own.get() for _ in range(3)] == [1, 1, 1], "nobody waits for the second reading"
+        may_read.set()
+        while await own.get() == 1:
+            await asyncio.sleep(0.01)
+        assert len(reads) >= 2
+        while len(reads) < 3:
+            await asyncio.sleep(0.01)
+            await own.get()
+        while await own.get() != 4:
+            await asyncio.sleep(0.01)
+
+    in_thread(shown())

@@ -11,7 +11,6 @@ from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
-from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Reader
 from flywheel.store.views import task_list
 from flywheel.web import tasks
@@ -44,14 +43,29 @@ def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, addr
     "query",
     ["state=rejected", "criterion=correct", "lowest=0.9", "highest=0.1&adapter=unrecorded", "adapter=unrecorded",
      "adapter=r0001", "split=held-out", "stage=usable", "text=desrever",
-     "judge=a-judge", "source=/no/such/file", "state=accepted&before=300"],
+     "judge=a-judge", "source=/no/such/file", "state=accepted&after=300", "order=oldest", "order=lowest&split=train",
+     "order=highest&state=rejected", "order=oldest&after=300", "agent=demo-agent", "week=2026-11-16",
+     "model=unrecorded", "rubric=a-rubric"],
 )  # fmt: skip
 def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, query: str) -> None:
     """Pages of the list together are the export, and both are what `listed` selects at once."""
     wanted = tasks.TaskSelection.of(QueryParams(query))
-    before = [schema.tasks.c.id < int(wanted.before)] if wanted.before else []
+    order, after = wanted.place
     reader = Reader(shared_state.state_dir)
-    rows = in_thread(reader.read(task_list.listed, [*wanted.conditions(shared_state.takes), *before]))
+    rows = list(in_thread(reader.read(task_list.listed, wanted.conditions(shared_state.takes))))
+    if order == "oldest":
+        rows.reverse()
+    if order in ("lowest", "highest"):
+        sign = 1 if order == "lowest" else -1
+        rows.sort(
+            key=lambda row: (
+                row.score is None,
+                sign * (row.score or 0),
+                (sign if row.score is not None else -1) * row.id,
+            )
+        )
+    if after is not None:
+        rows = [row for row in rows if (row.id > after.id if order == "oldest" else row.id < after.id)]
     client = client_of(shared_state)
     lines = client.get(f"/tasks.jsonl?{query}").text.split("\n")[:-1]
     found, address = [], f"/tasks?{query}"
@@ -67,7 +81,8 @@ def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, q
 @pytest.mark.parametrize(
     ("query", "why"),
     [("state=foo", "'foo' is none of pending, judging"), ("split=x", "'x' is none of train, held-out"),
-     ("lowest=low", "'low' is not a number")],
+     ("lowest=low", "'low' is not a number"), ("order=best", "'best' is none of newest, oldest"),
+     ("after=x", "'x' is no place in a list")],
 )  # fmt: skip
 def test_a_selection_that_cannot_be_is_explained_on_a_page_with_navigation(
     shared_state: Config, query: str, why: str
@@ -81,8 +96,8 @@ def test_a_selection_that_cannot_be_is_explained_on_a_page_with_navigation(
 
 def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "SEARCH_SECONDS", 0.0)
-    page = client_of(shared_state).get("/tasks?text=desrever&before=700").text
-    assert "Search older tasks" in page and "No task matches" not in page
+    page = client_of(shared_state).get("/tasks?text=desrever&after=700").text
+    assert "Search further" in page and "No task matches" not in page
 
 
 @pytest.mark.parametrize("query", ["stage=no-such", "state=no-such", "lowest=much", "split=left"])

@@ -8,7 +8,7 @@
   const others = JSON.parse(box.dataset.others);
   const NOTHING = { file: "", steps: [], figures: {} };
   const POINTS_UP_TO = 40; // steps that are marked by points
-  const HEIGHT = 150;
+  const HEIGHT = 166;
   const known = new Map(); // round: its figures
   const drawn = new Map(); // id of a figure: what draws it
   let isLoading = false, isStale = false;
@@ -135,8 +135,8 @@
         } },
       },
       axes: [
-        { ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 40 },
-        { ...axis, size: 50, space: 32, values: (_, ticks) => ticks.map(compact) },
+        { ...axis, label: "step", labelSize: 16, labelFont: axis.font, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 40 },
+        { ...axis, label: figure.dataset.unit, labelSize: 16, labelFont: axis.font, size: 50, space: 32, values: (_, ticks) => ticks.map(compact) },
       ],
       hooks: { setCursor: [() => tell(made)] },
     }, data, plot);

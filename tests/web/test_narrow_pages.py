@@ -1,0 +1,91 @@
+"""Every page on a narrow screen, and every chart: nothing scrolls sideways, axes have titles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import urldefrag, urljoin, urlsplit
+
+import pytest
+from sqlalchemy import Connection
+from starlette.routing import Route
+
+from flywheel.config import Config
+from flywheel.web.server import ROUTES
+from tests.factories.misses import put_misses
+from tests.factories.state import write_state
+from tests.web.conftest import Visitor, serving
+from tests.web.recorded_state import unpack
+from tests.web.test_injections import kind_of
+
+NARROW = 380
+MOST_OF_A_KIND = 2
+WITHOUT_PAGE = {"/tasks.jsonl", "/labels/export", "/labels/next", "/rounds/overlay", "/rounds/{round}/curves"}
+"""Files, figures and redirections."""
+
+
+def put_long(conn: Connection) -> None:
+    put_misses(conn)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The pages of a state with everything, and long names besides."""
+    config: Config = unpack(tmp_path_factory.mktemp("narrow"))
+    write_state(config.state_dir, put_long)
+    with serving(config) as address:
+        yield address
+
+
+AXES_WITHOUT_TITLE = """
+[...document.querySelectorAll("svg")].filter(svg => {
+  const ticks = [...svg.querySelectorAll("text.tick")];
+  if (!ticks.length) return false;
+  const titles = svg.querySelectorAll("text.axis-title").length;
+  // Ticks at one place from the left belong to a vertical axis, at one height to a horizontal one.
+  const isVertical = ticks.some(one => ticks.some(other =>
+    one !== other && one.getAttribute("x") === other.getAttribute("x")));
+  const isHorizontal = ticks.some(one => ticks.some(other =>
+    one !== other && one.getAttribute("y") === other.getAttribute("y")));
+  return titles < isVertical + isHorizontal || !titles;
+}).map(svg => svg.outerHTML.slice(0, 200))
+"""
+
+
+def test_no_page_scrolls_sideways_on_a_narrow_screen_and_all_axes_have_titles(visitor: Visitor, full: str) -> None:
+    page = visitor.open(f"{full}/", width=NARROW)
+    waiting, seen, counts = [f"{full}/"], {f"{full}/"}, dict[str, int]()
+    visited: list[str] = []
+    charts = 0
+    while waiting:
+        address = waiting.pop(0)
+        page.goto(address)
+        visited.append(urlsplit(address).path)
+        wide = page.evaluate("document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth")
+        assert wide <= 0, f"{address} is {wide} pixels too wide"
+        assert page.evaluate(AXES_WITHOUT_TITLE) == [], address
+        charts += page.locator("svg:has(text.tick)").count()
+        found = page.locator("a[href]:not([download])").evaluate_all("all => all.map(one => one.href)")
+        for link in dict.fromkeys(urldefrag(urljoin(address, each)).url for each in found):
+            kind = kind_of(link)
+            if link.startswith(full) and link not in seen and counts.get(kind, 0) < MOST_OF_A_KIND:
+                seen.add(link)
+                counts[kind] = counts.get(kind, 0) + 1
+                if not re.search(r"/export|\.jsonl", link):
+                    waiting.append(link)
+    for route in ROUTES:
+        if isinstance(route, Route) and "GET" in (route.methods or ()) and route.path not in WITHOUT_PAGE:
+            assert any(route.path_regex.match(path) for path in visited), f"no page of {route.path} was visited"
+    assert charts > 5
+
+
+def test_the_curves_of_a_round_have_axis_titles(visitor: Visitor, full: str) -> None:
+    """uPlot draws them on a canvas: what it is given is read from there."""
+    page = visitor.open(f"{full}/rounds/r0001", width=NARROW)
+    page.wait_for_function("document.querySelector('#charts').dataset.steps > 0")
+    for figure in page.locator("figure[data-series]").all():
+        assert figure.get_attribute("data-unit")
+    # The room for both titles is beside the plot, which is the narrower for it.
+    over, plot = page.locator(".u-over").first.bounding_box(), page.locator(".u-wrap").first.bounding_box()
+    assert over is not None and plot is not None
+    assert over["x"] - plot["x"] >= 50 + 16 and plot["height"] - over["height"] >= 26 + 16
