@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, func, select, update
 
 from flywheel.records.states import TaskState
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
@@ -63,6 +63,7 @@ def judge_again(conn: Connection, task: int, found: Verdict, rubric: str, *, is_
 
 def put_misses(conn: Connection, count: int = 240) -> Sequence[int]:
     """Fill a state; the ids of its tasks."""
+    last = conn.execute(select(func.max(schema.tasks.c.id))).scalar_one() or 0
     every = itertools.product(AGENTS, ADAPTERS, MODELS)
     replies = [
         reply(
@@ -81,7 +82,9 @@ def put_misses(conn: Connection, count: int = 240) -> Sequence[int]:
     for rubric, name in NAMES.items():
         verdicts.record_rubric(conn, rubric, name)
     verdicts.record_judge(conn, "a-judge", "the & judge", "http://192.0.2.1")
-    ids = list(conn.execute(select(schema.tasks.c.id).order_by(schema.tasks.c.id)).scalars())
+    ids = list(
+        conn.execute(select(schema.tasks.c.id).where(schema.tasks.c.id > last).order_by(schema.tasks.c.id)).scalars()
+    )
     for task in ids:
         _decide(conn, task)
     return ids

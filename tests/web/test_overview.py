@@ -126,34 +126,31 @@ def test_figures_that_take_long_are_read_once_in_a_while(
     assert in_thread(read(3)) == [1, 1, 1]
 
 
-def test_slow_figures_are_shown_until_newer_ones_are_there_and_an_error_ends_that(
+def test_old_figures_are_shown_while_a_request_counts_newer_ones(
     shared_state: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "SLOW_SECONDS", -1.0)
     monkeypatch.setattr(figures, "OLDER", 0)
     reads: list[int] = []
-    may_read = threading.Event()
+    begun, may_end = threading.Event(), threading.Event()
 
     def count(conn: Connection, config: Config) -> int:
         reads.append(1)
         if len(reads) == 2:
-            may_read.wait()
-        if len(reads) == 3:
+            begun.set()
+            may_end.wait()
             raise StoreError("read", "it is broken")
         return len(reads)
 
     async def shown() -> None:
         own = figures.Figures(Site(shared_state), count)
         assert await own.get() == 1 and own.counted_at
-        assert [await own.get() for _ in range(3)] == [1, 1, 1], "nobody waits for the second reading"
-        may_read.set()
-        while await own.get() == 1:
-            await asyncio.sleep(0.01)
-        assert len(reads) >= 2
-        while len(reads) < 3:
-            await asyncio.sleep(0.01)
-            await own.get()
-        while await own.get() != 4:
-            await asyncio.sleep(0.01)
+        counting = asyncio.create_task(own.get())
+        await asyncio.to_thread(begun.wait)
+        assert [await own.get() for _ in range(3)] == [1, 1, 1], "nobody else waits"
+        may_end.set()
+        with pytest.raises(StoreError, match="it is broken"):
+            await counting
+        assert await own.get() == 3
 
     in_thread(shown())
