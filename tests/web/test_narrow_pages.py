@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
+from playwright.sync_api import expect
 from sqlalchemy import Connection
 from starlette.routing import Route
 
@@ -15,7 +17,7 @@ from flywheel.web.server import ROUTES
 from tests.factories.misses import put_misses
 from tests.factories.state import write_state
 from tests.web.conftest import Visitor, serving
-from tests.web.recorded_state import unpack
+from tests.web.recorded_state import config_of, unpack
 from tests.web.test_injections import kind_of
 
 NARROW = 380
@@ -35,6 +37,15 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_state(config.state_dir, put_long)
     with serving(config) as address:
         yield address
+
+
+def test_the_page_without_a_state_does_not_scroll_sideways(visitor: Visitor, tmp_path: Path) -> None:
+    long = tmp_path / ("a-very-long-name-" * 8)
+    with serving(config_of(long, sources=[{"type": "studio", "path": str(long / "traces.sqlite")}])) as address:
+        page = visitor.open(f"{address}/", width=NARROW)
+        assert "There is no state yet" in page.inner_text("main")
+        assert page.evaluate("document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth") <= 0
+        page.context.close()
 
 
 AXES_WITHOUT_TITLE = """
@@ -82,7 +93,7 @@ def test_no_page_scrolls_sideways_on_a_narrow_screen_and_all_axes_have_titles(vi
 def test_the_curves_of_a_round_have_axis_titles(visitor: Visitor, full: str) -> None:
     """uPlot draws them on a canvas: what it is given is read from there."""
     page = visitor.open(f"{full}/rounds/r0001", width=NARROW)
-    page.wait_for_function("document.querySelector('#charts').dataset.steps > 0")
+    expect(page.locator("#charts")).to_have_attribute("data-steps", re.compile("[1-9]"))
     for figure in page.locator("figure[data-series]").all():
         assert figure.get_attribute("data-unit")
     # The room for both titles is beside the plot, which is the narrower for it.

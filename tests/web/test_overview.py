@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import html
 import re
-import threading
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, func, select
@@ -132,21 +132,23 @@ def test_old_figures_are_shown_while_a_request_counts_newer_ones(
     monkeypatch.setattr(figures, "SLOW_SECONDS", -1.0)
     monkeypatch.setattr(figures, "OLDER", 0)
     reads: list[int] = []
-    begun, may_end = threading.Event(), threading.Event()
-
-    def count(conn: Connection, config: Config) -> int:
-        reads.append(1)
-        if len(reads) == 2:
-            begun.set()
-            may_end.wait()
-            raise StoreError("read", "it is broken")
-        return len(reads)
 
     async def shown() -> None:
-        own = figures.Figures(Site(shared_state), count)
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        class SlowSite(Site):
+            async def read(self, *_: Any, **__: Any) -> Any:
+                reads.append(1)
+                if len(reads) == 2:
+                    begun.set()
+                    await may_end.wait()
+                    raise StoreError("read", "it is broken")
+                return len(reads)
+
+        own = figures.Figures(SlowSite(shared_state), lambda conn, config: 0)
         assert await own.get() == 1 and own.counted_at
         counting = asyncio.create_task(own.get())
-        await asyncio.to_thread(begun.wait)
+        await begun.wait()
         assert [await own.get() for _ in range(3)] == [1, 1, 1], "nobody else waits"
         may_end.set()
         with pytest.raises(StoreError, match="it is broken"):
