@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent.parent / "docs" / "images"
 PAGES = {
     "overview": "/",
     "tasks": "/tasks",
+    "criteria": "/criteria",
     "task": "/tasks",
     "round": "/rounds/r0001",
     "gate": "/gate/r0001",
