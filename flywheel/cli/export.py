@@ -27,7 +27,7 @@ from flywheel.cli.app import (
 )
 from flywheel.errors import ExportError
 from flywheel.records.states import Split, TaskState
-from flywheel.system.files import whole_file
+from flywheel.system.files import json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
 from flywheel.training.data.formats import FORMATS, ExportSample, Format, FormatName, LeftOut, typed_columns
 from flywheel.training.data.formats.export_format import Record
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from flywheel.store.views.task_list import ExportedTask
 
 PAGE: Final = 200
+MOST_ROUNDS: Final = 1000
+"""The newest rounds in which measured losses are looked for."""
 
 
 States = Literal["accepted", "pending", "rejected", "all"]
@@ -89,6 +91,10 @@ def export(
         typer.Option(min=0, max=1, metavar="M", help="trl-dpo: minimum difference between the scores of a pair."),
     ] = None,
     target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this target.")] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write tokens, lexical diversity and loss of each reply here."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write tasks as a file for another trainer."""
@@ -108,7 +114,10 @@ def export(
     if out == "-" and chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
     chosen_state = state or "accepted"
-    survey = run_async(_export(load_config(config), chosen, out, chosen_state, split, margin or 0.0, target))
+    settings = load_config(config)
+    survey = run_async(_export(settings, chosen, out, chosen_state, split, margin or 0.0, target))
+    if metrics is not None:
+        run_async(_measure(settings, metrics, sorted({number for group in survey.groups for number in group})))
     report = {
         "format": name.value,
         "out": out,
@@ -167,6 +176,20 @@ async def _export(
                 writer.write(record)
             writer.close()
         return survey
+
+
+async def _measure(config: Config, path: Path, ids: Sequence[int]) -> None:
+    """Write a line of metrics for each of these tasks."""
+    from flywheel.store import rounds
+    from flywheel.store.views import task_list
+    from flywheel.training.data.loss_selection import losses_in, metrics_of
+
+    async with open_state(config, "view") as store:
+        losses = losses_in([Path(row.dir) for row in await store.read(rounds.newest, MOST_ROUNDS)])
+        with _target(str(path)) as file:
+            for start in range(0, len(ids), PAGE):
+                for one in await store.read(task_list.with_verdicts, ids[start : start + PAGE]):
+                    file.write(json_line(metrics_of(one.line, losses.get(one.line["task_id"]))))
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float, target: str | None) -> Survey:

@@ -84,6 +84,8 @@ def _print_round(story: dict[str, Any]) -> None:
     for sample in story["samples"]:
         replayed = "  replayed" if sample["replayed"] else ""
         typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}{replayed}")
+    if released := story["released"]:
+        typer.echo(f"released {quantity(released, 'sample')} of its pool: others have a higher loss, or differ more")
     for task, reason in story["left_out"].items():
         typer.echo(f"excluded {task}: {reason}")
 

@@ -207,14 +207,30 @@ class DpoSettings(Section):
         return self
 
 
+POOL: Final = 4
+"""Candidates of a choice by loss, as a multiple of its size."""
+
+
 class CoresetSettings(Section):
     """A selection of the free samples for a round; no text twice while there are others."""
 
     size: int = Field(gt=0)
     """New samples of a round, if so many fit into `trigger.max_samples` and into its steps."""
-    strategy: Literal["random", "diversity"] = "random"
+    strategy: Literal["random", "diversity", "loss_topk", "hybrid"] = "random"
     """`random`: of those that were in the fewest finished rounds. `diversity`: those whose questions have the fewest
-    words in common with each other."""
+    words in common with each other. `loss_topk`, for SFT: of a pool of four times as many, those replies that are the
+    least likely to the policy, without the top 1 %, which are set aside: wrong labels are among them. `hybrid`, for
+    SFT: 60 % by `loss_topk`, the rest by `diversity`."""
+
+    @property
+    def is_by_loss(self) -> bool:
+        """Whether the worker chooses, of a pool."""
+        return self.strategy in ("loss_topk", "hybrid")
+
+    @property
+    def candidates(self) -> int:
+        """The most samples that a round reserves for it."""
+        return POOL * self.size if self.is_by_loss else self.size
 
 
 class ReplaySettings(Section):
@@ -375,6 +391,12 @@ class TrainingSettings(Section):
             raise ValueError("stages: each stage can be named once")
         if self.prompts == "decided" and self.stages == ["sft"]:
             raise ValueError("prompts: sft trains on accepted replies; decided is for rollouts of grpo and dpo")
+        if self.coreset is not None and self.coreset.is_by_loss:
+            if self.stages != ["sft"]:
+                why = "a loss is that of a recorded reply: it is for stages [sft]; use diversity or random"
+                raise ValueError(f"coreset: strategy {self.coreset.strategy}: {why}")
+            if self.replay is not None:
+                raise ValueError(f"coreset: strategy {self.coreset.strategy} has no replay; use diversity or random")
         return self
 
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from flywheel.records.selection import Candidate as SampleCandidate
+from flywheel.records.selection import SelectionRules
 from flywheel.records.tool_calls import SharedRecordings
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
@@ -19,6 +21,7 @@ ROLLOUT_INDEX_FILE = "rollouts.index.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
 ANSWERS_FILE = "answers.jsonl"
 RESULT_FILE = "result.json"
+SELECTION_FILE = "selection.jsonl"
 ERROR_FILE = "error.json"
 ADAPTER_DIR = "adapter"
 CANDIDATE_DIR = "candidate"
@@ -185,6 +188,16 @@ class RoundSelection(Frozen):
         return [*said, *(f"left out {number:,}: {why}" for why, number in self.left_out.items())]
 
 
+class SamplePool(Frozen):
+    """Candidates of which the worker chooses by their loss; it releases the others."""
+
+    size: int
+    strategy: Literal["loss_topk", "hybrid"]
+    candidates: dict[str, SampleCandidate]
+    """By task id."""
+    rules: SelectionRules
+
+
 class RoundSpec(Frozen):
     """Everything that a worker needs."""
 
@@ -204,6 +217,8 @@ class RoundSpec(Frozen):
     held_out: list[RoundTask]
     selection: RoundSelection | None = None
     """How `train` was chosen; None for a round on files, a debug round, and one that trains nothing."""
+    pool: SamplePool | None = None
+    """None if the round trains on all of `train`."""
     left_out: dict[str, str] = {}
     """Tasks of the round that are not trained on, by id, with the reason."""
     rubric: dict[str, Any]
@@ -429,6 +444,8 @@ class RoundResult(Frozen):
     """Tasks that were not trained on, by id, with the reason."""
     inexact: dict[str, str] = {}
     """Tasks whose prompt has another length than the traced one, by id, with the difference."""
+    released: list[str] = []
+    """Tasks of the pool that were not chosen, by id: the round does not have them any more."""
     without_gradient: list[str] = []
     """Tasks that gave no gradient, by id: their groups had too few rewards, or rewards that are equal."""
     stages: list[StageResult] = []

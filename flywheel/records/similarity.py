@@ -140,20 +140,32 @@ _hash_of: Final = _Hashes().__getitem__
 
 def words(text: str) -> frozenset[int]:
     """32-bit hashes of the distinct words. Scripts without spaces count by pairs of characters."""
+    return frozenset(map(_hash_of, set(_terms(text))))
+
+
+def lexical_diversity(text: str) -> float | None:
+    """The share of distinct words among all words (type-token ratio), with words as `words` counts them; None for a
+    text without any. It falls with the length of a text."""
+    found = _terms(text)
+    return len(set(found)) / len(found) if found else None
+
+
+def _terms(text: str) -> list[str]:
+    """The words of a text in their order; pairs of characters of scripts without spaces."""
     spaced = _spaced(text)
     if spaced.isascii():
-        return frozenset(map(_hash_of, spaced.split()))
-    found: set[str] = set()
+        return spaced.split()
+    found: list[str] = []
     for word in spaced.split():
         if word.isascii():
-            found.add(word)
+            found.append(word)
             continue
         for run in _RUNS.findall(word):
             if len(run) > 1 and _IS_UNSPACED.match(run):
-                found.update(run[start : start + 2] for start in range(len(run) - 1))
+                found += (run[start : start + 2] for start in range(len(run) - 1))
             else:
-                found.add(run)
-    return frozenset(map(_hash_of, found))
+                found.append(run)
+    return found
 
 
 def numbers(text: str) -> tuple[str, ...]:

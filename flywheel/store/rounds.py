@@ -17,6 +17,7 @@ from sqlalchemy import (
     Text,
     and_,
     cast,
+    delete,
     exists,
     func,
     insert,
@@ -34,7 +35,7 @@ from flywheel.records.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
 from flywheel.store.deployments import UNFINISHED
 from flywheel.store.deployments import active as active_deployment
-from flywheel.store.kernel.bulk import count_rows, first_free, rows_in
+from flywheel.store.kernel.bulk import chunks, count_rows, first_free, rows_in
 from flywheel.store.kernel.schema import adapters, deployments, events, round_samples, rounds, tasks
 from flywheel.store.kernel.schema import gate_tests as gate_tests_table
 from flywheel.store.kernel.transitions import create, move, move_all, record, utcnow
@@ -389,9 +390,19 @@ def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
     for key, why in result.left_out.items():
         for row in conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == key)).all():
             record(conn, tasks.name, [str(row.id)], row.state, LEFT_OUT, f"of {result.round_id}: {why}")
+    _release(conn, round_id, result)
     of_tasks = select(tasks.c.id, tasks.c.key, tasks.c.excluded, tasks.c.payload)
     for row in list(rows_in(conn, of_tasks, tasks.c.key, list(result.inexact))):
         _mark_inexact(conn, row, f"{result.inexact[row.key]} (found by {result.round_id})")
+
+
+def _release(conn: Connection, round_id: int, result: RoundResult) -> None:
+    """Take the tasks that a worker did not choose out of the round. They are free, as if it had not had them."""
+    free = [row.id for row in rows_in(conn, select(tasks.c.id), tasks.c.key, result.released)]
+    move_all(conn, free, TaskState.RESERVED, TaskState.ACCEPTED, f"{result.round_id} chose others of its pool")
+    for some in chunks(free):
+        own = round_samples.c.round_id == round_id, round_samples.c.task_id.in_(some)
+        conn.execute(delete(round_samples).where(*own))
 
 
 def _mark_inexact(conn: Connection, row: Row[Any], why: str) -> None:

@@ -170,6 +170,14 @@ def candidates(conn: Connection, scope: Scope = EVERY_TARGET, limit: int | None 
     return conn.execute(query.order_by(some.c.uses, some.c.id)).all()
 
 
+def known(conn: Connection, ids: Sequence[int]) -> list[Row[Any]]:
+    """These tasks with the columns of `candidates`, and `key`, in the order of their numbers."""
+    query = select(tasks.c.id, tasks.c.key, tasks.c.structure, tried().label("uses"), *_KNOWN_OF)
+    return list(
+        rows_in(conn, query.outerjoin(influences, influences.c.task_id == tasks.c.id), tasks.c.id, sorted(ids))
+    )
+
+
 def replayable(
     conn: Connection, scope: Scope, buffer: int, rubric_hash: str, *, with_spread: bool
 ) -> Sequence[Row[Any]]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, select
@@ -17,6 +18,7 @@ from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import task_list
 from tests.cli.conftest import Run
+from tests.factories.round import put_round
 from tests.factories.state import open_state, write_state
 from tests.training.data.formats.filling import (
     Judged,
@@ -261,3 +263,34 @@ def test_the_export_keeps_out_of_a_running_writers_way(flywheel: Run, home: Path
             return len(await store.read(lambda conn: conn.execute(select(tasks.c.id)).all()))
 
     assert asyncio.run(beside()) == 12 + len(TaskState)
+
+
+def test_metrics_of_the_replies_are_written_beside_them(flywheel: Run, home: Path) -> None:
+    """Loss is there where a round has measured it; the newest counts."""
+    keys = [line["task_id"] for line in lines_of(flywheel, home)]
+
+    def measured(conn: Connection) -> None:
+        for number, loss in ((1, 2.5), (2, 1.5)):
+            path = home / "rounds" / f"r{number:04d}"
+            path.mkdir(parents=True)
+            line = {"task_id": keys[0], "loss": loss, "tokens": 7, "outcome": "released"}
+            (path / "selection.jsonl").write_text(json.dumps(line) + "\n")
+            put_round(conn, number, path=path)
+
+    write_state(home, measured)
+    ran = flywheel("export", "--format", "trl-sft", "--force", "--metrics", "metrics.jsonl")
+    assert ran.code == 0, ran.err
+    found = {line["task_id"]: line for line in lines(home.parent / "metrics.jsonl")}
+    assert found.keys() == set(keys)
+    assert [line["loss"] for line in found.values() if line["loss"] is not None] == [1.5]
+    assert found[keys[0]]["loss"] == 1.5
+    assert all(line.keys() == {"task_id", "tokens", "lexical_diversity", "loss"} for line in found.values())
+    assert all(0 < line["lexical_diversity"] <= 1 for line in found.values())
+    ran = flywheel("export", "--format", "trl-dpo", "--metrics", str(home.parent / "no" / "m.jsonl"))
+    assert ran.code == 1
+    assert "whose directory exists" in ran.err
+
+
+def lines_of(flywheel: Run, home: Path) -> list[dict[str, Any]]:
+    assert flywheel("export", "--format", "trl-sft").code == 0
+    return lines(home.parent / "trl-sft.jsonl")

@@ -107,6 +107,12 @@ def test_two_keys_that_say_what_is_trained_are_an_error(raw: dict[str, Any], com
         ({"training": {"task_weights": {"tool_retrieval": 1}}}, "the nearest: one_tool"),
         ({"training": {"task_weights": {"tools": 1}}}, "there is no class tools; the classes are several_turns, sev"),
         ({"training": {"task_weights": {"one_tool": 0}}}, "all weights are 0"),
+        ({"training": {"coreset": {"size": 9, "strategy": "loss_topk"}}}, "it is for stages [sft]; use diversity or"),
+        ({"training": {"stages": ["sft", "dpo"], "coreset": {"size": 9, "strategy": "hybrid"}}}, "for stages [sft]"),
+        (
+            {"training": {"stages": ["sft"], "replay": {}, "coreset": {"size": 9, "strategy": "hybrid"}}},
+            "strategy hybrid has no replay",
+        ),
         ({"training": {"stages": ["sft"], "prompts": "decided"}}, "decided is for rollouts of grpo and dpo"),
     ],
 )

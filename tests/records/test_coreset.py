@@ -111,4 +111,4 @@ def test_the_text_of_a_task_is_what_the_user_said() -> None:
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."},
         {"role": "assistant", "content": "Hello."},
     ]  # fmt: skip
-    assert text_of({"init_messages": history, "main_query": "Who?"}) == "Hi.\nWho?"
+    assert text_of(history, "Who?") == "Hi.\nWho?"

@@ -150,3 +150,16 @@ def test_any_text_can_be_folded_and_folding_twice_changes_nothing_that_counts(te
     assert similarity.words(text) == similarity.words(f"  {text}\n")
     if text.strip():
         assert similarity.normalised(text) or not text.strip().isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None), ("one two three", 1.0), ("No, no, no, no!", 0.25), ("to be or not to be", 4 / 6),
+        ("早上好", 1.0), ("好好好好", 1 / 3), ("早上早上", 2 / 3),
+        ("yes 早上 yes", 2 / 3),
+    ],
+)  # fmt: skip
+def test_lexical_diversity_is_the_share_of_distinct_words(text: str, expected: float | None) -> None:
+    """A text in a script without spaces is not one word."""
+    assert similarity.lexical_diversity(text) == (expected if expected is None else pytest.approx(expected))

@@ -20,7 +20,13 @@ from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.rounds.candidate import candidate_in
 from flywheel.daemon.rounds.gate_planning import next_test
 from flywheel.daemon.rounds.round_tasks import RECORDED, RoundTasks, round_tasks
-from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose, most_samples, new_samples_needed
+from flywheel.daemon.rounds.sample_selection import (
+    AvailableSamplesCache,
+    choose,
+    most_samples,
+    new_samples_needed,
+    pool_of,
+)
 from flywheel.daemon.rounds.suites import apart_from
 from flywheel.errors import TrainError
 from flywheel.judge.filters.chain import chain_of
@@ -224,6 +230,7 @@ def spec_of(
         candidate=None if train else candidate_in(Path(row.dir), row.name),
         test=gate_tests.of_round(conn, row.id),
         selection=row.selection,
+        pool=pool_of(conn, config, train) if train else None,
         suites=list(suites),
     )
 

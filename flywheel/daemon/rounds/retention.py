@@ -19,7 +19,7 @@ from typing import Final
 
 from flywheel.config import Config
 from flywheel.errors import LockedError, ServeError, StoreError
-from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
+from flywheel.records.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SELECTION_FILE, SPEC_FILE
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.replica_addresses import replica_urls
@@ -61,8 +61,9 @@ def prune_call_logs(config: Config, *, dry_run: bool) -> list[PrunedLog]:
 
 log = logging.getLogger(__name__)
 
-STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE})
+STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE, SELECTION_FILE})
 """Specification (without its tasks, which are in the state), measurements and result of a round."""
+WITHOUT_TASKS: Final = {"train": [], "held_out": [], "suites": [], "pool": None}
 ASIDE: Final = f".{ADAPTER_DIR}.removed"
 """An adapter that is being removed."""
 
@@ -206,7 +207,7 @@ def _remove(directory: Path) -> int:
     spec = directory / SPEC_FILE
     # Most of its bytes are its tasks, which are in the state. What is no specification stays as it is.
     with _explained(directory), contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        write_json(spec, {**json.loads(spec.read_bytes()), "train": [], "held_out": [], "suites": []})
+        write_json(spec, {**json.loads(spec.read_bytes()), **WITHOUT_TASKS})
     for path in _leftovers(directory):
         # Another process may remove it too.
         with _explained(directory), contextlib.suppress(FileNotFoundError):

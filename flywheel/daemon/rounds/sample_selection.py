@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.judge.rubric import Rubric
-from flywheel.records.coreset import ORDERS, in_order, text_of
-from flywheel.records.round import ClassShare, RoundSelection
+from flywheel.records.coreset import ORDERS, Order, in_order, text_of
+from flywheel.records.round import ClassShare, RoundSelection, SamplePool
 from flywheel.records.selection import LATER, SHARES, Candidate, Selection, SelectionRules, select
 from flywheel.store import rounds, samples
 from flywheel.system.terminal import quantity
@@ -20,7 +20,9 @@ from flywheel.system.terminal import quantity
 if TYPE_CHECKING:
     from flywheel.judge.filters.influence import Influence
 
-OLDEST = "those of the fewest rounds first, then the oldest"
+OLDEST: Final = "those of the fewest rounds first, then the oldest"
+POOL_ORDERS: Final[Mapping[str, Order]] = {"loss_topk": "random", "hybrid": "diversity"}
+"""How a pool is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,12 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
     rules, seed = rules_of(config), rounds.next_seed(conn, config.training.seed)
     found, order = _candidates(conn, config, rules), OLDEST
     if (coreset := config.training.coreset) is not None:
-        texts = {number: text_of(line) for number, line in samples.lines(conn, [each.task for each in found])}
-        found, order = in_order(found, texts, coreset.strategy, coreset.size, seed), ORDERS[coreset.strategy]
+        lines = samples.lines(conn, [each.task for each in found])
+        texts = {number: text_of(line["init_messages"], line["main_query"]) for number, line in lines}
+        way = POOL_ORDERS.get(coreset.strategy) or cast("Order", coreset.strategy)
+        found, order = in_order(found, texts, way, coreset.candidates, seed), ORDERS[way]
+        if coreset.is_by_loss:
+            order = f"a pool, of which the worker takes {coreset.size:,} by {coreset.strategy}; {order}"
     earlier: list[Candidate] = []
     if (replay := config.training.replay) is not None:
         is_grpo = "grpo" in config.training.stages
@@ -110,6 +116,19 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
     return chosen, record
 
 
+def pool_of(conn: Connection, config: Config, ids: Sequence[int]) -> SamplePool | None:
+    """These tasks as the pool of a round; None if its worker does not choose. Raises ConfigError for a wrong
+    chain."""
+    coreset = config.training.coreset
+    if coreset is None or not coreset.is_by_loss:
+        return None
+    rules, rows = rules_of(config), samples.known(conn, ids)
+    names = {row.id: row.key for row in rows}
+    candidates = {names[each.task]: each for each in _weighed(conn, rows, rules)}
+    strategy: Any = coreset.strategy
+    return SamplePool(size=coreset.size, strategy=strategy, candidates=candidates, rules=rules)
+
+
 def rules_of(config: Config) -> SelectionRules:
     """Raises ConfigError for a wrong chain."""
     caps, coreset = _caps(config), config.training.coreset
@@ -120,7 +139,7 @@ def rules_of(config: Config) -> SelectionRules:
         caps.widen if caps is not None else True,
         dict[str, float](config.training.task_weights.items()),
         config.training.replay.ratio if config.training.replay is not None else 0.0,
-        coreset.size if coreset is not None else None,
+        coreset.candidates if coreset is not None else None,
     )
 
 
@@ -159,7 +178,7 @@ def _caps(config: Config) -> Influence | None:
 def most_samples(config: Config) -> int:
     """The most new samples that a round takes."""
     coreset, room = config.training.coreset, _room(config)
-    return room if coreset is None else min(coreset.size, room)
+    return room if coreset is None else min(coreset.candidates, room)
 
 
 def _room(config: Config) -> int:

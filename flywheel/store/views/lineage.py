@@ -284,6 +284,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         ],
         "conversations": sorted({s.conversation_id for s in train}),
         "left_out": left_out,
+        "released": len(result.get("released", ())),
         "held_out": sum(sample.split == Split.HELD_OUT for sample in samples),
         "deployments": [
             {key: d[key] for key in ("alias", "state", "reason", "previous", "activated_at", "retired_at", "error")}

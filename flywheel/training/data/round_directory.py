@@ -26,6 +26,7 @@ from flywheel.records.round import (
     RESULT_FILE,
     ROLLOUT_INDEX_FILE,
     ROLLOUTS_FILE,
+    SELECTION_FILE,
     SPEC_FILE,
     RoundResult,
     RoundSpec,
@@ -57,7 +58,7 @@ OF_WORKER = (
     f".{ADAPTER_DIR}.new",
 )
 """What each worker makes anew."""
-KEPT = (METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, IDENTITY_FILE)
+KEPT = (SELECTION_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, IDENTITY_FILE)
 """What a worker that is started again goes on with."""
 NO_CHANGE: Final[Mapping[str, frozenset[str]]] = {
     "judge": frozenset({"budget", "prices", "max_thread", "timeout_seconds", "max_attempts"}),

@@ -199,6 +199,14 @@ class Trainer(RoundActor):
             settings.training.steps, None, None, with_gradient=frozenset(reply.task_id for reply in replies)
         )
 
+    def losses(self, replies: Sequence[RecordedReply], adapter: Path) -> list[float | None]:
+        """The mean negative log-likelihood of each reply under the loaded policy, in nats a token; None without a
+        token. `load` must follow before the policy is trained. `adapter` is where that of the stage will be."""
+        settings = stage_settings(self._settings, "sft", len(replies))
+        longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
+        trainer = self._trainer(settings, lambda _: [], lambda *_: None, longest, adapter)
+        return [trainer.mean_nll(rows_of([reply])) for reply in replies]
+
     def prefer(self, pairs: Sequence[Pair], adapter: Path, before: int) -> Trained:
         """Train on pairs (DPO) and write the adapter. Earlier steps of the round were so many, `before`. Raises
         TrainError."""

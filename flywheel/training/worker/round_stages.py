@@ -18,9 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from flywheel.config import Config
 from flywheel.config.training import Stage
-from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, StageResult
+from flywheel.records.coreset import text_of
+from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, SamplePool, StageResult
 from flywheel.system.files import tree_sha256, write_atomic
 from flywheel.training.data.graded_rollouts import GradedRollouts
+from flywheel.training.data.loss_selection import by_loss, read_selection, write_selection
 from flywheel.training.data.pairs import Pairs
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
@@ -152,10 +154,37 @@ class Stages:
         if not replies:
             first = next((f": {why}" for why in refused.values()), "")
             return Trained(0, None, None, refusal=f"none of {len(prompts)} tasks has a reply to train on{first}")
+        if (pool := self._spec.pool) is not None:
+            replies = self._chosen(pool, prompts, replies, adapter, training)
         trained: Trained
         work = self._trainer.imitate.remote(replies, self._replies(held_out)[0], adapter, training.steps)
         [trained] = ray_cluster.wait([work])
         return trained
+
+    def _chosen(
+        self,
+        pool: SamplePool,
+        prompts: Sequence[Prompt],
+        replies: list[RecordedReply],
+        adapter: Path,
+        training: Training,
+    ) -> list[RecordedReply]:
+        """The replies that are chosen by their loss under the policy that the stage starts from. A worker that is
+        started again goes on with the choice of the first."""
+        lines = read_selection(self._directory)
+        if not lines:
+            [measured] = ray_cluster.wait([self._trainer.losses.remote(replies, adapter)])
+            # Nothing of the measurement is left in the policy that is trained.
+            ray_cluster.wait([self._trainer.load.remote(training.adapter)])
+            losses = {each.task_id: loss for each, loss in zip(replies, measured, strict=True) if loss is not None}
+            tokens = {each.task_id: sum(len(sample.trained) for sample in each.samples) for each in replies}
+            said = {each.task.task_id: each.task.exchange for each in prompts}
+            texts = {task: text_of(exchange.history, exchange.query) for task, exchange in said.items()}
+            lines = by_loss(pool, losses, texts, tokens, self._spec.seed)
+            write_selection(self._directory, lines)
+        outcomes = {line["task_id"]: line["outcome"] for line in lines}
+        log.info("replies by their loss: %s", dict(Counter(outcomes.values())))
+        return [each for each in replies if outcomes.get(each.task_id, "").startswith("chosen")]
 
     def _has_spread(self, prompts: Sequence[Prompt], training: Training) -> str:
         """Why SFT is not needed: enough groups of a step of GRPO have rewards that differ. Empty if it is needed."""

@@ -35,6 +35,7 @@ from flywheel.records.round import (
 from flywheel.serving.server.vllm_command import chat_arguments
 from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import GradedRollouts
+from flywheel.training.data.loss_selection import read_selection, why_set_aside
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
 from flywheel.training.data.rollout_file import write_answers
@@ -291,7 +292,11 @@ class Round:
             if self.trainer is not None:
                 ray.kill(self.trainer)
         self.usage = trained.usage
-        asked = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
+        lines = read_selection(self.directory) if self.spec.pool is not None else []
+        released = [line["task_id"] for line in lines if line["outcome"] == "released"]
+        self.left_out |= {line["task_id"]: why_set_aside(line) for line in lines if line["outcome"] == "set aside"}
+        others = trained.with_gradient | set(released)
+        asked = [task.task_id for task in self.spec.train if task.task_id not in others]
         without_gradient = [*asked, *self.spec.left_out]
         figures: dict[str, Any] = {
             "stages": trained.stages,
@@ -299,6 +304,7 @@ class Round:
             "sampling": self._sampling(trained.rollout_steps, trained.system_prompts)
             if trained.rollout_steps
             else None,
+            "released": released,
             "without_gradient": without_gradient,
             "reward_first": trained.reward_first,
             "reward_last": trained.reward_last,

@@ -19,14 +19,14 @@ from flywheel.daemon.rounds.sample_selection import choose
 from flywheel.daemon.status import snapshot
 from flywheel.judge.rubric import Rubric
 from flywheel.records.coreset import ORDERS
-from flywheel.records.round import RoundResult, RoundSelection
+from flywheel.records.round import RoundResult, RoundSelection, RoundSpec
 from flywheel.records.states import Label, RoundState, Split
 from flywheel.records.trace import Reply
 from flywheel.store import claims, labels, rounds, samples
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.kernel.transitions import move
-from flywheel.store.views import lineage
+from flywheel.store.views import balance, lineage
 from flywheel.system import files
 from tests.daemon.filter_bench import Make, burst, run, states, tell
 from tests.factories.round import comparison
@@ -164,11 +164,20 @@ async def planned(store: Store, config: Config) -> tuple[Any, list[int], RoundSe
 
 
 async def ended(
-    store: Store, row: Any, state: RoundState, without_gradient: Sequence[str] = (), max_uses: int = 9
+    store: Store,
+    row: Any,
+    state: RoundState,
+    without_gradient: Sequence[str] = (),
+    max_uses: int = 9,
+    released: Sequence[str] = (),
 ) -> None:
     """End a planned round with a result of a comparison."""
     result = RoundResult(
-        round_id=row.name, outcome="trained", comparison=comparison(), without_gradient=list(without_gradient)
+        round_id=row.name,
+        outcome="trained",
+        comparison=comparison(),
+        without_gradient=list(without_gradient),
+        released=list(released),
     )
 
     def end(conn: Connection) -> None:
@@ -315,3 +324,26 @@ async def test_a_coreset_of_the_free_samples_is_planned(store: Store, make: Make
     await ended(store, row, RoundState.FAILED)
     again, same, _ = await planned(store, config)
     assert (again.seed - row.seed, same == train) == (1, strategy == "diversity"), "chance follows the round's seed"
+
+
+async def test_the_worker_of_a_choice_by_loss_gets_a_pool_and_releases_the_rest(store: Store, make: Make) -> None:
+    config = small(make, stages=["sft"], coreset={"size": 3, "strategy": "loss_topk"}, max_uses=1)
+    await store.write(put_judged, *replies_on(Split.TRAIN, 20), *replies_on(Split.HELD_OUT, 2))
+    rubric = rubric_of(config)
+    assert (await store.read(snapshot, config)).targets[""].free_samples == 12
+    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+    spec = RoundSpec.model_validate_json((await store.read(planner.spec_of, row, config, rubric)).model_dump_json())
+    assert spec.pool is not None
+    assert (spec.pool.size, spec.pool.strategy, len(spec.train)) == (3, "loss_topk", 12)
+    assert spec.pool.candidates.keys() == {task.task_id for task in spec.train}
+    assert spec.selection is not None
+    assert spec.selection.order.startswith("a pool, of which the worker takes 3 by loss_topk; at random")
+    names = [task.task_id for task in spec.train]
+    await ended(store, row, RoundState.PROMOTED, [names[3]], max_uses=1, released=names[4:])
+    found = await store.read(lambda conn: dict(conn.execute(select(tasks.c.key, tasks.c.state)).all()))
+    assert [found[name] for name in names] == ["consumed"] * 4 + ["accepted"] * 8
+    story = await store.read(lineage.why, row.name)
+    assert story is not None
+    assert ([each["task_id"] for each in story["samples"]], story["released"]) == (names[:4], 8)
+    assert await store.read(samples.count_new) == 16, "they count as never used"
+    assert (await store.read(balance.balance)).balanced

@@ -127,6 +127,37 @@ def test_the_gradient_is_that_of_the_cross_entropy(
     assert [step for step, _ in steps_in(tmp_path / "events" / "r0001")] == [line["step"] for line in lines]
 
 
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_of_each_reply_is_its_cross_entropy_and_leaves_nothing_in_the_policy(
+    tmp_path: Path, base: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    trainers = [trainer_on(tmp_path / name, Config.model_validate(GRPO), base) for name in ("measured", "plain")]
+    for trainer in trainers:
+        (tmp_path / ("measured" if trainer is trainers[0] else "plain")).mkdir()
+    losses = trainers[0].losses(REPLIES, tmp_path / "measured" / "adapter")
+    assert not (tmp_path / "measured" / "adapter").exists()
+    model = policy(base)
+    for reply, loss in zip(REPLIES, losses, strict=True):
+        total = tokens = 0.0
+        for sample in reply.samples:
+            ids = torch.tensor([sample.token_ids])
+            labels = torch.tensor([token if own else -100 for token, own in zip(*astuple(sample), strict=True)])
+            logits = model(ids).logits[0, :-1].float()
+            total += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
+            tokens += sum(sample.loss_mask)
+        assert loss == pytest.approx(total / tokens, rel=1e-3)
+    trainers[0].load(None)
+    for trainer in trainers:
+        trainer.imitate(REPLIES, (), trainer._directory / "adapter", 0)
+    first, second = (load_file(each._directory / "adapter" / "adapter_model.safetensors") for each in trainers)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def astuple(sample: Sample) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     return sample.token_ids, sample.loss_mask
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import ray
 
 from flywheel.config import Config
-from flywheel.records.round import AdapterRef, RoundTask
+from flywheel.records.round import AdapterRef, RoundTask, SamplePool
+from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.records.verdict import Exchange, Verdict
+from flywheel.training.data.loss_selection import read_selection
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RolloutRequest, reply
 from flywheel.training.data.samples import RecordedReply, Sample
@@ -57,6 +60,10 @@ class Trainer:
         self._calls.append(("sft", len(replies), len(held_out), before))
         return self._ended("sft", adapter, Trained(3, None, None))
 
+    def losses(self, replies: Sequence[RecordedReply], adapter: Path) -> list[float | None]:
+        self._calls.append(("losses", len(replies)))
+        return [float(each.task_id.removeprefix("t-")) for each in replies]
+
     def prefer(self, pairs: Any, adapter: Path, before: int) -> Trained:
         scores = [(pair.chosen_score, pair.rejected_score) for pair in pairs]
         self._calls.append(("dpo", scores, before))
@@ -99,10 +106,11 @@ def run(
     some: Sequence[RoundTask] = (),
     refused: Sequence[str] = (),
     spread: bool = True,
+    pool: SamplePool | None = None,
 ) -> tuple[Training, list[Any]]:
     """The stages on these tasks, and what the trainer was called for. With `spread`, rewards differ."""
     settings = Config.model_validate({"training": {"steps": 2, "prompts_per_step": 2, "group_size": 4, **training}})
-    spec = round_spec(train=list(some or tasks()), settings=settings.model_dump(mode="json"))
+    spec = round_spec(train=list(some or tasks()), settings=settings.model_dump(mode="json"), pool=pool)
     prompts = [Prompt(task, (5, number), max_tokens=8) for number, task in enumerate(spec.train)]
 
     def grade(shown: Exchange) -> Verdict:
@@ -159,6 +167,23 @@ def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(engine: Any, tm
 def test_a_round_whose_only_stage_has_no_signal_is_refused(engine: Any, tmp_path: Path) -> None:
     made, _ = run(engine, tmp_path, {}, refused=["grpo"])
     assert (made.refusal, made.adapter) == ("nothing can be learned", None)
+
+
+def test_sft_trains_on_what_it_chose_by_loss_and_a_further_worker_does_so_too(engine: Any, tmp_path: Path) -> None:
+    candidates = {task.task_id: Candidate(number) for number, task in enumerate(tasks())}
+    pool = SamplePool(size=3, strategy="loss_topk", candidates=candidates, rules=SelectionRules(12, 1))
+    some = [task.model_copy(update={"exchange": replace(task.exchange, query=task.task_id)}) for task in tasks()]
+    made, calls = run(engine, tmp_path, {"stages": ["sft"]}, some=some, pool=pool)
+    assert calls == [("losses", 8), ("load", None), ("sft", 3, 2, 0)]
+    assert ends(made) == [("sft", "trained")]
+    outcomes = {line["task_id"]: line["outcome"] for line in read_selection(tmp_path)}
+    assert outcomes == {
+        "t-7": "set aside", **dict.fromkeys(("t-6", "t-5", "t-4"), "chosen by loss"),
+        **dict.fromkeys(("t-3", "t-2", "t-1", "t-0"), "released"),
+    }  # fmt: skip
+    shutil.rmtree(tmp_path / "stages")
+    _, calls = run(engine, tmp_path, {"stages": ["sft"]}, some=some, pool=pool)
+    assert calls == [("sft", 3, 2, 0)], "the losses are measured once"
 
 
 def test_replies_that_cannot_be_trained_on_refuse_a_round_of_sft(engine: Any, tmp_path: Path) -> None:
