@@ -130,32 +130,28 @@ def test_the_gradient_is_that_of_the_cross_entropy(
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_loss_of_each_reply_is_its_cross_entropy_and_leaves_nothing_in_the_policy(
-    tmp_path: Path, base: Path
-) -> None:
+def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(tmp_path: Path, base: Path) -> None:
     import torch
-    from safetensors.torch import load_file
 
-    trainers = [trainer_on(tmp_path / name, Config.model_validate(GRPO), base) for name in ("measured", "plain")]
-    for trainer in trainers:
-        (tmp_path / ("measured" if trainer is trainers[0] else "plain")).mkdir()
-    losses = trainers[0].losses(REPLIES, tmp_path / "measured" / "adapter")
-    assert not (tmp_path / "measured" / "adapter").exists()
+    trainer = trainer_on(tmp_path, Config.model_validate(GRPO), base)
+    trainer._model = policy(base)
+    before = {name: weight.detach().clone() for name, weight in trainer._model.named_parameters()}
+    losses = trainer.losses(REPLIES, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    assert all(torch.equal(before[name], weight) for name, weight in trainer._model.named_parameters())
     model = policy(base)
     for reply, loss in zip(REPLIES, losses, strict=True):
         total = tokens = 0.0
         for sample in reply.samples:
             ids = torch.tensor([sample.token_ids])
             labels = torch.tensor([token if own else -100 for token, own in zip(*astuple(sample), strict=True)])
-            logits = model(ids).logits[0, :-1].float()
+            logits = model(ids).logits[0, :-1].detach().float()
             total += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
             tokens += sum(sample.loss_mask)
-        assert loss == pytest.approx(total / tokens, rel=1e-3)
-    trainers[0].load(None)
-    for trainer in trainers:
-        trainer.imitate(REPLIES, (), trainer._directory / "adapter", 0)
-    first, second = (load_file(each._directory / "adapter" / "adapter_model.safetensors") for each in trainers)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+        assert loss == pytest.approx(total / tokens, rel=1e-4)
+    trainer.load(None)
+    trainer.imitate(REPLIES, REPLIES[:1], tmp_path / "adapter", 0)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
 def astuple(sample: Sample) -> tuple[tuple[int, ...], tuple[bool, ...]]:
