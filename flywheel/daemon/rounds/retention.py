@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE, SELECTION_FILE})
 """Specification (without its tasks, which are in the state), measurements and result of a round."""
-WITHOUT_TASKS: Final = {"train": [], "held_out": [], "suites": [], "pool": None}
+WITHOUT_TASKS: Final[Mapping[str, object]] = {"train": [], "held_out": [], "suites": [], "pool": None}
 ASIDE: Final = f".{ADAPTER_DIR}.removed"
 """An adapter that is being removed."""
 
