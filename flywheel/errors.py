@@ -67,7 +67,7 @@ class CallLogError(FlywheelError):
 
 
 class NotifyError(FlywheelError):
-    """A notice did not reach its webhook or command."""
+    """A notice did not reach its webhook or command, or a score the tool that shows it."""
 
 
 class CheckError(FlywheelError):

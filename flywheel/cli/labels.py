@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -76,7 +77,9 @@ def labels(
     ] = "list",
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="For import: labelled tasks, one JSON object per line.", readable=False),
+        typer.Argument(
+            metavar="FILE", help="For import: labelled tasks, or annotations of another tool.", readable=False
+        ),
     ] = None,
     config: ConfigOption = None,
     by: Annotated[
@@ -97,17 +100,36 @@ def labels(
         str, typer.Option(metavar="FILE", help="Write labelled replies for `rubric calibrate`; `-` is stdout.")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    whole: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="With import: annotations of this name are on whole replies, others on the criterion of their name.",
+        ),
+    ] = "",
+    accept_from: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="With import: annotations with at least this score accept, others reject."),
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND", help="With import: also take annotations by this kind of annotator, such as LLM or API."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List labels, newest first, and the judge's agreement with them; write them for `rubric calibrate`; import them.
 
-    `import` stores the labels of tasks in the state. Lines that name no task have nothing to be stored on.
+    `import` stores the labels of tasks in the state, or annotations by trace and span from Langfuse, Phoenix, MLflow
+    or another tool (`flywheel docs annotations`). It reports what cannot be stored, and stores nothing twice.
     """
     settings = load_config(config)
     if (action == "import") != (file is not None):
         raise typer.BadParameter("import needs a file, and list takes none", param_hint="FILE")
     if file is not None:
-        _import(settings, file, by or this_person(), as_json)
+        _import(settings, file, by or this_person(), as_json, whole=whole, accept_from=accept_from, also=also or ())
         return
     if out:
         if as_json and out == "-":
@@ -155,22 +177,34 @@ def labels(
         typer.echo(escape_terminal(f"{name}: {_agreement_text(of_criterion)}"))
 
 
-def _import(config: Config, file: Path, by: str, as_json: bool) -> None:
+def _import(config: Config, file: Path, by: str, as_json: bool, **reading: Any) -> None:
     from flywheel.cli.rubric.calibration import read_label_file
-    from flywheel.store.labels import import_labels
+    from flywheel.judge.annotations import read_annotations, usable
+    from flywheel.store.labels import import_annotations, import_labels
 
-    async def store_labels() -> dict[str, Any]:
+    async def store_labels() -> tuple[int, int, Counter[str]]:
+        lines = read_annotations(file)
         async with open_state(config) as store:
-            replies = (await read_label_file(file, store)).labels
-            new = await store.write(import_labels, replies, by)
-        return {"file": str(file), "replies": len(replies), "new": new}
+            if lines is not None:
+                found, unusable = usable(lines, by=by, **reading)
+                replies, new, unstored = await store.write(import_annotations, found)
+                return replies, new, unusable + unstored
+            given = await read_label_file(file, store)
+            replies, new = await store.write(import_labels, given.labels, by)
+        others = {
+            "it has no answer or no verdict": given.left_out,
+            "it names no task of the state": len(given.labels) - replies,
+        }
+        return replies, new, +Counter(others)
 
-    report = run_async(store_labels())
+    replies, new, left_out = run_async(store_labels())
     if as_json:
-        print_json(report)
-    else:
-        replies = quantity(report["replies"], "labelled reply", "labelled replies")
-        typer.echo(escape_terminal(f"{replies} in {file}, {quantity(report['new'], 'new label')}"))
+        print_json({"file": str(file), "replies": replies, "new": new, "left_out": dict(left_out.most_common())})
+        return
+    said = f"{quantity(replies, 'labelled reply', 'labelled replies')} in {file}, {quantity(new, 'new label')}"
+    typer.echo(escape_terminal(said))
+    for why, number in left_out.most_common():
+        typer.echo(escape_terminal(f"left out {number:,}: {why}", one_line=True))
 
 
 def _as_json(opinion: Opinion) -> dict[str, Any]:

@@ -209,6 +209,10 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
     ]
     if live is not None:
         facts.append(("round", f"{_named(live)}: {live.progress.summary if live.progress else live.state}"))
+    if (sent := status.langfuse) is not None:
+        counts = f"{quantity(sent.sent, 'score')} sent, {sent.refused:,} refused"
+        untraced = f"{quantity(sent.untraced, 'reply', 'replies')} without a trace of OpenTelemetry"
+        facts.append(("langfuse", "\n".join(filter(None, (f"{sent.server}: {counts}, {untraced}", sent.error)))))
     facts += [
         ("waiting", status.waiting_for or "–"),
         ("dead letters", f"{letters:,} open: see `flywheel dead-letters`" if letters else "none"),

@@ -1,6 +1,7 @@
 """The configuration: sections by subject, and the file that holds them all."""
 
 from flywheel.config.deploy import DeploySettings as DeploySettings
+from flywheel.config.export import LangfuseSettings as LangfuseSettings
 from flywheel.config.file import Config as Config
 from flywheel.config.file import StateSettings as StateSettings
 from flywheel.config.file import default_state_dir as default_state_dir

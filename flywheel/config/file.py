@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from flywheel.config.agentjet import MARKERS, SECTION, ProjectRoot, from_agentjet, project_root
 from flywheel.config.deploy import DeploySettings
+from flywheel.config.export import ExportSettings
 from flywheel.config.ingest import (
     CallsSource,
     IngestSettings,
@@ -82,6 +83,8 @@ class Config(Section):
     daemon: DaemonSettings = DaemonSettings()
     notify: NotifyList = []
     """Webhooks and commands that the daemon tells of events."""
+    export: ExportSettings = ExportSettings()
+    """Other programs that the daemon sends scores of replies to."""
     _target: str = PrivateAttr(default="")
     _whole: Config | None = PrivateAttr(default=None)
     _file: Path | None = PrivateAttr(default=None)

@@ -48,7 +48,29 @@ SECRET_PREFIX: Final = "whsec_"
 """Marks a key in base64; other keys are used as they are."""
 
 
-class NoticeTarget:
+class RetriedTarget:
+    """A target that is tried again after a growing time while it fails."""
+
+    _failures = 0
+    _not_before = float("-inf")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it failed a short time ago."""
+        return time.monotonic() < self._not_before
+
+    def failed(self, at_least: float = 0.0) -> None:
+        """Wait `at_least` so many seconds, as far as a target may ask for."""
+        self._failures += 1
+        # As an exponent, many failures would be too large a number.
+        wait = max(at_least, FIRST_WAIT_SECONDS * 2 ** min(self._failures - 1, 20))
+        self._not_before = time.monotonic() + min(wait, LONGEST_WAIT_SECONDS)
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+
+class NoticeTarget(RetriedTarget):
     """One entry of `notify`."""
 
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
@@ -59,8 +81,6 @@ class NoticeTarget:
         self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
         self._position = self._stored = 0
         self._waiting: list[Notice] = []
-        self._failures = 0
-        self._not_before = float("-inf")
 
     def __str__(self) -> str:
         """For messages: of a URL, which may be a secret, the host."""
@@ -78,7 +98,7 @@ class NoticeTarget:
 
     async def deliver(self) -> None:
         """Send what is new, unless the target failed a short time ago. Raises NotifyError."""
-        if time.monotonic() < self._not_before:
+        if self.is_waiting:
             return
         wanted = frozenset(self._settings.on)
         while True:
@@ -110,12 +130,10 @@ class NoticeTarget:
                 await self._post(f"{self._alias}-{sent[0].id}-{sent[-1].id}", body)
         except NotifyError:
             self._waiting = sent
-            self._failures += 1
-            # As an exponent, many failures would be too large a number.
-            wait = FIRST_WAIT_SECONDS * 2 ** min(self._failures - 1, 20)
-            self._not_before = time.monotonic() + min(wait, LONGEST_WAIT_SECONDS)
+            self.failed()
             raise
-        self._waiting, self._failures = [], 0
+        self._waiting = []
+        self.succeeded()
 
     def _content(self, sent: Sequence[Notice]) -> dict[str, Any]:
         text = sent[0].text if len(sent) == 1 else f"{len(sent)} times {sent[0].type.value}, first: {sent[0].text}"

@@ -21,6 +21,7 @@ from apscheduler.triggers.cron import CronTrigger
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging.judging import TaskJudging, recover
+from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import NoticeTarget
 from flywheel.daemon.promotion_watch import PromotionWatch
@@ -72,6 +73,8 @@ REQUEST_SECONDS = 1.0
 """How often requests of people are looked for."""
 NOTICE_SECONDS = 2.0
 """How often new events are looked for."""
+DELIVERY_SECONDS = 120.0
+"""How long `run --once` sends notices to one target, or scores."""
 PRUNE_SECONDS = 6 * 3600.0
 FIGURE: Final = re.compile(r"-?\d+\.\d+\b")
 SPARE_SECONDS = 15.0
@@ -125,8 +128,13 @@ class Service:
             self._judge, self._round, self._promotion, self._reconcile, self._prune, self._remove, self._memory,
             self._metrics, self._requests,
         )  # fmt: skip
-        self._targets = [NoticeTarget(store, config, each) for each in config.notify]
+        self._targets: list[NoticeTarget | LangfuseExport] = [
+            NoticeTarget(store, config, each) for each in config.notify
+        ]
         self._notices = [Stage(f"notice {n}", target.deliver) for n, target in enumerate(self._targets, 1)]
+        if config.export.langfuse is not None:
+            self._targets.append(LangfuseExport(store, config.export.langfuse))
+            self._notices.append(Stage("langfuse", self._targets[-1].deliver))
         self._running: list[asyncio.Task[None]] = []
         self._has_started = False
 
@@ -183,12 +191,15 @@ class Service:
         return error
 
     async def _deliver_notices(self) -> None:
-        """Send the notices of this run; what does not arrive is sent by the next one."""
+        """Send the notices and scores of this run; what does not arrive is sent by the next one."""
         for target in self._targets:
             try:
-                await target.deliver()
+                async with asyncio.timeout(DELIVERY_SECONDS):
+                    await target.deliver()
             except NotifyError as failure:
                 log.warning("%s", failure)
+            except TimeoutError:
+                log.warning("not everything was sent within %g s: the next run sends the rest", DELIVERY_SECONDS)
 
     async def run(self, max_rounds: int | None = None) -> None:
         """Run until SIGTERM, SIGINT or `max_rounds` finished rounds. A second signal skips the drain.

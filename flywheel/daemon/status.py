@@ -216,6 +216,17 @@ class LiveRound(RoundStatus, frozen=True, kw_only=True, omit_defaults=True):
     measured: Mapping[str, float] | None
 
 
+class LangfuseStatus(Struct, frozen=True):
+    """The scores that Langfuse took, those that it refused, and the replies whose trace has no id of OpenTelemetry;
+    `error` says why nothing is sent, if so."""
+
+    server: str
+    sent: int
+    refused: int
+    untraced: int
+    error: str
+
+
 class Status(Struct, frozen=True):
     """All counts, sources, rounds and deployments. `targets` has what each target has of its own, under an empty name
     without targets; `no_state` says why there is nothing to show."""
@@ -244,6 +255,7 @@ class Status(Struct, frozen=True):
     by_adapter: list[AdapterAcceptance]
     other_models: Mapping[str, int]
     dead_letters: int
+    langfuse: LangfuseStatus | None
     targets: Mapping[str, TargetStatus]
     no_state: str = ""
 
@@ -310,6 +322,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         by_adapter=by_adapter,
         other_models=others,
         dead_letters=dead_letters.count(conn)["open"],
+        langfuse=_langfuse(conn, config),
         targets={name: own for name, (own, _) in of_targets.items()},
         no_state=no_state,
     )
@@ -421,6 +434,14 @@ def _judge(conn: Connection, config: Config) -> JudgeStatus:
         by_purpose={purpose.value: usage(counts, amounts[purpose]) for purpose, counts in by_purpose.items()},
         tokens_today=judge_usage.tokens_today(conn),
     )
+
+
+def _langfuse(conn: Connection, config: Config) -> LangfuseStatus | None:
+    if (settings := config.export.langfuse) is None:
+        return None
+    noted = orjson.loads(database.noted(conn, settings.note_key) or "{}")
+    counts = (noted.get(name, 0) for name in ("sent", "refused", "untraced"))
+    return LangfuseStatus(settings.server, *counts, error=noted.get("error", ""))
 
 
 def _sources(conn: Connection, config: Config) -> list[SourceStatus]:

@@ -18,6 +18,8 @@ VERDICTS: Final[Mapping[str, bool]] = {
     "accept": True, "accepted": True, "good": True, "pass": True, "yes": True, "true": True, "1": True,
     "reject": False, "rejected": False, "bad": False, "fail": False, "no": False, "false": False, "0": False,
 }  # fmt: skip
+QUERIES: Final = ("query", "main_query", "question")
+"""The keys of a line's question."""
 _MAX_PROBLEMS: Final = 10
 
 Lookup = Callable[[list[str]], Mapping[str, dict[str, Any]]]
@@ -26,12 +28,14 @@ Lookup = Callable[[list[str]], Mapping[str, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class PersonLabel:
-    """What one person says of a whole reply."""
+    """What one person says of a whole reply, or of one criterion. `at` is empty for now."""
 
     by: str
     label: Label
     comment: str
     is_blind: bool = False
+    criterion: str = ""
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def _people(line: Mapping[str, Any]) -> tuple[PersonLabel, ...]:
 
 
 def _query(line: Mapping[str, Any]) -> Any:
-    return next((line[key] for key in ("query", "main_query", "question") if key in line), None)
+    return next((line[key] for key in QUERIES if key in line), None)
 
 
 def _exchange(line: Mapping[str, Any], tasks: Mapping[str, dict[str, Any]]) -> Exchange | None:

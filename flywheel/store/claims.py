@@ -14,7 +14,7 @@ from flywheel.records.verdict import Judgement, Outcome, Verdict
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.kernel.bulk import count_rows, rows_in
 from flywheel.store.kernel.schema import influences, tasks, verdicts
-from flywheel.store.kernel.transitions import move, move_all, utcnow
+from flywheel.store.kernel.transitions import JUDGED_AGAIN, move, move_all, record, utcnow
 from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks
 from flywheel.store.verdicts import store as store_verdict
 from flywheel.system.terminal import quantity
@@ -199,9 +199,12 @@ def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -
 
     An undecided verdict changes nothing. A task that a round has taken meanwhile stays.
     """
-    if verdict.outcome is Outcome.UNDECIDED or verdict.outcome.value == was.value:
+    if verdict.outcome is Outcome.UNDECIDED:
         return False
-    if not move(conn, task, was, TaskState.PENDING, "judged again"):
+    if verdict.outcome.value == was.value:
+        record(conn, tasks.name, [str(task)], was, JUDGED_AGAIN)
+        return False
+    if not move(conn, task, was, TaskState.PENDING, JUDGED_AGAIN):
         return False
     move(conn, task, TaskState.PENDING, TaskState.JUDGING)
     apply(conn, task, verdict, 0.0)

@@ -15,14 +15,15 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, literal, or_, select
 
 from flywheel.errors import StoreError
+from flywheel.judge.annotations import Annotation, LeftOutError, spellings
 from flywheel.judge.labels import LabelledReply, PersonLabel
 from flywheel.records.states import Label
 from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import labels, tasks, verdicts
+from flywheel.store.kernel.schema import labels, replies, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
-from flywheel.store.verdicts import NOT_OF_THE_JUDGE
+from flywheel.store.verdicts import NOT_OF_THE_JUDGE, OF_JUDGES
 
 LONGEST_COMMENT: Final = 2_000
 RANDOM_SHARE: Final = 10
@@ -35,7 +36,6 @@ NEAR: Final = 0.2
 """Scores that are not further from the threshold are near it."""
 _SPREAD: Final = 2_654_435_761
 """Spreads consecutive numbers evenly (Knuth's multiplicative hash)."""
-_OF_JUDGES: Final = and_(verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value]), ~NOT_OF_THE_JUDGE)
 _later = labels.alias("later_label")
 
 
@@ -83,8 +83,12 @@ def add(
     criterion: str = "",
     comment: str = "",
     is_blind: bool = False,
+    at: str = "",
 ) -> int:
-    """Store a label on a task; its number. The same label again is not stored twice. Raises StoreError."""
+    """Store a label on a task, made `at` this time or now; its number. The same label again is not stored twice.
+
+    Raises StoreError.
+    """
     attempted = f"label {key}"
     task = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalar_one_or_none()
     if task is None:
@@ -116,33 +120,93 @@ def add(
     ).one_or_none()
     if last is not None and all(getattr(last, name) == value for name, value in said.items()):
         return int(last.id)
-    added = insert(labels).values(**person, **said, created_at=utcnow()).returning(labels.c.id)
+    added = insert(labels).values(**person, **said, created_at=at or utcnow()).returning(labels.c.id)
     return int(conn.execute(added).scalar_one())
 
 
-def import_labels(conn: Connection, replies: Sequence[LabelledReply], by: str) -> int:
-    """Store the labels of a file on the tasks that it names; the number of new labels.
+def import_labels(conn: Connection, replies: Sequence[LabelledReply], by: str) -> tuple[int, int]:
+    """Store the labels of a file on the tasks that it names: on how many, and how many labels are new.
 
     A label that equals its person's last one is not stored again. `by` labelled where the file does not say who did.
     """
     keys = [reply.task_id for reply in replies if reply.task_id]
-    numbers = {row.key: row.id for row in rows_in(conn, select(tasks.c.key, tasks.c.id), tasks.c.key, keys)}
-    new = 0
-    for reply in replies:
-        if reply.task_id not in numbers:
-            continue
-        stored = {
-            (row["labelled_by"], row["label"])
-            for row in of_task(conn, numbers[reply.task_id])
-            if row["counts"] and not row["criterion"]
-        }
+    known = {row.key for row in rows_in(conn, select(tasks.c.key), tasks.c.key, keys)}
+    found, new = [reply for reply in replies if reply.task_id in known], 0
+    for reply in found:
         alone = PersonLabel(by, Label.ACCEPT if reply.accept else Label.REJECT, reply.reason)
-        for person in reply.people or (alone,):
-            if (person.by, person.label.value) not in stored:
-                comment = person.comment[:LONGEST_COMMENT]
-                add(conn, reply.task_id, person.label, person.by, comment=comment, is_blind=person.is_blind)
-                new += 1
-    return new
+        new += sum(_add_new(conn, reply.task_id, person) for person in reply.people or (alone,))
+    return len(found), new
+
+
+def import_annotations(
+    conn: Connection, found: Iterable[tuple[Annotation, PersonLabel]]
+) -> tuple[int, int, Counter[str]]:
+    """Store annotations of other tools as labels on the tasks of their replies: how many replies they are about, how
+    many labels are new, and why others are not stored.
+
+    Of several by a person on the same task and criterion the newest is taken, unless a stored one is newer.
+    """
+    newest, left_out = dict[tuple[str, str, str], PersonLabel](), Counter[str]()
+    for said, person in sorted(found, key=lambda each: each[1].at or utcnow()):
+        try:
+            key = _task_of(conn, said), person.criterion, person.by
+        except LeftOutError as error:
+            left_out[str(error)] += 1
+            continue
+        left_out["a later one by the same person replaces it"] += key in newest
+        newest[key] = person
+    labelled, new = set[str](), 0
+    for (task, _, _), person in newest.items():
+        try:
+            new += _add_new(conn, task, person)
+            labelled.add(task)
+        except StoreError as error:
+            left_out[f"{error.why}; --name {person.criterion} stores it on the whole reply"] += 1
+    return len(labelled), new, +left_out
+
+
+def _add_new(conn: Connection, key: str, person: PersonLabel) -> bool:
+    """Store a label unless its person's last one is the same or newer; whether it was stored. Raises StoreError."""
+    last = conn.execute(
+        select(labels.c.label, labels.c.created_at)
+        .join(tasks)
+        .where(
+            tasks.c.key == key, labels.c.criterion == person.criterion, labels.c.labelled_by == storable(person.by)
+        )
+        .order_by(labels.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+    if last is not None and (last.label == person.label.value or (person.at and last.created_at >= person.at)):
+        return False
+    comment = person.comment[:LONGEST_COMMENT]
+    add(
+        conn, key, person.label, person.by,
+        criterion=person.criterion, comment=comment, is_blind=person.is_blind, at=person.at,
+    )  # fmt: skip
+    return True
+
+
+def _task_of(conn: Connection, said: Annotation) -> str:
+    """The key of the task that an annotation is about. Raises LeftOutError.
+
+    A span within the trace that is not the reply's own is about the reply if the trace has no other one.
+    """
+    spans, traces = spellings(said.span), spellings(said.trace)
+    if not spans and not traces:
+        raise LeftOutError("it names neither a trace nor a span")
+    # Spans are indexed within a source.
+    where = replies.c.trace_id.in_(traces) if traces else replies.c.source_id.in_(select(sources.c.id))
+    of_trace = select(replies.c.span_id, tasks.c.key).select_from(replies.outerjoin(tasks)).where(where)
+    rows = conn.execute(of_trace if traces else of_trace.where(replies.c.span_id.in_(spans))).all()
+    if not rows:
+        raise LeftOutError(f"no reply of its {'trace' if traces else 'span'} is in the state")
+    own = [row for row in rows if row.span_id in spans]
+    keys = {row.key for row in own or rows if row.key is not None}
+    if len(keys) > 1 or (spans and not own and len({row.span_id for row in rows}) > 1):
+        raise LeftOutError("its trace has several replies, and it does not name the span of one of them")
+    if not keys:
+        raise LeftOutError("its reply is no task; `flywheel why TRACE` says why")
+    return str(keys.pop())
 
 
 def of_task(conn: Connection, task: int) -> list[dict[str, Any]]:
@@ -194,14 +258,14 @@ def _counts() -> ColumnElement[bool]:
 
 def _judged(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], bool]:
     """Whether the newest decided verdict of a judge accepts each task, under the task and "" for the whole reply."""
-    query = select(verdicts.c.task_id, verdicts.c.outcome).where(_OF_JUDGES).order_by(verdicts.c.id)
+    query = select(verdicts.c.task_id, verdicts.c.outcome).where(OF_JUDGES).order_by(verdicts.c.id)
     rows = rows_in(conn, query, verdicts.c.task_id, sorted(ids))
     return {(row.task_id, ""): row.outcome == Outcome.ACCEPTED.value for row in rows}
 
 
 def _met(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], bool]:
     """Whether each criterion was met by the same verdict."""
-    query = select(verdicts.c.task_id, verdicts.c.results).where(_OF_JUDGES).order_by(verdicts.c.id)
+    query = select(verdicts.c.task_id, verdicts.c.results).where(OF_JUDGES).order_by(verdicts.c.id)
     newest = {row.task_id: row.results for row in rows_in(conn, query, verdicts.c.task_id, sorted(ids))}
     return {
         (task, str(each["criterion"])): bool(each["passed"]) for task, results in newest.items() for each in results
@@ -280,7 +344,7 @@ def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
         labels.c.task_id == verdicts.c.task_id, labels.c.labelled_by == by, labels.c.criterion == ""
     )
     base = (
-        select(verdicts.c.task_id).where(recent, _OF_JUDGES, ~exists(mine)).group_by(verdicts.c.task_id).limit(QUEUE)
+        select(verdicts.c.task_id).where(recent, OF_JUDGES, ~exists(mine)).group_by(verdicts.c.task_id).limit(QUEUE)
     )
     distance = func.abs(verdicts.c.score - threshold)
     parts: dict[str, Select[Any]] = {

@@ -27,6 +27,8 @@ CHAIN: Final = "chain:"
 PERSON: Final = "person"
 """Verdicts of people have this in place of the rubric's hash."""
 NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
+OF_JUDGES: Final = and_(verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value]), ~NOT_OF_THE_JUDGE)
+"""Decided verdicts of judges."""
 SAMPLED: Final = 200
 """The newest verdicts whose usage estimates are based on."""
 _COUNTS: Final = ("calls", "prompt_tokens", "completion_tokens")

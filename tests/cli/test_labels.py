@@ -76,7 +76,12 @@ def test_a_file_brings_its_labels_to_a_state_once(flywheel: Run, tasks: list[str
     flywheel("label", tasks[0], "reject", "--by", "bob")
     flywheel("label", tasks[0], "accept", "--by", "carol")
     flywheel("labels", "--out", "l.jsonl")
-    assert flywheel("labels", "import", "l.jsonl", "--json").json == {"file": "l.jsonl", "replies": 1, "new": 0}
+    assert flywheel("labels", "import", "l.jsonl", "--json").json == {
+        "file": "l.jsonl",
+        "replies": 1,
+        "new": 0,
+        "left_out": {},
+    }
     flywheel("label", tasks[0], "accept", "--by", "bob")
     assert flywheel("labels", "import", "l.jsonl").out == "1 labelled reply in l.jsonl, 1 new label\n"
     own = [{"task_id": tasks[1], "verdict": "reject", "reason": "wrong"}, {"query": "q", "answer": "a", "verdict": 1}]

@@ -161,6 +161,15 @@ def check_notify(config: Config) -> Iterator[Finding]:
             yield Finding("notify", Result.OK, ", ".join(entry.on), subject=name)
 
 
+def check_export(config: Config) -> Iterator[Finding]:
+    """Whether the keys of Langfuse are there. Nothing is sent."""
+    if (settings := config.export.langfuse) is not None:
+        missing = [name for name, key in settings.keys.items() if not key]
+        why = f"the variable {missing[0]} is not set, so nothing is sent" if missing else "its keys are set"
+        result, remedy = (Result.FAILED, "Put the project's key into it.") if missing else (Result.OK, "")
+        yield Finding("langfuse", result, why, remedy, settings.server)
+
+
 def _missing(entry: NotifySettings) -> str:
     if entry.command is not None:
         program = entry.command[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, Table, insert, update
 
@@ -35,6 +35,10 @@ _TABLES: dict[type[StrEnum], Table] = {
     DeadLetterState: schema.dead_letters,
     RequestState: schema.requests,
 }
+
+
+JUDGED_AGAIN: Final = "judged again"
+"""The new state in events of tasks that have another verdict and the same state."""
 
 
 def utcnow() -> str:

@@ -1,0 +1,152 @@
+"""Sends the judge's verdicts to Langfuse as scores (`export.langfuse`): at least once, beside the daemon's work.
+
+Each reply has a score for its acceptance, its total and each criterion, by `POST /api/public/scores`, which every
+version of Langfuse has. The id of a score follows from reply and name, and its time is the reply's. A score of the
+same id, name and day replaces another: one sent twice is one, and a new verdict replaces the last.
+https://langfuse.com/docs/evaluation/evaluation-methods/scores-via-sdk
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+from flywheel.config.export import LangfuseSettings
+from flywheel.daemon.notifier import STORED_AFTER, RetriedTarget
+from flywheel.errors import NotifyError
+from flywheel.judge.annotations import OWN_SCORES
+from flywheel.records.verdict import Outcome
+from flywheel.secrets import redact_secrets
+from flywheel.store import notices, scores
+from flywheel.store.kernel import database
+from flywheel.store.kernel.database import Store
+from flywheel.store.scores import JudgedReply
+
+log = logging.getLogger(__name__)
+
+EVENTS_AT_ONCE: Final = 200
+"""Events whose scores are sent before the position among the events is stored."""
+REFUSED: Final = frozenset({207, 400, 413, 422})
+"""Answers that concern one score: sent again, it would be refused again. 207 has errors inside."""
+PATH: Final = "/api/public/scores"
+HEADERS: Final = {"content-type": "application/json", "user-agent": "flywheel"}
+_TRACE: Final = re.compile("[0-9a-f]{32}")
+_SPAN: Final = re.compile("[0-9a-f]{16}")
+
+
+class LangfuseExport(RetriedTarget):
+    """Where scores are sent. Its note has the position among the events, and counts what was sent and what not."""
+
+    def __init__(self, store: Store, settings: LangfuseSettings) -> None:
+        self._store = store
+        self._settings = settings
+        self._attempted = f"send scores to Langfuse at {settings.server}"
+        self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0, "error": ""}
+        self._counts = Counter[str]()
+        self._waiting: list[dict[str, Any]] = []
+        self._position = 0
+
+    async def begin(self) -> None:
+        """Find the position. What was judged before the export was configured is not sent."""
+        if known := await self._store.read(database.noted, self._settings.note_key):
+            self._note = json.loads(known)
+        else:
+            await self._keep(event=await self._store.read(notices.newest_event))
+        self._position = self._note["event"]
+
+    async def deliver(self) -> None:
+        """Send the scores of what was judged since, unless Langfuse failed a short time ago. Raises NotifyError."""
+        try:
+            while not self.is_waiting and await self._has_next():
+                await self._send_all()
+                counts = {name: self._note[name] + number for name, number in self._counts.items()}
+                await self._keep(event=self._position, error="", **counts)
+                self._counts.clear()
+        except NotifyError as error:
+            await self._keep(error=str(error))
+            raise
+
+    async def _has_next(self) -> bool:
+        """Find the next scores to send, unless some are waiting."""
+        while not self._waiting:
+            found, end = await self._store.read(scores.judged_after, self._position, EVENTS_AT_ONCE)
+            if end == self._position:
+                return False
+            self._position = end
+            traced = [reply for reply in found if _TRACE.fullmatch(reply.trace_id)]
+            self._waiting = [score for reply in traced for score in self._scores(reply)]
+            self._counts["untraced"] += len(found) - len(traced)
+            if not self._waiting and end - self._note["event"] > STORED_AFTER:
+                await self._keep(event=end)
+        return True
+
+    async def _keep(self, **changes: Any) -> None:
+        if (note := self._note | changes) != self._note:
+            await self._store.write(database.note, self._settings.note_key, json.dumps(note))
+            self._note = note
+
+    def _scores(self, reply: JudgedReply) -> Iterator[dict[str, Any]]:
+        """The scores of a reply, as Langfuse takes them."""
+        verdict = reply.verdict
+
+        def score(name: str, value: float, reason: str, kind: str = "NUMERIC") -> dict[str, Any]:
+            of = f"{reply.trace_id}\0{reply.span_id}\0{name}"
+            return {
+                "id": OWN_SCORES + hashlib.sha256(of.encode()).hexdigest()[:32],
+                "traceId": reply.trace_id,
+                **({"observationId": reply.span_id} if _SPAN.fullmatch(reply.span_id) else {}),
+                "name": f"flywheel.{name}",
+                "value": value,
+                "dataType": kind,
+                "timestamp": reply.started_at,
+                "metadata": {"task": reply.task, "rubric": verdict.rubric_hash, "judge": verdict.judge_hash},
+                **({"comment": redact_secrets(reason)} if self._settings.comments and reason else {}),
+            }
+
+        yield score("accepted", int(verdict.outcome == Outcome.ACCEPTED), verdict.reason, "BOOLEAN")
+        yield score("score", verdict.score, "")
+        for each in verdict.results:
+            yield score(f"criteria.{each['criterion']}", each["value"], each["reason"])
+
+    async def _send_all(self) -> None:
+        """Send what waits, in its order. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
+        import httpx2
+
+        from flywheel.system.http_client import BoundedClient, parse_retry_after
+
+        keys = self._settings.keys
+        if missing := [name for name, key in keys.items() if not key]:
+            raise self._failure(f"the variable {missing[0]} with the key is not set", "Put the key into it.")
+        public, secret = keys.values()
+        seconds = self._settings.timeout_seconds
+        async with BoundedClient(self._settings.host, seconds=seconds, trust_env=True) as client:
+            while self._waiting:
+                score = redact_secrets(json.dumps(self._waiting[0]).encode())
+                try:
+                    answer = await client.post(PATH, content=score, headers=HEADERS, auth=(public, secret))
+                except (httpx2.HTTPError, OSError, ValueError) as error:
+                    raise self._failure(" ".join(str(error).split()) or type(error).__name__) from None
+                if answer.status_code in REFUSED:
+                    why = redact_secrets(answer.text[:300])
+                    log.warning("Langfuse refused %s of trace %s: %s", self._waiting[0]["name"],
+                                self._waiting[0]["traceId"], " ".join(why.split()))  # fmt: skip
+                elif answer.status_code in (401, 403):
+                    hint = f"Check the keys of the project in ${' and $'.join(keys)}."
+                    raise self._failure(f"it refuses the keys ({answer.status_code})", hint)
+                elif not answer.is_success:
+                    after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
+                    raise self._failure(f"it answered {answer.status_code}", at_least=after)
+                self._counts["refused" if answer.status_code in REFUSED else "sent"] += 1
+                del self._waiting[0]
+                self.succeeded()
+
+    def _failure(
+        self, why: str, hint: str = "They are sent later; check export.langfuse.host.", at_least: float = 0.0
+    ) -> NotifyError:
+        self.failed(at_least)
+        return NotifyError(self._attempted, why, hint, retryable=True)

@@ -1,0 +1,177 @@
+"""Annotations of other tools: what people say of a trace or a span in Langfuse, Phoenix or MLflow.
+
+A file has JSON lines, a JSON array, the answer of an API (`{"data": […]}`) or CSV with a header. An annotation has
+the fields of `Annotation` under our names or those of these tools; its others are ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, ValidationError
+
+from flywheel.errors import ConfigError
+from flywheel.judge.labels import QUERIES, VERDICTS, PersonLabel
+from flywheel.records.states import Label
+
+PEOPLE: Final = frozenset({"", "HUMAN", "ANNOTATION"})
+"""What the tools call annotators that are people; empty where a file does not say who they are."""
+OWN_SCORES: Final = "flywheel-"
+"""How the ids of scores begin that Flywheel itself sent to another tool."""
+_WORDS: Final = {
+    **{word: Label.ACCEPT if accepts else Label.REJECT for word, accepts in VERDICTS.items()},
+    **{"correct": Label.ACCEPT, "incorrect": Label.REJECT, Label.UNSURE.value: Label.UNSURE},
+}
+_NUMBER: Final = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
+
+
+class LeftOutError(ValueError):
+    """An annotation that cannot become a label; its text says why, and what to do."""
+
+
+def _field(*names: str | AliasPath) -> Any:
+    return Field("", validation_alias=AliasChoices(*names))
+
+
+class Annotation(BaseModel):
+    """What somebody says of a trace or a span. `kind` is the kind of annotator, empty for a person; `score` may be a
+    number, which needs a threshold, or like `verdict` a word."""
+
+    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
+
+    id: str = ""
+    trace: str = _field("trace_id", "traceId")
+    span: str = _field("span_id", "observation_id", "observationId")
+    name: str = _field("criterion", "name", "annotation_name", "assessment_name")
+    verdict: bool | str = _field("verdict", "label", "result.label", AliasPath("result", "label"))
+    score: bool | float | str = _field(
+        "score", "result.score", AliasPath("result", "score"), AliasPath("feedback", "value"), "stringValue", "value"
+    )
+    by: str = _field(
+        "by", "who", "user_id", "authorUserName", "authorUserId", AliasPath("source", "source_id"), "identifier"
+    )
+    kind: str = _field("annotator_kind", AliasPath("source", "source_type"), "source")
+    comment: str = _field(
+        "comment", "reason", "result.explanation", AliasPath("result", "explanation"), "explanation", "rationale"
+    )
+    at: datetime | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            *("at", "updated_at", "updatedAt", "last_update_time", "timestamp", "created_at", "createdAt")
+        ),
+    )
+    valid: bool = True
+
+    @property
+    def moment(self) -> str:
+        """When it was made, as the state has times; empty if the file does not say so."""
+        if self.at is None:
+            return ""
+        at = self.at if self.at.tzinfo else self.at.replace(tzinfo=UTC)
+        return at.astimezone(UTC).isoformat(timespec="milliseconds")
+
+    def label(self, accept_from: float | None) -> Label:
+        """Raises LeftOutError."""
+        score = str(self.score).strip().casefold()
+        for word in (str(self.verdict).strip().casefold(), "" if _NUMBER.fullmatch(score) else score):
+            if word in _WORDS:
+                return _WORDS[word]
+        if not _NUMBER.fullmatch(score):
+            said = f"{str(self.verdict or self.score)[:30]!r} is neither accept nor reject"
+            raise LeftOutError(said if self.verdict or self.score else "it has neither a verdict nor a score")
+        if accept_from is None:
+            raise LeftOutError("it has a score; --accept-from X says from which score on a reply is accepted")
+        return Label.ACCEPT if float(score) >= accept_from else Label.REJECT
+
+
+def read_annotations(path: Path) -> list[dict[str, Any]] | None:
+    """The lines of a file of another tool; None for a label file, and for what cannot be read as either.
+
+    Raises ConfigError for a file without any line.
+    """
+    lines: Any
+    try:
+        data = path.read_bytes()
+        if path.suffix.lower() == ".csv":
+            lines = list(csv.DictReader(io.StringIO(data.decode("utf-8-sig", "replace"), newline="")))
+        else:
+            lines = _values(data)
+    except (OSError, orjson.JSONDecodeError, csv.Error):
+        return None
+    if any(not isinstance(line, dict) or line.keys() & {"task_id", *QUERIES} for line in lines):
+        return None
+    if not lines:
+        raise ConfigError(f"read annotations {path}", "it has none", "See `flywheel docs annotations`.")
+    return list(lines)
+
+
+def _values(data: bytes) -> list[Any]:
+    try:
+        whole = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return [orjson.loads(line) for line in data.splitlines() if line.strip()]
+    if isinstance(whole, dict):
+        whole = whole.get("data", [whole])
+    return whole if isinstance(whole, list) else [whole]
+
+
+def usable(
+    lines: Sequence[Mapping[str, Any]], *, by: str, whole: str, accept_from: float | None, also: Collection[str]
+) -> tuple[list[tuple[Annotation, PersonLabel]], Counter[str]]:
+    """The annotations that say something of a reply, with what they say, and why others are left out.
+
+    Only those by people, and by the kinds in `also`, are taken. `by` is who made those that do not name a person, and
+    `whole` the name of those about the whole reply; others with a name are about the criterion of that name.
+    """
+    found, left_out = list[tuple[Annotation, PersonLabel]](), Counter[str]()
+    kinds = PEOPLE.union(kind.upper() for kind in also)
+    for line in lines:
+        try:
+            said = Annotation.model_validate(_without_empty(line))
+            if said.id.startswith(OWN_SCORES):
+                raise LeftOutError("Flywheel itself has sent it")
+            if not said.valid:
+                raise LeftOutError("it was replaced by a later one")
+            if (kind := said.kind.upper()) not in kinds:
+                raise LeftOutError(f"it was made by {kind}, not by a person; --also {kind} takes it")
+            who = said.by or (by if kind in PEOPLE else kind)
+            criterion = "" if said.name == whole else said.name
+            label = PersonLabel(who, said.label(accept_from), said.comment, criterion=criterion, at=said.moment)
+            found.append((said, label))
+        except ValidationError as error:
+            left_out[f"its `{error.errors()[0]['loc'][0]}` cannot be read"] += 1
+        except LeftOutError as error:
+            left_out[str(error)] += 1
+    return found, left_out
+
+
+def _without_empty(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A field that is there without a value must not hide another one."""
+    return {
+        key: _without_empty(value) if isinstance(value, dict) else value
+        for key, value in line.items()
+        if value not in (None, "")
+    }
+
+
+def spellings(identifier: str) -> set[str]:
+    """How the state may have an id: as it is, in lower case, without MLflow's `tr-`, and in hex for base64."""
+    text = identifier.strip()
+    found = {text, text.lower(), text.lower().removeprefix("tr-")}
+    with suppress(binascii.Error, ValueError):
+        standard = text.replace("-", "+").replace("_", "/").rstrip("=")
+        raw = base64.b64decode(standard + "=" * (-len(standard) % 4), validate=True)
+        if len(raw) in (8, 16):
+            found.add(raw.hex())
+    return found - {""}

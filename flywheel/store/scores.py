@@ -1,0 +1,46 @@
+"""What was judged after a point in the events of the state, for tools that show the scores of replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, select
+
+from flywheel.records.states import TaskState
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import events, replies, tasks, verdicts
+from flywheel.store.kernel.transitions import JUDGED_AGAIN
+from flywheel.store.verdicts import OF_JUDGES
+
+_DECIDED: Final = frozenset({TaskState.ACCEPTED, TaskState.REJECTED})
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedReply:
+    """A reply with the newest decided verdict of a judge on its task, a row of `verdicts`."""
+
+    trace_id: str
+    span_id: str
+    task: str
+    started_at: str
+    verdict: Row[Any]
+
+
+def judged_after(conn: Connection, event: int, limit: int) -> tuple[list[JudgedReply], int]:
+    """The replies that were judged among the next `limit` events after this one, and the number of the last of these
+    events. What a filter or a person decided is not among them."""
+    rows = conn.execute(select(events).where(events.c.id > event).order_by(events.c.id).limit(limit)).all()
+    judged = {
+        int(row.subject)
+        for row in rows
+        if row.kind == tasks.name
+        and (row.new == JUDGED_AGAIN or (row.old == TaskState.JUDGING and row.new in _DECIDED))
+    }
+    of_judges = select(verdicts).where(OF_JUDGES).order_by(verdicts.c.created_at, verdicts.c.id)
+    newest = {row.task_id: row for row in rows_in(conn, of_judges, verdicts.c.task_id, sorted(judged))}
+    query = select(replies.c.trace_id, replies.c.span_id, replies.c.task_id, tasks.c.key, tasks.c.started_at)
+    found = rows_in(conn, query.join(tasks), replies.c.task_id, sorted(newest))
+    return [
+        JudgedReply(row.trace_id, row.span_id, row.key, row.started_at, newest[row.task_id]) for row in found
+    ], rows[-1].id if rows else event

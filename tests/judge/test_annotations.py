@@ -1,0 +1,209 @@
+"""Annotations as Langfuse, Phoenix and MLflow export them."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.errors import ConfigError
+from flywheel.judge.annotations import read_annotations, spellings, usable
+from flywheel.judge.labels import PersonLabel
+from flywheel.records.states import Label
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+COMMENT = 'it says "seven",\nnot 7'
+SPAN = "00f067aa0ba902b7"
+
+LANGFUSE: dict[str, Any] = {
+    "id": "f6b0d3a2-5c1e-4a57-9b53-1f0c2d3e4f50",
+    "timestamp": "2026-11-20T10:00:00.000Z",
+    "projectId": "clkpwwm0m000gmm094odg11gi",
+    "environment": "default",
+    "name": "correct",
+    "value": 1,
+    "stringValue": "True",
+    "dataType": "BOOLEAN",
+    "source": "ANNOTATION",
+    "authorUserId": "clkpwwm0m000gmm094odg11ab",
+    "comment": None,
+    "metadata": {},
+    "configId": "clkpwwm0m000gmm094odg11cd",
+    "queueId": None,
+    "traceId": TRACE,
+    "observationId": None,
+    "sessionId": None,
+    "datasetRunId": None,
+    "createdAt": "2026-11-20T10:00:01.000Z",
+    "updatedAt": "2026-11-20T10:05:00.000Z",
+    "trace": {"userId": "the-user-of-the-agent", "tags": [], "environment": "default"},
+}
+"""An element of `data` of `GET /api/public/v2/scores`."""
+LANGFUSE_CSV = {
+    "id": "f6b0d3a2", "traceId": TRACE, "sessionId": "", "datasetRunId": "", "timestamp": "2026-11-20T10:00:00.000Z",
+    "source": "ANNOTATION", "name": "correct", "dataType": "CATEGORICAL", "value": "0", "stringValue": "bad",
+    "comment": COMMENT, "metadata": "{}", "observationId": SPAN, "traceName": "chat",
+    "userId": "the-user-of-the-agent", "traceTags": "[]", "environment": "default", "authorUserName": "Ann",
+}  # fmt: skip
+"""A row of the export from its web UI."""
+PHOENIX: dict[str, Any] = {
+    "span_id": SPAN, "id": "U3A6MQ==", "created_at": "2026-11-20T10:00:00+00:00",
+    "updated_at": "2026-11-20T10:05:00+00:00", "source": "APP", "user_id": "VXNlcjoy", "annotation_name": "correct",
+    "annotator_kind": "HUMAN", "metadata": {}, "identifier": "", "result.label": "good", "result.score": 1.0,
+    "result.explanation": "boxed",
+}  # fmt: skip
+"""A row of `get_span_annotations_dataframe`, by `to_json(orient="records", lines=True)`."""
+PHOENIX_REST: dict[str, Any] = {
+    "id": "U3A6MQ==", "created_at": "2026-11-20T10:00:00+00:00", "updated_at": "2026-11-20T10:05:00+00:00",
+    "source": "API", "user_id": None, "name": "correct", "annotator_kind": "HUMAN", "span_id": SPAN,
+    "result": {"label": None, "score": 0.25, "explanation": None}, "metadata": {}, "identifier": "bob",
+}  # fmt: skip
+"""An element of `data` of `GET /v1/projects/…/span_annotations`."""
+MLFLOW: dict[str, Any] = {
+    "assessment_id": "a-b410bbbb227e4a7da6bec74e59b0e6d9", "assessment_name": "correct", "trace_id": f"tr-{TRACE}",
+    "source": {"source_type": "HUMAN", "source_id": "ann@example.org"}, "create_time": "2026-11-20T10:00:00.476Z",
+    "last_update_time": "2026-11-20T10:05:00.476Z", "feedback": {"value": False}, "rationale": "no", "valid": True,
+}  # fmt: skip
+"""What `to_dictionary` of an assessment gives."""
+
+
+def use(*lines: dict[str, Any], **values: Any) -> tuple[list[tuple[Any, PersonLabel]], Counter[str]]:
+    return usable(lines, **{"by": "me", "whole": "", "accept_from": None, "also": (), **values})
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "label"),
+    [
+        (
+            LANGFUSE,
+            (TRACE, ""),
+            ("clkpwwm0m000gmm094odg11ab", Label.ACCEPT, "", "2026-11-20T10:05:00.000+00:00"),
+        ),
+        (LANGFUSE_CSV, (TRACE, SPAN), ("Ann", Label.REJECT, COMMENT, "2026-11-20T10:00:00.000+00:00")),
+        (PHOENIX, ("", SPAN), ("VXNlcjoy", Label.ACCEPT, "boxed", "2026-11-20T10:05:00.000+00:00")),
+        (PHOENIX_REST, ("", SPAN), ("bob", Label.REJECT, "", "2026-11-20T10:05:00.000+00:00")),
+        (MLFLOW, (f"tr-{TRACE}", ""), ("ann@example.org", Label.REJECT, "no", "2026-11-20T10:05:00.476+00:00")),
+        ({"trace_id": TRACE, "verdict": "good"}, (TRACE, ""), ("me", Label.ACCEPT, "", "")),
+        (
+            {"span_id": SPAN, "verdict": "unsure", "who": "eve", "at": "2026-11-20T12:00:00+02:00", "reason": "?"},
+            ("", SPAN),
+            ("eve", Label.UNSURE, "?", "2026-11-20T10:00:00.000+00:00"),
+        ),
+        ({"trace_id": TRACE, "verdict": False}, (TRACE, ""), ("me", Label.REJECT, "", "")),
+    ],
+)  # fmt: skip
+def test_the_fields_of_each_tool_are_read(
+    line: dict[str, Any], place: tuple[str, str], label: tuple[str, Label, str, str]
+) -> None:
+    [(said, found)], left_out = use(line, accept_from=0.5)
+    assert not left_out
+    assert (said.trace, said.span) == place
+    assert (found.by, found.label, found.comment, found.at) == label
+    assert found.criterion == ("correct" if len(line) > 10 or "feedback" in line else "")
+    [(_, whole)], _ = use(line, accept_from=0.5, whole="correct")
+    assert whole.criterion == ""
+
+
+def test_what_is_left_out_is_counted_with_its_reason() -> None:
+    found, left_out = use(
+        {**PHOENIX, "annotator_kind": "LLM"},
+        {**LANGFUSE, "source": "EVAL"},
+        {**LANGFUSE, "source": "API"},
+        {**LANGFUSE, "source": "API", "id": "flywheel-0123"},
+        {**MLFLOW, "source": {"source_type": "LLM_JUDGE", "source_id": "gpt"}},
+        {**MLFLOW, "valid": False},
+        {key: value for key, value in MLFLOW.items() if key != "feedback"},
+        {**LANGFUSE, "value": 0, "stringValue": "partly right"},
+        {**PHOENIX_REST},
+        {**LANGFUSE, "updatedAt": "yesterday"},
+        {**LANGFUSE, "traceId": [TRACE]},
+    )
+    assert found == []
+    assert left_out == {
+        "it was made by LLM, not by a person; --also LLM takes it": 1,
+        "it was made by EVAL, not by a person; --also EVAL takes it": 1,
+        "it was made by API, not by a person; --also API takes it": 1,
+        "Flywheel itself has sent it": 1,
+        "it was made by LLM_JUDGE, not by a person; --also LLM_JUDGE takes it": 1,
+        "it was replaced by a later one": 1,
+        "it has neither a verdict nor a score": 1,
+        "'partly right' is neither accept nor reject": 1,
+        "it has a score; --accept-from X says from which score on a reply is accepted": 1,
+        "its `updatedAt` cannot be read": 1,
+        "its `traceId` cannot be read": 1,
+    }
+
+
+def test_other_kinds_of_annotators_are_taken_if_asked_for_under_their_own_names() -> None:
+    llm = {**PHOENIX, "annotator_kind": "LLM", "user_id": None}
+    judge = {**MLFLOW, "source": {"source_type": "LLM_JUDGE", "source_id": "gpt"}}
+    found, left_out = use(llm, judge, {**LANGFUSE, "source": "EVAL"}, also=["llm", "LLM_JUDGE"])
+    assert [label.by for _, label in found] == ["LLM", "gpt"]
+    assert left_out.total() == 1
+
+
+@given(score=st.floats(0, 1), least=st.floats(0, 1), as_text=st.booleans())
+def test_a_score_accepts_from_the_threshold_on(score: float, least: float, as_text: bool) -> None:
+    # CSV has numbers as text.
+    line = {"trace_id": TRACE, "score": f"{score:.6f}" if as_text else score}
+    [(_, label)], _ = use(line, accept_from=least)
+    assert label.label is (Label.ACCEPT if (round(score, 6) if as_text else score) >= least else Label.REJECT)
+
+
+def test_a_score_of_one_is_no_verdict() -> None:
+    """On a scale from 1 to 5, it is the worst."""
+    found, left_out = use({"trace_id": TRACE, "score": 1}, {"trace_id": TRACE, "value": "1"})
+    assert (found, left_out.total()) == ([], 2)
+    [(_, label)], _ = use({"trace_id": TRACE, "verdict": 1})
+    assert label.label is Label.ACCEPT
+
+
+@given(st.binary(min_size=8, max_size=8) | st.binary(min_size=16, max_size=16))
+def test_an_id_is_found_in_every_spelling(raw: bytes) -> None:
+    text = raw.hex()
+    plain = base64.b64encode(raw).decode()
+    for spelling in (text, text.upper(), f"tr-{text}", f" {text}\n", plain, plain.rstrip("="),
+                     base64.urlsafe_b64encode(raw).decode()):  # fmt: skip
+        assert text in spellings(spelling)
+    assert spellings(" ") == set()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda lines: "".join(json.dumps(line) + "\n\n" for line in lines),
+        lambda lines: json.dumps(lines, indent=2),
+        lambda lines: json.dumps({"data": lines, "meta": {"page": 1}}),
+    ],
+)
+def test_a_file_has_lines_an_array_or_the_answer_of_an_api(tmp_path: Path, write: Any) -> None:
+    (tmp_path / "a.json").write_text(write([LANGFUSE, PHOENIX]))
+    assert read_annotations(tmp_path / "a.json") == [LANGFUSE, PHOENIX]
+
+
+def test_csv_is_read_with_its_quotes(tmp_path: Path) -> None:
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(LANGFUSE_CSV))
+    writer.writeheader()
+    writer.writerow(LANGFUSE_CSV)
+    (tmp_path / "a.CSV").write_bytes(b"\xef\xbb\xbf" + table.getvalue().encode())
+    assert read_annotations(tmp_path / "a.CSV") == [LANGFUSE_CSV]
+
+
+def test_label_files_and_broken_files_are_not_of_another_tool(tmp_path: Path) -> None:
+    for text in ('{"task_id": "t-1", "verdict": "accept"}', '{"query": "q", "trace_id": "1"}', "no JSON", "[1]"):
+        (tmp_path / "l.jsonl").write_text(text)
+        assert read_annotations(tmp_path / "l.jsonl") is None
+    assert read_annotations(tmp_path / "missing.jsonl") is None
+    for text in ("", "[]", '{"data": []}'):
+        (tmp_path / "l.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match="it has none"):
+            read_annotations(tmp_path / "l.jsonl")
