@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
+from sqlalchemy import Row
+
 from flywheel.config.export import LangfuseSettings
 from flywheel.daemon.notifier import STORED_AFTER, RetriedTarget
 from flywheel.errors import NotifyError
@@ -25,7 +27,6 @@ from flywheel.secrets import redact_secrets
 from flywheel.store import notices, scores
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
-from flywheel.store.scores import JudgedReply
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +65,7 @@ class LangfuseExport(RetriedTarget):
         try:
             while not self.is_waiting and await self._has_next():
                 await self._send_all()
-                counts = {name: self._note[name] + number for name, number in self._counts.items()}
-                await self._keep(event=self._position, error="", **counts)
-                self._counts.clear()
+                await self._keep_position()
         except NotifyError as error:
             await self._keep(error=str(error))
             raise
@@ -78,21 +77,25 @@ class LangfuseExport(RetriedTarget):
             if end == self._position:
                 return False
             self._position = end
-            traced = [reply for reply in found if _TRACE.fullmatch(reply.trace_id)]
-            self._waiting = [score for reply in traced for score in self._scores(reply)]
+            traced = [(reply, verdict) for reply, verdict in found if _TRACE.fullmatch(reply.trace_id)]
+            self._waiting = [score for each in traced for score in self._scores(*each)]
             self._counts["untraced"] += len(found) - len(traced)
-            if not self._waiting and end - self._note["event"] > STORED_AFTER:
-                await self._keep(event=end)
+            if not self._waiting and (self._counts.total() or end - self._note["event"] > STORED_AFTER):
+                await self._keep_position()
         return True
+
+    async def _keep_position(self) -> None:
+        counts = {name: self._note[name] + number for name, number in self._counts.items()}
+        await self._keep(event=self._position, error="", **counts)
+        self._counts.clear()
 
     async def _keep(self, **changes: Any) -> None:
         if (note := self._note | changes) != self._note:
             await self._store.write(database.note, self._settings.note_key, json.dumps(note))
             self._note = note
 
-    def _scores(self, reply: JudgedReply) -> Iterator[dict[str, Any]]:
+    def _scores(self, reply: Row[Any], verdict: Row[Any]) -> Iterator[dict[str, Any]]:
         """The scores of a reply, as Langfuse takes them."""
-        verdict = reply.verdict
 
         def score(name: str, value: float, reason: str, kind: str = "NUMERIC") -> dict[str, Any]:
             of = f"{reply.trace_id}\0{reply.span_id}\0{name}"
@@ -104,7 +107,7 @@ class LangfuseExport(RetriedTarget):
                 "value": value,
                 "dataType": kind,
                 "timestamp": reply.started_at,
-                "metadata": {"task": reply.task, "rubric": verdict.rubric_hash, "judge": verdict.judge_hash},
+                "metadata": {"task": reply.key, "rubric": verdict.rubric_hash, "judge": verdict.judge_hash},
                 **({"comment": redact_secrets(reason)} if self._settings.comments and reason else {}),
             }
 
@@ -132,9 +135,9 @@ class LangfuseExport(RetriedTarget):
                 except (httpx2.HTTPError, OSError, ValueError) as error:
                     raise self._failure(" ".join(str(error).split()) or type(error).__name__) from None
                 if answer.status_code in REFUSED:
-                    why = redact_secrets(answer.text[:300])
-                    log.warning("Langfuse refused %s of trace %s: %s", self._waiting[0]["name"],
-                                self._waiting[0]["traceId"], " ".join(why.split()))  # fmt: skip
+                    why = " ".join(redact_secrets(answer.text).split())[:300]
+                    name, trace = self._waiting[0]["name"], self._waiting[0]["traceId"]
+                    log.warning("Langfuse refused %s of trace %s: %s", name, trace, why)
                 elif answer.status_code in (401, 403):
                     hint = f"Check the keys of the project in ${' and $'.join(keys)}."
                     raise self._failure(f"it refuses the keys ({answer.status_code})", hint)

@@ -440,8 +440,8 @@ def _langfuse(conn: Connection, config: Config) -> LangfuseStatus | None:
     if (settings := config.export.langfuse) is None:
         return None
     noted = orjson.loads(database.noted(conn, settings.note_key) or "{}")
-    counts = (noted.get(name, 0) for name in ("sent", "refused", "untraced"))
-    return LangfuseStatus(settings.server, *counts, error=noted.get("error", ""))
+    sent, refused, untraced = (noted.get(name, 0) for name in ("sent", "refused", "untraced"))
+    return LangfuseStatus(settings.server, sent, refused, untraced, noted.get("error", ""))
 
 
 def _sources(conn: Connection, config: Config) -> list[SourceStatus]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from flywheel.config.section import leaves
 from flywheel.errors import ConfigError
 from flywheel.judge.labels import QUERIES, VERDICTS, PersonLabel
 from flywheel.records.states import Label
@@ -40,8 +41,9 @@ class LeftOutError(ValueError):
     """An annotation that cannot become a label; its text says why, and what to do."""
 
 
-def _field(*names: str | AliasPath) -> Any:
-    return Field("", validation_alias=AliasChoices(*names))
+def _field(names: str, default: str | None = "") -> Any:
+    """A field that has one of these names; those with a dot are parts of another field."""
+    return Field(default, validation_alias=AliasChoices(*names.split()))
 
 
 class Annotation(BaseModel):
@@ -51,26 +53,15 @@ class Annotation(BaseModel):
     model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
 
     id: str = ""
-    trace: str = _field("trace_id", "traceId")
-    span: str = _field("span_id", "observation_id", "observationId")
-    name: str = _field("criterion", "name", "annotation_name", "assessment_name")
-    verdict: bool | str = _field("verdict", "label", "result.label", AliasPath("result", "label"))
-    score: bool | float | str = _field(
-        "score", "result.score", AliasPath("result", "score"), AliasPath("feedback", "value"), "stringValue", "value"
-    )
-    by: str = _field(
-        "by", "who", "user_id", "authorUserName", "authorUserId", AliasPath("source", "source_id"), "identifier"
-    )
-    kind: str = _field("annotator_kind", AliasPath("source", "source_type"), "source")
-    comment: str = _field(
-        "comment", "reason", "result.explanation", AliasPath("result", "explanation"), "explanation", "rationale"
-    )
-    at: datetime | None = Field(
-        None,
-        validation_alias=AliasChoices(
-            *("at", "updated_at", "updatedAt", "last_update_time", "timestamp", "created_at", "createdAt")
-        ),
-    )
+    trace: str = _field("trace_id traceId")
+    span: str = _field("span_id observation_id observationId")
+    name: str = _field("criterion name annotation_name assessment_name")
+    verdict: bool | str = _field("verdict label result.label")
+    score: bool | float | str = _field("score result.score feedback.value stringValue value")
+    by: str = _field("by who user_id authorUserName authorUserId source.source_id identifier")
+    kind: str = _field("annotator_kind source.source_type source")
+    comment: str = _field("comment reason result.explanation explanation rationale")
+    at: datetime | None = _field("at updated_at updatedAt last_update_time timestamp created_at createdAt", None)
     valid: bool = True
 
     @property
@@ -138,7 +129,9 @@ def usable(
     kinds = PEOPLE.union(kind.upper() for kind in also)
     for line in lines:
         try:
-            said = Annotation.model_validate(_without_empty(line))
+            # A field that is there without a value does not hide another one.
+            fields = {key: value for key, value in leaves(line, lists=False) if value not in (None, "")}
+            said = Annotation.model_validate(fields)
             if said.id.startswith(OWN_SCORES):
                 raise LeftOutError("Flywheel itself has sent it")
             if not said.valid:
@@ -154,15 +147,6 @@ def usable(
         except LeftOutError as error:
             left_out[str(error)] += 1
     return found, left_out
-
-
-def _without_empty(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A field that is there without a value must not hide another one."""
-    return {
-        key: _without_empty(value) if isinstance(value, dict) else value
-        for key, value in line.items()
-        if value not in (None, "")
-    }
 
 
 def spellings(identifier: str) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, select
@@ -16,20 +15,12 @@ from flywheel.store.verdicts import OF_JUDGES
 _DECIDED: Final = frozenset({TaskState.ACCEPTED, TaskState.REJECTED})
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedReply:
-    """A reply with the newest decided verdict of a judge on its task, a row of `verdicts`."""
+def judged_after(conn: Connection, event: int, limit: int) -> tuple[list[tuple[Row[Any], Row[Any]]], int]:
+    """The replies that were judged among the next `limit` events after this one, and the number of the last of these.
 
-    trace_id: str
-    span_id: str
-    task: str
-    started_at: str
-    verdict: Row[Any]
-
-
-def judged_after(conn: Connection, event: int, limit: int) -> tuple[list[JudgedReply], int]:
-    """The replies that were judged among the next `limit` events after this one, and the number of the last of these
-    events. What a filter or a person decided is not among them."""
+    Each has `trace_id`, `span_id`, and `key` and `started_at` of its task, and is given with the newest decided
+    verdict of a judge. Tasks that a filter or a person decided are not among them.
+    """
     rows = conn.execute(select(events).where(events.c.id > event).order_by(events.c.id).limit(limit)).all()
     judged = {
         int(row.subject)
@@ -41,6 +32,4 @@ def judged_after(conn: Connection, event: int, limit: int) -> tuple[list[JudgedR
     newest = {row.task_id: row for row in rows_in(conn, of_judges, verdicts.c.task_id, sorted(judged))}
     query = select(replies.c.trace_id, replies.c.span_id, replies.c.task_id, tasks.c.key, tasks.c.started_at)
     found = rows_in(conn, query.join(tasks), replies.c.task_id, sorted(newest))
-    return [
-        JudgedReply(row.trace_id, row.span_id, row.key, row.started_at, newest[row.task_id]) for row in found
-    ], rows[-1].id if rows else event
+    return [(row, newest[row.task_id]) for row in found], rows[-1].id if rows else event

@@ -23,6 +23,7 @@ from flywheel.daemon import langfuse, notifier
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.status import snapshot
 from flywheel.errors import NotifyError
+from flywheel.records.task import task_id
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, verdicts
@@ -156,6 +157,7 @@ async def test_each_verdict_is_a_score_for_the_reply_and_each_criterion(
         assert score["dataType"] == ("BOOLEAN" if score["name"] == "flywheel.accepted" else "NUMERIC")
         assert score["timestamp"] == "2026-01-02T03:04:06+00:00"  # the reply's, which no new verdict changes
         assert score["id"].startswith("flywheel-")
+        assert score["metadata"] == {"task": task_id(trace(1), f"{1:016x}"), "rubric": "r", "judge": "j"}
     sent = json.dumps(server.requests)
     for text in ("What is 1 plus 1?", "boxed", "it is right", "good"):
         assert text not in sent  # neither the reply nor the judge's reasons
@@ -205,12 +207,16 @@ async def test_what_was_judged_before_is_not_sent_and_other_traces_are_counted(
     config = configured(tmp_path, server)
     await store.write(put, 1)
     export = await begun(store, config)
-    await store.write(put_replies, reply(2), traced(3, span_id="a-span-of-another-kind"), rowid=3)
+    await store.write(put_replies, reply(2), rowid=2)
+    await store.write(judge_all)
+    await export.deliver()
+    assert await noted(store, config) == (0, 0, 1)
+    await store.write(put_replies, reply(4), traced(3, span_id="a-span-of-another-kind"), rowid=3)
     await store.write(judge_all)
     await export.deliver()
     assert {score["traceId"] for score in server.requests} == {trace(3)}
     assert not any("observationId" in score for score in server.requests)
-    assert await noted(store, config) == (3, 0, 1)
+    assert await noted(store, config) == (3, 0, 2)
 
 
 async def test_what_a_filter_or_nobody_decided_is_no_score(store: Store, tmp_path: Path, server: Langfuse) -> None:
@@ -311,7 +317,7 @@ def test_doctor_checks_the_keys(
     monkeypatch.delenv("LANGFUSE_SECRET_KEY")
     (tmp_path / "flywheel.yaml").write_text(f"sources: []\nexport: {{langfuse: {{host: '{server.host}'}}}}\n")
     finding = {each["name"]: each for each in flywheel("doctor", "--json").json["checks"]}["langfuse"]
-    assert (finding["result"], finding["text"]) == (
+    assert (finding["result"], finding["found"]) == (
         "failed",
         "the variable LANGFUSE_SECRET_KEY is not set, so nothing is sent",
     )
