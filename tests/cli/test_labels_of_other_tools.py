@@ -20,17 +20,20 @@ from tests.factories.verdict import judge_all
 ALONE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SEVERAL = "0af7651916cd43dd8448eb211c80319c"
 SKIPPED = "1" * 32
+MIXED = "2" * 32
 SPANS = ["00f067aa0ba902b7", "b7ad6b7169203331", "c8be7c827a314442", "d9cf8d938b425553"]
 
 
 def put(conn: Connection) -> None:
-    """A trace with one reply, one with two, and one whose reply is no task."""
+    """A trace with one reply, one with two, one whose reply is no task, and one with a task and a skipped reply."""
     put_replies(
         conn,
         reply(1, trace_id=ALONE, span_id=SPANS[0]),
         reply(2, trace_id=SEVERAL, span_id=SPANS[1]),
         reply(3, trace_id=SEVERAL, span_id=SPANS[2]),
         reply(4, trace_id=SKIPPED, span_id=SPANS[3], skip=SkipReason.ERROR),
+        reply(5, trace_id=MIXED, span_id="5" * 16),
+        reply(6, trace_id=MIXED, span_id="6" * 16, skip=SkipReason.NESTED),
     )
     judge_all(conn)
 
@@ -93,25 +96,28 @@ def test_a_reply_is_found_by_its_span_or_its_trace(flywheel: Run, imported: Call
         {"trace_id": SEVERAL, "verdict": "bad", "by": "e"},
         {"trace_id": SEVERAL, "span_id": inner, "verdict": "bad", "by": "f"},
         {"trace_id": SKIPPED, "verdict": "bad", "by": "g"},
+        {"trace_id": MIXED, "verdict": "bad", "by": "k"},
+        {"trace_id": MIXED, "span_id": inner, "verdict": "bad", "by": "l"},
+        {"trace_id": MIXED, "span_id": "6" * 16, "verdict": "bad", "by": "m"},
         {"span_id": inner, "verdict": "bad", "by": "h"},
         {"trace_id": "f" * 32, "span_id": SPANS[0], "verdict": "bad", "by": "i"},
         {"verdict": "bad", "by": "j"},
     )
     assert report == {
         "file": "a.jsonl",
-        "replies": 3,
-        "new": 4,
+        "replies": 4,
+        "new": 5,
         "left_out": {
-            "its trace has several replies, and it does not name the span of one of them": 2,
-            "its reply is no task; `flywheel why TRACE` says why": 1,
+            "its trace has several replies, and it does not name the span of one of them": 3,
+            "its reply is no task; `flywheel why TRACE` says why": 2,
             "no reply of its span is in the state": 1,
             "no reply of its trace is in the state": 1,
             "it names neither a trace nor a span": 1,
         },
     }
-    tasks = [task_id(ALONE, SPANS[0]), *(task_id(SEVERAL, span) for span in SPANS[1:3])]
+    tasks = [task_id(ALONE, SPANS[0]), *(task_id(SEVERAL, span) for span in SPANS[1:3]), task_id(MIXED, "5" * 16)]
     found = {(each["by"], each["task_id"]) for each in flywheel("labels", "--json").json["labels"]}
-    assert found == {("a", tasks[0]), ("b", tasks[0]), ("c", tasks[1]), ("d", tasks[2])}
+    assert found == {("a", tasks[0]), ("b", tasks[0]), ("c", tasks[1]), ("d", tasks[2]), ("k", tasks[3])}
 
 
 def test_names_are_criteria_unless_they_are_said_to_be_of_the_whole(
