@@ -166,6 +166,7 @@ async def _train(
     assert row is not None
     async with progress_bars.beside(progress_bars.of_round(Path(row.dir), quiet=quiet)):
         await rounds.finish_live()
+    await rounds.close()
     return name
 
 

@@ -34,5 +34,6 @@ from flywheel.config.training import RetentionSettings as RetentionSettings
 from flywheel.config.training import RewardSettings as RewardSettings
 from flywheel.config.training import RolloutSettings as RolloutSettings
 from flywheel.config.training import TargetSettings as TargetSettings
+from flywheel.config.training import TrackingSettings as TrackingSettings
 from flywheel.config.training import TrainingSettings as TrainingSettings
 from flywheel.config.training import TriggerSettings as TriggerSettings

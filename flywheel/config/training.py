@@ -400,33 +400,31 @@ class TrainingSettings(Section):
         return self
 
 
-Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab", "console", "none"]
-LATER: Final = ("wandb", "mlflow", "swanlab")
-"""Trackers that are accepted, and to which nothing is sent."""
+Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "console", "none"]
 
 
 class TrackingSettings(Section):
     """Where the numbers of each step go besides `metrics.jsonl`, which always has them."""
 
     report_to: list[Tracker] = []
-    """`tensorboard` writes event files for it. Nothing is sent to `wandb`, `mlflow` and `swanlab` yet: a round that
-    names them says so and goes on. `console` and `none` change nothing."""
+    """Experiment trackers. Each gets one run per round: the figures of its steps, its settings, and at its end the
+    gate's decision. Their packages must be installed where rounds train (`tensorboardX`, `wandb`, `mlflow`,
+    `swanlab`, `trackio`). They are configured by their own environment variables, such as `WANDB_MODE=offline` and
+    `MLFLOW_TRACKING_URI`. `console` and `none` change nothing."""
+    project: str = Field(default="flywheel", min_length=1)
+    """The project of the runs; MLflow calls it experiment."""
     dir: UserPath | None = None
-    """The directory of the event files, one run per round (`tensorboard --logdir DIR`). Default: `tracking` in the
-    state directory; for a round on files, in its own directory."""
+    """The directory of what trackers write, with a folder for each round (`tensorboard --logdir DIR`). Default:
+    `tracking` in the state directory; for a round on files, in its own directory."""
 
     def of_round(self, round_id: str, folder: Path) -> TrackingSettings:
-        """The settings with the directory of a round, by default below `folder`. The log names what comes later."""
-        if later := [name for name in LATER if name in self.report_to]:
-            log.warning(
-                "tracking.report_to: nothing is sent to %s yet; metrics.jsonl has the same figures", ", ".join(later)
-            )
+        """The settings with the directory of a round, by default below `folder`."""
         return self.model_copy(update={"dir": (self.dir or folder / "tracking") / round_id})
 
     @property
-    def events(self) -> Path | None:
-        """The directory for event files of TensorBoard, of settings of a round; None without them."""
-        return self.dir if "tensorboard" in self.report_to else None
+    def trackers(self) -> list[str]:
+        """The names in `report_to` that are trackers."""
+        return [name for name in dict.fromkeys(self.report_to) if name not in ("console", "none")]
 
 
 class ToolSettings(Section):

@@ -7,9 +7,10 @@ import json
 import logging
 import math
 import random
-import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +19,19 @@ from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.file_tasks import rows, task_of
 from flywheel.daemon.rounds.rounds import WorkerWatch
 from flywheel.daemon.rounds.suites import apart_from, suites_of
-from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
+from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
+from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.serving.adapter_files import why_unloadable
-from flywheel.sources.jsonl.data_set import DataSet, answer_of, trainer_python
+from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.sources.jsonl.record import DataRow
 from flywheel.system.files import tree_sha256
 from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
 from flywheel.training.data.round_directory import is_of
 from flywheel.training.gate.gate import alpha_of, decide
-from flywheel.training.packages import missing_of
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ def spec_of(
     """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
     that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
     as ask each task so often. Raises ConfigError."""
+    require_trackers(settings.tracking, names.attempted, python or trainer_python(None))
     rubric = rubric_of(settings) if compares else None
     suites = suites_of(settings, rubric) if rubric is not None else []
     train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python)
@@ -173,11 +175,7 @@ def adapter_in(adapter: Path, attempted: str) -> AdapterRef:
 def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> None:
     """Raises TrainError that names the packages of training that the interpreter which trains does not have."""
     python = python or trainer_python(None)
-    if python == Path(sys.executable):
-        missing = missing_of(PACKAGES)
-    else:
-        missing = answer_of(python, "flywheel.training.packages", {"packages": PACKAGES}, attempted)["missing"]
-    if missing:
+    if missing := missing_in(python, PACKAGES, attempted):
         raise TrainError(
             attempted,
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed for {python}",
@@ -239,14 +237,22 @@ async def train_on_files(
 ) -> TuneResult:
     """Run a round in the interpreter `python`, whose files go to `directory`. A cancellation stops its worker. Raises
     TrainError."""
-    tracking = config.tracking.of_round(spec.round_id, directory).model_dump(mode="json")
-    spec = spec.model_copy(update={"settings": {**spec.settings, "tracking": tracking}})
-    result = await run_worker(spec, directory, config, python=python)
-    decision = decide(result.comparison, config.gate) if result.comparison is not None else None
+    tracking = config.tracking.of_round(spec.round_id, directory)
+    spec = spec.model_copy(update={"settings": {**spec.settings, "tracking": tracking.model_dump(mode="json")}})
+    trackers = Trackers(python or trainer_python(None))
+    try:
+        begin = partial(trackers.begin, directory, tracking)
+        result = await run_worker(spec, directory, config, python=python, begin=begin)
+        decision = decide(result.comparison, config.gate) if result.comparison is not None else None
+        reason = decision.reason if decision is not None else result.reason or NOT_COMPARED
+        outcome = result.outcome if decision is None else "better" if decision.promote else "not shown to be better"
+        trackers.end(directory, tracking, decision_of(outcome, reason, result.comparison))
+    finally:
+        await trackers.close()
     return TuneResult(
         adapter=Path(result.adapter.path) if result.adapter is not None else None,
         is_better=decision is not None and decision.promote,
-        reason=decision.reason if decision is not None else result.reason or NOT_COMPARED,
+        reason=reason,
         comparison=result.comparison,
         directory=directory,
         steps=result.steps,
@@ -255,8 +261,16 @@ async def train_on_files(
     )
 
 
-async def run_worker(spec: RoundSpec, directory: Path, config: Config, *, python: Path | None = None) -> RoundResult:
-    """The result of a worker in the interpreter `python`. A cancellation stops it. Raises TrainError.
+async def run_worker(
+    spec: RoundSpec,
+    directory: Path,
+    config: Config,
+    *,
+    python: Path | None = None,
+    begin: Callable[[], None] = lambda: None,
+) -> RoundResult:
+    """The result of a worker in the interpreter `python`; `begin` is called once it runs. A cancellation stops it.
+    Raises TrainError.
 
     If the worker of an earlier command that was killed still does the same, it is waited for.
     """
@@ -266,6 +280,7 @@ async def run_worker(spec: RoundSpec, directory: Path, config: Config, *, python
     else:
         worker = await WorkerProcess.start(directory, spec, python=python or trainer_python(None))
     try:
+        begin()
         code = await WorkerWatch(spec.round_id, worker).follow(config.daemon.round_timeout_seconds)
         return await asyncio.to_thread(result_of, directory, code, name=spec.round_id)
     except TimeoutError:

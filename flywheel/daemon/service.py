@@ -187,6 +187,7 @@ class Service:
             error = failure
         finally:
             await self._ingestion.close()
+            await self._rounds.close()
         await self._deliver_notices()
         return error
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
@@ -32,6 +33,7 @@ from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
 from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose
 from flywheel.daemon.rounds.suites import suites_of
+from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.waiting import expired, waits_for
 from flywheel.daemon.rounds.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
@@ -124,6 +126,9 @@ class RoundUsage:
 
 log = logging.getLogger(__name__)
 
+REPORTED: Final = 10
+"""How many of the last rounds are looked at for decisions that trackers do not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class _TargetRounds:
@@ -150,8 +155,9 @@ class Rounds:
     ) -> None:
         """`budget` also counts what this run uses for judging tasks. Targets use `rubric` unless they have their own.
 
-        Raises ConfigError for a wrong rubric or suite.
+        Raises ConfigError for a wrong rubric or suite, or if the package of a tracker is missing.
         """
+        require_trackers(config.tracking, "start rounds", Path(sys.executable))
         self._store = store
         self._budget = budget or Budget(config.judge.budget)
         self._config = config
@@ -164,6 +170,8 @@ class Rounds:
         self._deciding = asyncio.Lock()
         self._finishing = asyncio.Lock()
         self._cancelled = ""
+        self._trackers = Trackers(Path(sys.executable))
+        self._reported: dict[str, str] = {}
         self._noted_supplies: dict[str, tuple[int, int, str]] = {}
 
     async def start_due(self, *, window: bool = False) -> bool:
@@ -265,7 +273,10 @@ class Rounds:
         adapter's files cannot be read now. Then the round stays in `evaluating`, and the next call retries.
         """
         async with self._finishing:
-            return await self._finish_live()
+            try:
+                return await self._finish_live()
+            finally:
+                await self._report()
 
     async def _finish_live(self) -> RoundState | None:
         while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
@@ -321,6 +332,7 @@ class Rounds:
             if worker is not None and (stopped or self._cancelled):
                 await worker.stop()
             elif worker is not None:
+                self._trackers.begin(Path(row.dir), self._config.tracking.of_round(row.name, self._config.state_dir))
                 watch = WorkerWatch(row.name, worker, usage)
                 code = await watch.follow(self._config.daemon.round_timeout_seconds, self._detaching)
             if self._cancelled:
@@ -415,6 +427,21 @@ class Rounds:
             log.info("%s passed the gate and waits for %s", row.name, why)
             return
         await self._promote(row, own, name, decision.reason)
+
+    async def _report(self) -> None:
+        """Send trackers the decisions on the last rounds, also those that were made elsewhere, or before a crash."""
+        tracking = self._config.tracking
+        for row in await self._store.read(rounds.newest, REPORTED) if tracking.trackers else ():
+            if row.live is None and self._reported.get(row.name) != row.state:
+                self._reported[row.name] = row.state
+                comparison = RoundResult.model_validate(row.result).comparison if row.result else None
+                decision = decision_of(row.state, row.reason, comparison)
+                own = tracking.of_round(row.name, self._config.state_dir)
+                self._trackers.end(Path(row.dir), own, decision)
+
+    async def close(self) -> None:
+        """Wait until trackers have what is left, for a limited time."""
+        await self._trackers.close()
 
     async def promote_passed(self) -> None:
         """Promote each candidate that need not wait any more, and reject those about which no person has decided in

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -19,9 +19,11 @@ from pydantic import ValidationError
 from flywheel.errors import TrainError
 from flywheel.records.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 from flywheel.secrets import redact_secrets
+from flywheel.sources.jsonl.data_set import answer_of
 from flywheel.system.files import PRIVATE, make_private, private, write_atomic
 from flywheel.system.yaml_file import explain
 from flywheel.training.data.round_progress import PROGRESS_FILE
+from flywheel.training.packages import missing_of
 
 STOP_SECONDS = 20.0
 POLL_SECONDS: Final = 0.1
@@ -151,7 +153,7 @@ def result_of(round_dir: Path, code: int | None = None, *, name: str = "") -> Ro
         # That of a judge that does not answer, for example.
         failure.exit_code = int(said.get("exit_code", failure.exit_code))
         raise failure
-    last = _last_line(round_dir / LOG_FILE)
+    last = last_line(round_dir / LOG_FILE)
     raise TrainError(
         attempted,
         f"its worker died{_cause(code)}{f' ({last})' if last else ''}",
@@ -171,8 +173,18 @@ def _cause(code: int | None) -> str:
     return f" of {signal.Signals(number).name}{often}"
 
 
-def _last_line(path: Path) -> str:
-    """The last log line of this worker; empty without one."""
+def missing_in(python: Path, packages: Collection[str], attempted: str) -> list[str]:
+    """Those of the packages that an interpreter of workers lacks. Raises TrainError if it cannot run Flywheel."""
+    if python == Path(sys.executable):
+        return missing_of(packages)
+    missing: list[str] = answer_of(python, "flywheel.training.packages", {"packages": [*packages]}, attempted)[
+        "missing"
+    ]
+    return missing
+
+
+def last_line(path: Path) -> str:
+    """The last line of the log of a worker, or of another process; empty without one."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))

@@ -1,4 +1,4 @@
-"""What a running round reports: `progress.json`, the lines of `metrics.jsonl`, event files of TensorBoard.
+"""What a running round reports: `progress.json`, the lines of `metrics.jsonl`.
 
 The worker writes them; the daemon, commands and pages read them.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
-import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -177,49 +174,6 @@ def progress_of(round_dir: Path) -> RoundProgress | None:
     return None
 
 
-log = logging.getLogger(__name__)
-
-
-class TensorBoardEvents:
-    """An event file of one run of TensorBoard, in its directory. If it cannot be written, one warning says so."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._writer: Any = None
-        self._has_failed = False
-
-    def step(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Append the numbers of a step. Those of nested mappings are named `outer/inner`; null is left out."""
-        if self._has_failed:
-            return
-        # Imported here: few rounds write them.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in _numbers(figures)]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        try:
-            if self._writer is None:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}")
-                weakref.finalize(self, self._writer.close)
-            self._writer.write_event(event)
-            self._writer.flush()
-        except OSError as error:
-            why = error.strerror or error
-            log.warning("cannot write %s for tracking.report_to tensorboard: %s", self._directory, why)
-            self._has_failed = True
-
-
-def _numbers(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{above}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{above}{name}", float(value)
-
-
 UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate")
 """TRL's figures of an update that `metrics.jsonl` has."""
 TOKEN_MEANS: Final = ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl")
@@ -229,11 +183,9 @@ TOKEN_MEANS: Final = ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_shar
 class Metrics:
     """The metrics file of one round. Its processes write in turn, never at the same time."""
 
-    def __init__(self, directory: Path, tensorboard: Path | None = None) -> None:
-        """`tensorboard` is a directory for the numbers of steps as event files."""
+    def __init__(self, directory: Path) -> None:
         self.path = directory / METRICS_FILE
         self._known = {(line.get("stage"), line["step"]) for line in read_steps(directory)}
-        self._events = TensorBoardEvents(tensorboard) if tensorboard is not None else None
 
     def phase(self, phase: Phase, **figures: Any) -> None:
         self._append({"event": "phase", "phase": phase, **figures})
@@ -243,8 +195,6 @@ class Metrics:
         if (figures.get("stage"), step) in self._known:
             return
         self._append({"event": "step", "step": step, "steps": steps, **figures})
-        if self._events is not None:
-            self._events.step(step, figures)
 
     def _append(self, line: dict[str, Any]) -> None:
         append_jsonl(self.path, [{**_finite(line), "at": datetime.now(UTC).isoformat()}])

@@ -79,7 +79,7 @@ class Epochs(Generic[Item]):
         own = _own(settings, stage)
         self._steps, self._epochs = settings.training.steps, own.epochs
         self._batches = minibatches(len(items), own.batch_size, own.epochs, seed)
-        self._metrics = Metrics(directory, settings.tracking.events)
+        self._metrics = Metrics(directory)
         self._meter = Meter(directory, steps=before + self._steps)
         self._meter.enter("training")
         self._started = time.monotonic()

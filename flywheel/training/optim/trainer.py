@@ -321,7 +321,7 @@ class TrainingRun:
         the numbers of these go on."""
         self._settings, self._before, self._name, self._directory = settings, before, spec.round_id, directory
         self._load, self._meter = load, meter
-        self._metrics = Metrics(directory, settings.tracking.events)
+        self._metrics = Metrics(directory)
         self._seconds: dict[str, float] = {}
         self._collector, self._judged = collector, 0.0
         self._batch = RolloutBatch(())
