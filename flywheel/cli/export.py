@@ -1,4 +1,4 @@
-"""`flywheel export`: write tasks as a file for another trainer."""
+"""`flywheel export`: write tasks as a file for another trainer, or as a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flywheel.errors import ExportError
 from flywheel.records.states import Split, TaskState
 from flywheel.system.files import json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
-from flywheel.training.data.formats import FORMATS, ExportSample, Format, FormatName, LeftOut, typed_columns
+from flywheel.training.data.formats import FORMATS, ExportSample, Format, FormatName, LeftOut
 from flywheel.training.data.formats.export_format import Record
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ STATES: Final[dict[States, tuple[TaskState, ...]]] = {
     # The others are no training data.
     "all": tuple(state for state in TaskState if state not in (TaskState.HELD, TaskState.DEAD, TaskState.WITHDRAWN)),
 }
+REPLIES: Final = tuple(state for state in TaskState if state is not TaskState.WITHDRAWN)
+"""What a table has by default. What was withdrawn is a reply no more."""
 
 
 @dataclass
@@ -61,9 +63,9 @@ class Survey:
     typed: frozenset[str] = frozenset()
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def add(self, group: tuple[int, ...], record: Record) -> None:
+    def add(self, group: tuple[int, ...], columns: frozenset[str]) -> None:
         # The first record with a new trait goes to the front: readers infer types from the beginning of a file.
-        if new := typed_columns(record) - self.typed:
+        if new := columns - self.typed:
             self.typed |= new
             self.groups.insert(0, group)
         else:
@@ -72,20 +74,26 @@ class Survey:
 
 @app.command()
 def export(
-    name: Annotated[FormatName, typer.Option("--format", help="The trainer that the file is for.")],
+    name: Annotated[
+        FormatName,
+        typer.Option(
+            "--format", help="The trainer that the file is for; `csv` and `parquet` are tables for analysis."
+        ),
+    ],
     config: ConfigOption = None,
     out: Annotated[
         str,
         typer.Option(
-            metavar="PATH", help="The file; `-` is stdout. Default: FORMAT.jsonl or .parquet in this directory."
+            metavar="PATH",
+            help="The file; `-` is stdout. Default: FORMAT.jsonl, verl.parquet, or replies.csv or .parquet.",
         ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     state: Annotated[
         States | None,
-        typer.Option(help="State of the tasks. Default: accepted, including tasks that a round has used."),
+        typer.Option(help="State of the tasks. Default: accepted, used in a round or not; of a table, all."),
     ] = None,
-    split: Annotated[Splits, typer.Option(help="Split of the tasks.")] = "train",
+    split: Annotated[Splits | None, typer.Option(help="Split of the tasks. Default: train; of a table, all.")] = None,
     margin: Annotated[
         float | None,
         typer.Option(min=0, max=1, metavar="M", help="trl-dpo: minimum difference between the scores of a pair."),
@@ -97,7 +105,7 @@ def export(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write tasks as a file for another trainer."""
+    """Write tasks as a file for another trainer, or replies as a table (`csv`, `parquet`)."""
     chosen = FORMATS[name]
     if chosen.paired and state is not None:
         raise typer.BadParameter(f"{name} pairs accepted with rejected replies", param_hint="--state")
@@ -105,15 +113,16 @@ def export(
         raise typer.BadParameter(f"{name} has no pairs", param_hint="--margin")
     if out == "-" and as_json:
         raise typer.BadParameter("stdout cannot hold the records and the report; name a file", param_hint="--out")
-    out = out or f"{name}.{chosen.suffix}"
+    out = out or f"{'replies' if chosen.is_table else name}.{chosen.suffix}"
+    split = split or ("all" if chosen.is_table else "train")
     path = Path(out)
     if out != "-" and path.is_dir():
         raise ExportError(f"write {path}", "it is a directory", "Name a file with --out.")
     if out != "-" and path.is_file() and not force:
         raise ExportError(f"write {path}", "it exists", "Name another file with --out, or replace it with --force.")
-    if out == "-" and chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
+    if out == "-" and chosen.suffix == "parquet" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
-    chosen_state = state or "accepted"
+    chosen_state = state or ("all" if chosen.is_table else "accepted")
     settings = load_config(config)
     survey = run_async(_export(settings, chosen, out, chosen_state, split, margin or 0.0, target))
     if metrics is not None:
@@ -152,9 +161,13 @@ async def _export(
             survey = await _pairs(store, form, splits, margin, target)
         else:
             survey = Survey()
-            async for one in _tasks(store, STATES[chosen], splits, target):
+            states = REPLIES if form.is_table and chosen == "all" else STATES[chosen]
+            async for one in _tasks(store, states, splits, target):
                 with _counted(survey.left_out):
-                    survey.add((one.id,), form.record(_sample(one)))
+                    record = form.record(_sample(one))
+                    survey.add((one.id,), form.columns(record))
+            if form.is_table:
+                survey.groups.sort()
         if not survey.groups:
             what = "accepted and rejected" if form.paired else chosen
             attempted, of_split = f"export for {form.name}", "" if split == "all" else f" in the {split} split"
@@ -203,7 +216,7 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
                 add(candidate(one.id, _sample(one)))
     survey = Survey()
     async for group, record in _records(store, form, pairing.pairs()):
-        survey.add(group, record)
+        survey.add(group, form.columns(record))
     survey.left_out = pairing.left_out
     return survey
 
@@ -233,7 +246,7 @@ async def _records(
 
 
 def _sample(one: ExportedTask) -> ExportSample:
-    return ExportSample(one.line, one.state, one.score)
+    return ExportSample(one.line, one.state, one.score, one.results, one.rubric)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def require_trackers(tracking: TrackingSettings, attempted: str, python: Path) -
 
 def decision_of(outcome: str, reason: str, comparison: Comparison | None) -> dict[str, Any]:
     """What trackers get of a decision."""
-    return {"outcome": outcome, "reason": reason, **(comparison.model_dump(include=FIGURES) if comparison else {})}
+    return {"outcome": outcome, "reason": reason, **(comparison.model_dump(include={*FIGURES}) if comparison else {})}
 
 
 class Trackers:
@@ -79,7 +79,15 @@ class Trackers:
         """Start the process of a tracker, unless it runs; `path` is its log."""
         if path in self._running and self._running[path].poll() is None:
             return
-        command = [self._python, "-P", "-m", "flywheel.training.tracking", round_dir, path.stem, str(END_SECONDS)]
+        command = [
+            str(self._python),
+            "-P",
+            "-m",
+            "flywheel.training.tracking",
+            str(round_dir),
+            path.stem,
+            str(END_SECONDS),
+        ]
         try:
             make_private(path.parent)
             with os.fdopen(private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb") as output:

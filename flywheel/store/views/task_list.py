@@ -366,13 +366,16 @@ def detail(row: Row[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ExportedTask:
-    """One task; `outcome` and `score` are those of the verdict that decided it, None without one."""
+    """One task; `outcome`, `score`, `results` and `rubric` (its hash) are those of the verdict that decided it. None
+    or empty without one."""
 
     id: int
     line: dict[str, Any]
     state: TaskState
     outcome: Outcome | None
     score: float | None
+    results: list[dict[str, Any]]
+    rubric: str
 
 
 def count_by_state(conn: Connection) -> dict[tuple[TaskState, Split], int]:
@@ -404,7 +407,8 @@ def next_ids(
 def with_verdicts(conn: Connection, ids: Sequence[int]) -> list[ExportedTask]:
     """The tasks with these ids, in the order of the ids; one that is gone is left out."""
     deciding = _newest(_other.c.outcome == _said(_other.c.outcome), _other.c.outcome != Outcome.UNDECIDED.value)
-    columns = tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score
+    of_verdict = (verdicts.c[name] for name in ("outcome", "score", "results", "rubric_hash"))
+    columns = tasks.c.id, tasks.c.payload, tasks.c.state, *of_verdict
     query = select(*columns).select_from(tasks).outerjoin(verdicts, verdicts.c.id == deciding)
     found = {
         row.id: ExportedTask(
@@ -413,6 +417,8 @@ def with_verdicts(conn: Connection, ids: Sequence[int]) -> list[ExportedTask]:
             TaskState(row.state),
             None if row.outcome is None else Outcome(row.outcome),
             row.score,
+            row.results or [],
+            row.rubric_hash or "",
         )
         for row in rows_in(conn, query, tasks.c.id, list(set(ids)))
     }

@@ -1,17 +1,18 @@
-"""The formats of `flywheel export`, by name: one for each program that reads tasks."""
+"""The formats of `flywheel export`, by name: one for each program that reads tasks, and tables."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
-from flywheel.training.data.formats import agentscope, trl
+from flywheel.training.data.formats import agentscope, table, trl
 from flywheel.training.data.formats.export_format import ExportSample as ExportSample
 from flywheel.training.data.formats.export_format import Format as Format
 from flywheel.training.data.formats.export_format import FormatName as FormatName
 from flywheel.training.data.formats.export_format import JsonLinesWriter
 from flywheel.training.data.formats.export_format import LeftOut as LeftOut
-from flywheel.training.data.formats.export_format import typed_columns as typed_columns
-from flywheel.training.data.formats.verl import VerlWriter, verl
+from flywheel.training.data.formats.parquet import ParquetWriter
+from flywheel.training.data.formats.verl import verl, verl_schema
 
 FORMATS: Final = {
     known.name: known
@@ -21,6 +22,8 @@ FORMATS: Final = {
         Format(FormatName.TRL_GRPO, "jsonl", trl.grpo, JsonLinesWriter),
         Format(FormatName.TRL_SFT, "jsonl", trl.sft, JsonLinesWriter),
         Format(FormatName.TRL_DPO, "jsonl", trl.dpo, JsonLinesWriter, paired=True),
-        Format(FormatName.VERL, "parquet", verl, VerlWriter),
+        Format(FormatName.VERL, "parquet", verl, partial(ParquetWriter, schema=verl_schema)),
+        Format(FormatName.CSV, "csv", table.row, table.CsvWriter, is_table=True),
+        Format(FormatName.PARQUET, "parquet", table.row, table.TableWriter, is_table=True),
     )
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, BinaryIO
@@ -23,6 +23,8 @@ class FormatName(StrEnum):
     TRL_SFT = "trl-sft"
     TRL_DPO = "trl-dpo"
     VERL = "verl"
+    CSV = "csv"
+    PARQUET = "parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class ExportSample:
     state: TaskState
     score: float | None
     """0…1, None without a verdict."""
+    results: Sequence[Mapping[str, Any]] = ()
+    """Those of the criteria (`CriterionResult`)."""
+    rubric: str = ""
+    """Its hash, empty without a verdict."""
 
 
 class JsonLinesWriter:
@@ -63,6 +69,12 @@ class Format:
     writer: Callable[[BinaryIO, frozenset[str]], JsonLinesWriter]
     """Takes the file and the typed columns of all records that will be written."""
     paired: bool = False
+    is_table: bool = False
+    """One row for each reply, in their order, for analysis and not for training."""
+
+    def columns(self, record: Record) -> frozenset[str]:
+        """What the writer must know of a record."""
+        return frozenset(record) if self.is_table else typed_columns(record)
 
 
 def typed_columns(record: Record) -> frozenset[str]:

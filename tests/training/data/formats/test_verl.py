@@ -9,7 +9,8 @@ import pytest
 
 from flywheel.records.states import TaskState
 from flywheel.training.data.formats.export_format import ExportSample
-from flywheel.training.data.formats.verl import ROW_GROUP, VerlWriter, verl
+from flywheel.training.data.formats.parquet import ROW_GROUP, ParquetWriter
+from flywheel.training.data.formats.verl import verl, verl_schema
 from tests.conftest import POLICY
 from tests.training.data.formats.conftest import TEMPLATES, Exported, Load
 from tests.training.data.formats.filling import (
@@ -70,7 +71,7 @@ def test_scores_may_be_missing_and_answers_empty(exported: Exported, load: Load)
 @pytest.mark.training
 def test_rows_are_written_in_groups_and_all_of_them() -> None:
     file = io.BytesIO()
-    table = VerlWriter(file, frozenset({"prompt"}))
+    table = ParquetWriter(file, frozenset({"prompt"}), schema=verl_schema)
     kinds = [reply(1), with_tools(2), after_tools(3)]
     for number in range(ROW_GROUP * 2 + 7):
         table.write(verl(ExportSample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
