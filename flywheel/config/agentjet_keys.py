@@ -59,7 +59,7 @@ MADE: Final[dict[str, Option]] = {
     "trainer_common.save_freq": Option(20, "training.save_steps", "above 0"),
     "trainer_common.logger":
         Option("swanlab", "tracking.report_to",
-               "`tensorboard`; `metrics.jsonl` of each round has the numbers in any case"),
+               "those whose package is installed; `metrics.jsonl` of each round has the numbers in any case"),
     **{f"trainer_common.{name}": option for name, option in TRAINER_COMMON.items()},
 }  # fmt: skip
 """Keys that are translated by code: their values have another form, or depend on each other."""

@@ -158,7 +158,9 @@ PIPELINE: Final[Mapping[str, Option]] = {
         "filter.rubric",
         "rewards and penalties are criteria of a rubric: `rubrics/agent-reward.yaml`",
     ),
-    "wandb_project, wandb_run_name": Option(None, "tracking.report_to", "nothing is sent to a service"),
+    "wandb_project, wandb_run_name": Option(
+        None, "tracking.project", "a run has the name of its round; `report_to: [wandb]` sends it"
+    ),
     "experiment_name, output_base_dir": Option(
         "agent_training, ~/.sage/experiments", "state.dir", "rounds have numbers"
     ),

@@ -204,14 +204,17 @@ def translated(settings: dict[str, Any], **own: Any) -> Any:
 @pytest.mark.parametrize(
     ("logger", "expected"),
     [
-        ("tensorboard", ["tensorboard"]),
-        (["console", "tensorboard", "swanlab"], ["tensorboard"]),
+        pytest.param("tensorboard", ["tensorboard"], marks=pytest.mark.training),
+        ("mlflow", ["mlflow"]),
+        (["console", "wandb", "swanlab"], ["wandb"]),
         ("swanlab", None),
         (3, None),
     ],
 )
-def test_the_loggers_that_there_are(logger: Any, expected: Any) -> None:
+def test_the_loggers_that_there_are(logger: Any, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """SwanLab is not installed here."""
     made = translated({"trainer_common": {"logger": logger}})
+    assert ("swanlab is not installed, and `metrics.jsonl`" in caplog.text) == ("swanlab" in str(logger))
     assert made.get("tracking") == (None if expected is None else {"report_to": expected})
 
 

@@ -55,7 +55,7 @@ async def test_a_round_on_files_reports_to_its_own_directory(
         with pytest.raises(TrainError, match="exit code 1"):
             await train_on_files(spec_of(config, data, None, compares=False), tmp_path / name, config)
         found = settings_of(read_spec(tmp_path / name)).tracking
-        assert found.events == tmp_path / expected
+        assert found.dir == tmp_path / expected
 
 
 def test_the_judge_of_a_round_on_files_gets_the_answer_and_the_ground_truth(tmp_path: Path) -> None:

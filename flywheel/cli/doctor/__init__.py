@@ -124,7 +124,11 @@ async def _checks(path: Path | None, ask_judge: bool) -> AsyncIterator[Finding]:
     async for finding in serving.check_servers(config):
         yield finding
     yield machine.check_gpu(config, base)
-    for finding in (*machine.check_notify(config), *machine.check_export(config)):
+    for finding in (
+        *machine.check_trackers(config),
+        *machine.check_notify(config),
+        *machine.check_export(config),
+    ):
         yield finding
     yield machine.check_unit(config, path)
 

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from flywheel.cli.doctor import Finding, Result
 from flywheel.cli.doctor.serving import Base, is_local
 from flywheel.config import Config, NotifySettings
+from flywheel.daemon.rounds.trackers import require_trackers
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.system.terminal import byte_size
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, GpuPlacement, place_on_gpus, why_too_small
@@ -149,6 +150,16 @@ def check_gpu(config: Config, base: Base) -> Finding:
 def _placement(config: Config, gpus: int) -> GpuPlacement:
     rollout = config.rollout
     return place_on_gpus(rollout.engines, gpus, with_trainer=True, tensor_parallel=rollout.tensor_parallel)
+
+
+def check_trackers(config: Config) -> Iterator[Finding]:
+    """Whether the packages of `tracking.report_to` are there."""
+    if names := config.tracking.trackers:
+        try:
+            require_trackers(config.tracking, "send rounds to trackers", Path(sys.executable))
+            yield Finding("trackers", Result.OK, ", ".join(names))
+        except FlywheelError as error:
+            yield Finding.from_error("trackers", error)
 
 
 def check_notify(config: Config) -> Iterator[Finding]:

@@ -91,7 +91,7 @@ async def test_a_round_reports_to_a_directory_of_its_own(tmp_path: Path, store: 
     config = made(tmp_path, tracking={"report_to": ["tensorboard"]})
     specs = [await debug_round(store, config), await planned_round(store, config)]
     tracking = [Config.model_validate(spec.settings).tracking for spec in specs]
-    assert [each.events for each in tracking] == [config.state_dir / "tracking" / name for name in ("debug", "r0001")]
+    assert [each.dir for each in tracking] == [config.state_dir / "tracking" / name for name in ("debug", "r0001")]
 
 
 async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Path, store: Store) -> None:

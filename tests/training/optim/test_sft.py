@@ -16,7 +16,6 @@ from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
 from tests.factories.round import POLICY, round_spec
-from tests.training.data.test_tensorboard_events import steps_in
 from tests.training.optim.test_grpo import gradients, policy
 
 GRPO: dict[str, Any] = {
@@ -80,8 +79,7 @@ def test_the_gradient_is_that_of_the_cross_entropy(
 
     from flywheel.training.optim import grpo
 
-    tracking = {"report_to": ["tensorboard"], "dir": str(tmp_path / "events" / "r0001")}
-    settings = Config.model_validate({**GRPO, "tracking": tracking})
+    settings = Config.model_validate(GRPO)
     trainer = trainer_on(tmp_path, settings, base)
     trainer._model = policy(base)
     seen: list[dict[str, Any]] = []
@@ -124,7 +122,6 @@ def test_the_gradient_is_that_of_the_cross_entropy(
     assert lines[-1]["held_out_loss"] > 0
     assert not lines[0].keys() & {"logprob_gap", "ratio_mean", "ratio_capped_share", "clipped_share", "kl"}
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-    assert [step for step, _ in steps_in(tmp_path / "events" / "r0001")] == [line["step"] for line in lines]
 
 
 @pytest.mark.training

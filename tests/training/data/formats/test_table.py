@@ -229,5 +229,7 @@ def test_every_kind_of_reply_is_in_the_table(flywheel: Run, tmp_path: Path) -> N
     asyncio.run(fill(tmp_path / "home", [good(told) for told in every_kind()]))
     ran = flywheel("export", "--format", "csv", "--json")
     assert (ran.json["lines"], ran.json["left_out"]) == (10, {})
-    keys = write_state(tmp_path / "home", lambda conn: list(conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars()))
+    keys = write_state(
+        tmp_path / "home", lambda conn: list(conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars())
+    )
     assert [each["task_id"] for each in rows_of(tmp_path / "replies.csv")] == keys
