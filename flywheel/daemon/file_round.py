@@ -246,7 +246,7 @@ async def train_on_files(
         decision = decide(result.comparison, config.gate) if result.comparison is not None else None
         reason = decision.reason if decision is not None else result.reason or NOT_COMPARED
         outcome = result.outcome if decision is None else "better" if decision.promote else "not shown to be better"
-        trackers.end(directory, tracking, decision_of(outcome, reason, result.comparison))
+        trackers.end(directory, tracking, decision_of(outcome, reason, result.model_dump(include={"comparison"})))
     finally:
         await trackers.close()
     return TuneResult(

@@ -15,11 +15,14 @@ import pytest
 from flywheel.daemon import file_round
 from flywheel.records.round import AdapterRef, RoundResult
 from flywheel.training.data.round_directory import identity_of, read_spec
+from flywheel.training.data.round_progress import read_steps
+from flywheel.training.tracking import figures_of
 from tests.cli.conftest import Run
 from tests.cli.test_documented_json import compare, documented
 from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import BOXED_RUBRIC, make_config
 from tests.training.data.test_round_directory import POLICY
+from tests.training.test_tracking import READERS, same
 
 CHATS = [
     {
@@ -186,8 +189,12 @@ def preferences(folder: Path) -> None:
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_sft_on_conversations_and_dpo_on_preferences(tmp_path: Path, data: Path) -> None:
+def test_sft_on_conversations_and_dpo_on_preferences(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preferences(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "tracked.yaml").write_text(json.dumps({"tracking": {"report_to": list(READERS)}}))
 
     def trained(stage: str, output: str, *options: str) -> Any:
         command = [sys.executable, "-m", "flywheel", "train", stage, "--output", output, "--json"]
@@ -201,9 +208,16 @@ def test_sft_on_conversations_and_dpo_on_preferences(tmp_path: Path, data: Path)
         assert files == ["adapter_config.json", "adapter_model.safetensors"]
         return json.loads(ran.stdout)
 
-    first = trained("sft", "first", "--base-model", str(POLICY), "--data", str(data), "--epochs", "2")
+    tracked = ("-c", "tracked.yaml")
+    first = trained("sft", "first", "--base-model", str(POLICY), "--data", str(data), "--epochs", "2", *tracked)
     assert (first["adapter"], first["steps"], first["comparison"]) == (str(tmp_path / "first"), 2, None)
     assert first["held_out_loss"][1] < first["held_out_loss"][0]
+    steps = [(line["step"], figures_of(line)) for line in read_steps(tmp_path / "first.round")]
+    for name, runs in READERS.items():
+        ((_, run),) = runs(tmp_path / "first.round" / "tracking").items()
+        assert (run.name, run.decision["outcome"]) == ("sft", "trained"), name
+        assert str(run.settings["training.sft.epochs"]) == "2"
+        assert same(run.steps, steps), (name, run.steps, steps)
     options = ("--sft-model", "first", "--data", "preferences.jsonl", "--epochs", "3", "--batch-size", "6")
     second = trained("dpo", "second", *options)
     assert (second["steps"], second["comparison"]) == (6, None)

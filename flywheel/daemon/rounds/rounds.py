@@ -434,10 +434,8 @@ class Rounds:
         for row in await self._store.read(rounds.newest, REPORTED) if tracking.trackers else ():
             if row.live is None and self._reported.get(row.name) != row.state:
                 self._reported[row.name] = row.state
-                comparison = RoundResult.model_validate(row.result).comparison if row.result else None
-                decision = decision_of(row.state, row.reason, comparison)
                 own = tracking.of_round(row.name, self._config.state_dir)
-                self._trackers.end(Path(row.dir), own, decision)
+                self._trackers.end(Path(row.dir), own, decision_of(row.state, row.reason, row.result))
 
     async def close(self) -> None:
         """Wait until trackers have what is left, for a limited time."""

@@ -4,6 +4,7 @@ the gate's decision. Only a command that ends waits for them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -15,7 +16,6 @@ from typing import Any, Final
 from flywheel.config import TrackingSettings
 from flywheel.daemon.rounds.worker_process import last_line, missing_in
 from flywheel.errors import ConfigError
-from flywheel.records.round import Comparison
 from flywheel.system.files import make_private, private, write_json
 from flywheel.training.tracking import DECISION_FILE, PACKAGES, read_decision
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 END_SECONDS = 60
 """How long a tracker may take for what is left at the end of a round."""
 LOOK_SECONDS: Final = 0.5
-FIGURES: Final = frozenset({"gain", "lower", "upper", "candidate_mean", "deployed_mean", "conversations"})
+FIGURES: Final = ("gain", "lower", "upper", "candidate_mean", "deployed_mean", "conversations")
 """What trackers get of a comparison."""
 
 
@@ -37,9 +37,10 @@ def require_trackers(tracking: TrackingSettings, attempted: str, python: Path) -
         raise ConfigError(attempted, why, hint)
 
 
-def decision_of(outcome: str, reason: str, comparison: Comparison | None) -> dict[str, Any]:
-    """What trackers get of a decision."""
-    return {"outcome": outcome, "reason": reason, **(comparison.model_dump(include={*FIGURES}) if comparison else {})}
+def decision_of(outcome: str, reason: str, result: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What trackers get of a decision; `result` is that of the round (`RoundResult`), of whatever version."""
+    compared = (result or {}).get("comparison") or {}
+    return {"outcome": outcome, "reason": reason, **{name: compared[name] for name in FIGURES if name in compared}}
 
 
 class Trackers:
@@ -54,18 +55,22 @@ class Trackers:
     def begin(self, round_dir: Path, tracking: TrackingSettings) -> None:
         """Send the steps of a round that trains, while they are written."""
         for path in _logs(tracking):
-            path.with_name(DECISION_FILE).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.with_name(DECISION_FILE).unlink()
             self._start(round_dir, path)
 
     def end(self, round_dir: Path, tracking: TrackingSettings, decision: Mapping[str, Any]) -> None:
         """Send the decision on a round, if its steps were sent and it was not."""
         begun = [path for path in _logs(tracking) if path.exists()]
-        if not begun or read_decision(begun[0].parent) == decision:
-            return
-        for path in begun:
-            self._start(round_dir, path)
-        # After their start: a daemon that dies before sends it again.
-        write_json(begun[0].with_name(DECISION_FILE), decision)
+        try:
+            if not begun or read_decision(begun[0].parent) == decision:
+                return
+            for path in begun:
+                self._start(round_dir, path)
+            # After their start: a daemon that dies before sends it again.
+            write_json(begun[0].with_name(DECISION_FILE), decision)
+        except (OSError, ValueError) as error:
+            log.warning("the decision on %s is not sent to trackers: %s", round_dir.name, error)
         for path in begun:
             self._leave(path)
 

@@ -17,13 +17,13 @@ from flywheel.daemon import file_round
 from flywheel.daemon.file_round import spec_of, train_on_files
 from flywheel.daemon.rounds import trackers
 from flywheel.daemon.rounds.rounds import Rounds
-from flywheel.daemon.rounds.trackers import Trackers
+from flywheel.daemon.rounds.trackers import Trackers, decision_of
 from flywheel.errors import ConfigError
 from flywheel.records.round import RoundResult
 from flywheel.records.states import RoundState
 from flywheel.store import rounds
 from tests.cli.conftest import Run
-from tests.daemon.rounds.test_rounds import Wheel, wheel
+from tests.daemon.rounds.test_rounds import Wheel, comparison, wheel
 from tests.daemon.rounds.workers import works
 from tests.factories.config import with_settings
 from tests.training.test_tracking import in_mlflow
@@ -102,13 +102,16 @@ async def test_a_tracker_that_fails_costs_one_warning_and_no_step(
     assert ("no answer for 8 s" if wrong == "hangs" else "a reason") in warning
 
 
-async def test_a_package_that_is_missing_is_named_before_a_round(
-    wheel: Wheel, flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_package_that_is_missing_is_named_before_a_round(wheel: Wheel) -> None:
     config = with_settings(wheel.config, tracking={"report_to": ["swanlab", "console"]})
     words = rf"tracking.report_to needs swanlab, which {sys.executable} does not have.*pip install swanlab"
     with pytest.raises(ConfigError, match=words):
         wheel.others(config)
+
+
+def test_commands_name_a_package_that_is_missing(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_round, "PACKAGES", ())
     (tmp_path / "one.yaml").write_text("tracking: {report_to: [swanlab]}")
     (tmp_path / "data.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}))
@@ -170,6 +173,20 @@ async def test_a_failed_round_is_reported_with_its_reason(
     ((_, run),) = in_mlflow(wheel.config.state_dir / "tracking").items()
     assert run.decision["outcome"] == RoundState.FAILED
     assert "exit code 3" in run.decision["reason"]
+
+
+def test_a_decision_has_the_figures_of_its_comparison() -> None:
+    result = RoundResult(round_id="r0001", outcome="trained", comparison=comparison(0.5)).model_dump(mode="json")
+    figures = {
+        "gain": 0.7,
+        "lower": 0.5,
+        "upper": 0.9,
+        "candidate_mean": 0.9,
+        "deployed_mean": 0.2,
+        "conversations": 0,
+    }
+    assert decision_of("promoted", "better", result) == {"outcome": "promoted", "reason": "better", **figures}
+    assert decision_of("failed", "why", None) == {"outcome": "failed", "reason": "why"}
 
 
 async def test_a_round_that_was_not_sent_gets_no_decision(wheel: Wheel) -> None:
