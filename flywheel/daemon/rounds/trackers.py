@@ -1,4 +1,4 @@
-"""The processes that send rounds to experiment trackers (`flywheel.training.tracking`): they are started and told of
+"""The processes that send rounds to experiment trackers (`flywheel.training.data.tracking`): they are started and told of
 the gate's decision. Only a command that ends waits for them."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flywheel.config import TrackingSettings
 from flywheel.daemon.rounds.worker_process import last_line, missing_in
 from flywheel.errors import ConfigError
 from flywheel.system.files import make_private, private, write_json
-from flywheel.training.tracking import DECISION_FILE, PACKAGES, read_decision
+from flywheel.training.data.tracking import DECISION_FILE, PACKAGES, read_decision
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Trackers:
             str(self._python),
             "-P",
             "-m",
-            "flywheel.training.tracking",
+            "flywheel.training.data.tracking",
             str(round_dir),
             path.stem,
             str(END_SECONDS),

@@ -26,7 +26,7 @@ from tests.cli.conftest import Run
 from tests.daemon.rounds.test_rounds import Wheel, comparison, wheel
 from tests.daemon.rounds.workers import works
 from tests.factories.config import with_settings
-from tests.training.test_tracking import in_mlflow
+from tests.training.data.test_tracking import in_mlflow
 
 __all__ = ["wheel"]
 
@@ -89,7 +89,7 @@ async def test_a_tracker_that_fails_costs_one_warning_and_no_step(
         {"event": "step", "step": step, "steps": 2, "loss": 1.0, "at": "2026-11-27T10:00:00+00:00"} for step in (1, 2)
     ]
     lines = "\n".join(map(json.dumps, steps))
-    is_tracker = f'case "$*" in *flywheel.training.tracking*) exec {python} "$@";; esac'
+    is_tracker = f'case "$*" in *flywheel.training.data.tracking*) exec {python} "$@";; esac'
     works(tmp_path, monkeypatch, f"{is_tracker}\necho '{lines}' > $3/metrics.jsonl\necho '{result}' > $3/result.json")
     settings = {"sources": [], "training": {"stages": ["sft"]}, "tracking": {"report_to": ["trackio"]}}
     config = parse(settings, "flywheel.yaml", tmp_path)
@@ -130,7 +130,7 @@ def tracked(wheel: Wheel) -> Rounds:
 async def reported(wheel: Wheel, works_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rounds:
     """The rounds of a daemon that has run one; the worker is a script."""
     step = json.dumps({"event": "step", "step": 1, "steps": 1, "loss": 1.5, "at": "2026-11-27T10:00:00+00:00"})
-    is_tracker = f'case "$*" in *flywheel.training.tracking*) exec {sys.executable} "$@";; esac'
+    is_tracker = f'case "$*" in *flywheel.training.data.tracking*) exec {sys.executable} "$@";; esac'
     works(tmp_path, monkeypatch, f"{is_tracker}\necho '{step}' > $3/metrics.jsonl\n{works_as}")
     made = tracked(wheel)
     await made.plan("test")

@@ -1,4 +1,4 @@
-"""Sends a round to one experiment tracker: `python -P -m flywheel.training.tracking ROUND_DIR NAME SECONDS`.
+"""Sends a round to one experiment tracker: `python -P -m flywheel.training.data.tracking ROUND_DIR NAME SECONDS`.
 
 A process of its own for each tracker: one that hangs, or waits for a network, holds up neither a step nor the daemon.
 It follows `metrics.jsonl` until standard input ends. Then it sends what is left, and the gate's decision if there is
@@ -20,6 +20,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -71,18 +72,23 @@ class Tracker(NamedTuple):
 
 
 def _tensorboard(run: Run) -> Tracker:
-    from tensorboardX import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.summary import scalar, text
 
-    writer = SummaryWriter(str(run.folder))
+    # Not its SummaryWriter, whose `flush` does not wait for the thread that writes.
+    writer = EventsWriter(str(run.folder / "events"), f".{os.getpid()}")
+
+    def write(summary: Any, step: int, at: float) -> None:
+        writer.write_event(Event(wall_time=at, step=step, summary=summary))
+        writer.flush()
 
     def add_text(name: str, values: Mapping[str, Any]) -> None:
-        writer.add_text(name, "\n".join(f"    {key}: {value}" for key, value in values.items()))
-        writer.flush()
+        write(text(name, "\n".join(f"    {key}: {value}" for key, value in values.items())), 0, time.time())
 
     def log(figures: Mapping[str, float], step: int, at: datetime) -> None:
         for name, value in figures.items():
-            writer.add_scalar(name, value, step, walltime=at.timestamp())
-        writer.flush()
+            write(scalar(name, value), step, at.timestamp())
 
     add_text("settings", run.settings)
     return Tracker(log, lambda decision: add_text("gate", decision), writer.close)
@@ -105,8 +111,8 @@ def _mlflow(run: Run) -> Tracker:
 
     def log(figures: Mapping[str, float], step: int, at: datetime) -> None:
         named = {re.sub(r"[^/\w.\- :]", "_", name): value for name, value in figures.items()}
-        time = int(at.timestamp() * 1000)
-        client.log_batch(of, metrics=[Metric(name, value, time, step) for name, value in named.items()])
+        moment = int(at.timestamp() * 1000)
+        client.log_batch(of, metrics=[Metric(name, value, moment, step) for name, value in named.items()])
 
     def decide(decision: Mapping[str, Any]) -> None:
         client.log_batch(of, tags=[RunTag(name, str(value)) for name, value in decision.items()])

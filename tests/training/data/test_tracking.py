@@ -20,7 +20,7 @@ import pytest
 from flywheel.config import Config
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.records.round import METRICS_FILE, SPEC_FILE
-from flywheel.training.tracking import DECISION_FILE, TRACKERS, figures_of
+from flywheel.training.data.tracking import DECISION_FILE, TRACKERS, figures_of
 from tests.factories.round import BOXED, round_spec
 from tests.waiting import wait_for
 
@@ -170,7 +170,7 @@ class Round:
         (self.folder / DECISION_FILE).write_text(json.dumps(decision))
 
     def start(self, name: str, **variables: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "flywheel.training.tracking", str(self.directory), name, SECONDS]
+        command = [sys.executable, "-P", "-m", "flywheel.training.data.tracking", str(self.directory), name, SECONDS]
         with (self.folder / f"{name}.log").open("ab") as log:
             environment = {**os.environ, **OFFLINE, **variables}
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
