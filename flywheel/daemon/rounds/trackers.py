@@ -1,5 +1,5 @@
-"""The processes that send rounds to experiment trackers (`flywheel.training.data.tracking`): they are started, and told
-of the gate's decision. Only a command that ends waits for them."""
+"""The processes that send rounds to experiment trackers (`flywheel.training.data.tracking`): they are started, and
+told of the gate's decision. Only a command that ends waits for them."""
 
 from __future__ import annotations
 
