@@ -91,7 +91,7 @@ def test_each_key_without_effect_has_a_line_of_its_own(tmp_path: Path, caplog: p
     raw = {
         "ajet": {
             "task_reader": {"feedback_tracing": SECTION, "jsonl": {"training": {"file_path": "a"}}},
-            "trainer_common": {"total_epochs": 3, "optim": {"lr": 1e-6}, "logger": ["console", "wandb"]},
+            "trainer_common": {"total_epochs": 3, "optim": {"lr": 1e-6}, "logger": ["console", "swanlab"]},
             "rollout": {"val_kwargs": {"top_k": 3}, "num_repeets": 4, "mode": None},
             "model": {"path": "m", "dtype": "bf16"},
         },
@@ -106,12 +106,12 @@ def test_each_key_without_effect_has_a_line_of_its_own(tmp_path: Path, caplog: p
     lines = lines_of(caplog)
     assert lines.keys() == {
         "hydra.searchpath", "trinity.synchronizer.sync_offset", "maze.size", "ajet.trainer_common.total_epochs",
-        "ajet.trainer_common.logger wandb", "ajet.task_reader.jsonl.training.file_path", "ajet.model.dtype",
+        "ajet.trainer_common.logger swanlab", "ajet.task_reader.jsonl.training.file_path", "ajet.model.dtype",
         "ajet.rollout.val_kwargs.top_k", "ajet.rollout.num_repeets",
     }  # fmt: skip
     assert all(lines.values())
     assert lines["ajet.rollout.num_repeets"].endswith("did you mean `rollout.num_repeat`?")
-    assert lines["ajet.trainer_common.logger wandb"].startswith("`metrics.jsonl`")
+    assert lines["ajet.trainer_common.logger swanlab"].startswith("swanlab is not installed, and `metrics.jsonl`")
     assert lines["ajet.task_reader.jsonl.training.file_path"] == "`task_reader.type` is tracing"
 
 
