@@ -15,8 +15,10 @@ from starlette.routing import Route
 from flywheel.config import Config
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
+from flywheel.store.views.task_counts import FILTERS
 from flywheel.web import server
 from flywheel.web.guard import LONGEST_ADDRESS
+from flywheel.web.tasks import OTHERS
 from tests.factories.trace import batch, reply
 from tests.web.recorded_state import config_of, unpack
 
@@ -45,21 +47,7 @@ VALUES = {
     "brackets": "[" * 2000,
     "empty": "",
 }
-TASKS = (
-    "stage",
-    "state",
-    "criterion",
-    "lowest",
-    "highest",
-    "adapter",
-    "agent",
-    "split",
-    "judge",
-    "source",
-    "target",
-    "text",
-    "before",
-)
+TASKS = (*FILTERS, *OTHERS)
 PARAMETERS = {
     "/tasks": TASKS,
     "/tasks.jsonl": TASKS,
@@ -152,8 +140,8 @@ async def test_a_long_address_is_refused_with_a_page(client: httpx2.AsyncClient)
 
 async def test_a_number_that_no_row_has_is_no_part_of_the_list(client: httpx2.AsyncClient) -> None:
     for value in (NINES, str(2**63), "٣", "-1"):
-        answer = await client.get("/tasks", params={"before": value})
-        assert (answer.status_code, "There is no such part of the list" in answer.text) == (400, True)
+        answer = await client.get("/tasks", params={"after": value})
+        assert (answer.status_code, "is no place in a list" in answer.text) == (400, True)
 
 
 async def test_a_task_whose_key_has_slashes_has_a_page(tmp_path: Path) -> None:
