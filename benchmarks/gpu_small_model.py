@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from benchmarks import gpu_training as training
-from demo.support_desk.messages import DESK, HELD_OUT, SYSTEM_PROMPT, Kind
+from demo.support_desk.messages import DESK, HELD_OUT, SYSTEM_PROMPT, Kind, Message
 from flywheel.config import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.samples import Sample
@@ -33,16 +33,21 @@ def settings(quantization: str | None = None, **training_changes: Any) -> Config
     return Config.model_validate({"model": model, "training": changed, "rollout": values["rollout"]})
 
 
+def chat_of(message: Message) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": message.text}]
+
+
+def sample_of(base: str, message: Message, reply: str) -> Sample:
+    """A message with a reply, by the model's own chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompt = tokenizer.apply_chat_template(chat_of(message), add_generation_prompt=True, return_dict=False)
+    ids = (*prompt, *tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id)
+    return Sample(ids, tuple(place >= len(prompt) for place in range(len(ids))))
+
+
 def replies(base: str, kind: Kind, count: int) -> list[Sample]:
-    """Messages of the desk with their right replies, by the model's own chat template."""
-    tokenizer, made = AutoTokenizer.from_pretrained(base), []
-    for message in kind.draw(count, training.SEED):
-        chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": message.text}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        reply = tokenizer.encode(message.ticket.as_json(), add_special_tokens=False)
-        ids = (*prompt, *reply, tokenizer.eos_token_id)
-        made.append(Sample(ids, tuple(place >= len(prompt) for place in range(len(ids)))))
-    return made
+    """Messages of the desk with their right replies."""
+    return [sample_of(base, message, message.ticket.as_json()) for message in kind.draw(count, training.SEED)]
 
 
 def learn(base: str, scratch: Path, quantizations: tuple[str, ...], *, quick: bool) -> dict[str, Any]:

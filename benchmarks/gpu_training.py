@@ -107,7 +107,7 @@ def rollouts(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> 
     ]
 
 
-def load(base: str, settings: Config, parent: AdapterRef | None = None) -> tuple[Any, torch.dtype]:
+def load(base: str, settings: Config, parent: AdapterRef | None = None, seed: int = SEED) -> tuple[Any, torch.dtype]:
     """The policy, and in what it computes, as a round's trainer has them, on the GPU if there is one. Policies that
     were dropped are freed."""
     gc.collect()
@@ -115,7 +115,7 @@ def load(base: str, settings: Config, parent: AdapterRef | None = None) -> tuple
         torch.cuda.empty_cache()
     dtype, compute = trainer_dtypes(base, settings.training.precision)
     quantization = settings.model.trainer_quantization
-    model = load_policy(base, parent, settings.training.lora, SEED, dtype=dtype, quantization=quantization)
+    model = load_policy(base, parent, settings.training.lora, seed, dtype=dtype, quantization=quantization)
     if quantization is None:
         model.to(DEVICE)
     return model, model.dtype if compute == "auto" else getattr(torch, compute)
@@ -150,7 +150,13 @@ class Run(TrainerCallback):  # type: ignore[misc]
     """Steps of one stage, and what they show."""
 
     def __init__(
-        self, stage: Stage, settings: Config, base: str, folder: Path, samples: Sequence[Sample | TrainingRow]
+        self,
+        stage: Stage,
+        settings: Config,
+        base: str,
+        folder: Path,
+        samples: Sequence[Sample | TrainingRow],
+        seed: int = SEED,
     ) -> None:
         """`samples` are rows for GRPO. Raises TrainError."""
         self.ends: list[float] = []
@@ -160,7 +166,7 @@ class Run(TrainerCallback):  # type: ignore[misc]
         self.gradient: dict[str, torch.Tensor] = {}
         """Of the first step."""
         self.autocast = "none"
-        self.model, self.compute = load(base, settings)
+        self.model, self.compute = load(base, settings, seed=seed)
         items: Any = samples
         if stage == "sft":
             items = [RecordedReply(f"t{place}", (sample,)) for place, sample in enumerate(samples)]
@@ -170,7 +176,7 @@ class Run(TrainerCallback):  # type: ignore[misc]
         report, items_of = self._report, lambda _: items
         if stage != "grpo":
             settings = stage_settings(settings, stage, len(items))
-            epochs = Epochs(stage, settings, folder, items, SEED, 0)
+            epochs = Epochs(stage, settings, folder, items, seed, 0)
             report, items_of = partial(self._report, also=epochs.report), epochs.items
         common: dict[str, Any] = {
             "settings": settings,
@@ -179,7 +185,7 @@ class Run(TrainerCallback):  # type: ignore[misc]
             "processing_class": AutoTokenizer.from_pretrained(base),
             "callbacks": [self, StepLog(report)],
         }
-        arguments: dict[str, Any] = {"seed": SEED, "compute_dtype": self.compute}
+        arguments: dict[str, Any] = {"seed": seed, "compute_dtype": self.compute}
         if stage == "dpo":
             args = dpo_config(settings, folder / "checkpoints", **arguments)
             self.trainer = PairTrainer(pairs_of=items_of, args=args, **common)
