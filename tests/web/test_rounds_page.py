@@ -142,7 +142,7 @@ def test_the_value_under_the_pointer_and_the_way_to_its_rollouts(visitor: Visito
 
 
 def test_where_the_time_of_a_round_went(
-    own_state: Config, live_directory: Path, visitor: Visitor, own_address: str
+    own_state: Config, live_directory: Path, own_address: str, visitor: Visitor
 ) -> None:
     metrics = Metrics(live_directory)
     times = {"generate": 10.0, "grade": 5.0, "sync": 1.0, "train": 4.0}

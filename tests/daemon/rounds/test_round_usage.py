@@ -110,7 +110,9 @@ async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_togethe
     }  # fmt: skip
     assert judge["tokens_today"] == 900
     metrics = parsed(exposition(state).decode())
-    assert by(metrics["flywheel_judge_calls"], "purpose") == {"filter": 1, "rounds": 3, "gates": 3, "calibration": 3}
+    assert by(metrics["flywheel_judge_calls"], "purpose") == {
+        "filter": 1, "rounds": 3, "gates": 3, "calibration": 3, "documents": 0,
+    }  # fmt: skip
     tokens_of = by(metrics["flywheel_judge_tokens"], "purpose", "kind")
     assert (tokens_of["gates prompt"], tokens_of["gates completion"]) == (500_000, 50_000)
     assert by(metrics["flywheel_judge_cost"], "purpose", "currency")["gates USD"] == 1.5

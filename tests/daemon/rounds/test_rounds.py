@@ -379,7 +379,7 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
     assert story["deployments"][0]["state"] == "active"
     task = await wheel.store.read(lineage.why, story["samples"][0]["task_id"])
     [told] = task["replies"]
-    assert told["task"]["rounds"] == [{"round": "r0001", "state": "promoted", "split": "train"}]
+    assert told["task"]["rounds"] == [{"round": "r0001", "state": "promoted", "split": "train", "replayed": False}]
     assert [step["new"] for step in told["task"]["history"]] == [
         "pending", "judging", "accepted", "reserved", "consumed",
     ]  # fmt: skip
