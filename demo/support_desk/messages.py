@@ -56,6 +56,11 @@ class Message:
     phrase: str
     ticket: Ticket
 
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        """What the model is asked."""
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": self.text}]
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:

@@ -277,11 +277,11 @@ def absolute(path: Path) -> Path:
 
 def missing_state(config: Config) -> str:
     """That there is no state where the configuration says, and what that can mean; empty if there is one."""
-    from flywheel.store.kernel.database import is_missing
+    from flywheel.store.kernel.database import STATE_FILE, is_missing
 
     if not is_missing(config.state_dir):
         return ""
-    path = short_path(config.state_dir / "state.db")
+    path = short_path(config.state_dir / STATE_FILE)
     return (
         f"there is no state at {path}: nothing was read yet, or it is kept elsewhere "
         "(by another configuration, user or $FLYWHEEL_HOME)"

@@ -22,7 +22,6 @@ from sqlalchemy import Connection
 from flywheel.cli.app import absolute, open_state
 from flywheel.cli.filter import USAGE
 from flywheel.cli.progress_bars import of_tasks
-from flywheel.cli.rubric.calibration import unless_stopped
 from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.judging.judging_report import cost_of
 from flywheel.errors import ConfigError, FlywheelError
@@ -41,6 +40,7 @@ from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.store import claims, judge_usage, ledger
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import task_list
+from flywheel.system.signals import unless_stopped
 
 DOCUMENTS: Final = "documents"
 """The type of the source, and the agent of its tasks, by which `targets.NAME.agents` takes them."""
@@ -75,7 +75,7 @@ async def run(
 
         try:
             if due and not dry_run:
-                await unless_stopped(write, config, attempted, "What was written is stored.")
+                await unless_stopped(write, config.daemon.drain_seconds, attempted, "What was written is stored.")
         except FlywheelError as ended:
             error = ended
     counts, usage = ({name: entering.counts[name] for name in names} for names in (OUTCOMES, USAGE))

@@ -26,7 +26,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import ExportError
-from flywheel.records.states import Split, TaskState
+from flywheel.records.states import ACCEPTED, Split, TaskState
 from flywheel.system.files import json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
 from flywheel.training.data.formats import FORMATS, ExportSample, Format, FormatName, LeftOut
@@ -45,7 +45,7 @@ MOST_ROUNDS: Final = 1000
 States = Literal["accepted", "pending", "rejected", "all"]
 Splits = Literal["train", "held-out", "all"]
 STATES: Final[dict[States, tuple[TaskState, ...]]] = {
-    "accepted": (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED),
+    "accepted": ACCEPTED,
     "pending": (TaskState.PENDING, TaskState.JUDGING),
     "rejected": (TaskState.REJECTED,),
     # The others are no training data.

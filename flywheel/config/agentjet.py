@@ -23,6 +23,7 @@ from typing import Any, Final
 from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
 from flywheel.config.sage import ROOTS, by_name, names_in
 from flywheel.config.section import leaves, merged, put
+from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.errors import ConfigError
 from flywheel.system.files import tidied
 from flywheel.system.process import gpus_of_machine
@@ -40,11 +41,6 @@ LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
 WORKFLOW_KEYS: Final = ("user_workflow", "agentscope_workflow", "agentscope_learn_protocol")
 """The names that the workflow's key has had, the present one first."""
-TRACKERS: Final = {
-    "tensorboard": "tensorboardX",
-    **{name: name for name in ("wandb", "mlflow", "swanlab", "trackio")},
-}
-"""Values of `trainer_common.logger` that `tracking.report_to` has, with their packages."""
 DASHSCOPE: Final = "https://dashscope.aliyuncs.com/compatible-mode/v1"
 DASHSCOPE_KEYS: Final = ("DASHSCOPE_API_KEY", "DASHSCOPE_API_KEY_BACKUP")
 DASHSCOPE_JUDGE: Final = {
@@ -323,13 +319,13 @@ def _trainer_common(given: Mapping[str, Any], made: dict[str, Any], place: str, 
         put(made, "training.beta", given.get("kl_loss_coef", coefficient) if is_used else 0)
     loggers = given.get("logger") or []
     loggers = loggers if isinstance(loggers, list) else [loggers]
-    known = [each for each in loggers if isinstance(each, str) and each in TRACKERS]
+    known = [each for each in loggers if isinstance(each, str) and each in TRACKER_PACKAGES]
     # Usual files name SwanLab, also those of people who do not have it.
-    if trackers := [each for each in known if importlib.util.find_spec(TRACKERS[each]) is not None]:
+    if trackers := [each for each in known if importlib.util.find_spec(TRACKER_PACKAGES[each]) is not None]:
         put(made, "tracking.report_to", trackers)
     for each in loggers:
         if each not in (*trackers, "console"):
-            why = f"{TRACKERS[each]} is not installed, and " if each in known else ""
+            why = f"{TRACKER_PACKAGES[each]} is not installed, and " if each in known else ""
             log.warning(
                 "%s: without effect: %s.logger %s: %s`metrics.jsonl` of each round has the numbers",
                 name, place, each, why,

@@ -123,11 +123,11 @@ def _replaced(raw: Any, path: Sequence[str], value: Any) -> Any:
     return {**(raw or {}), first: _replaced((raw or {}).get(first), rest, value)}
 
 
-def leaves(raw: Any, above: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """All values of settings, by their dotted paths; without `lists`, a list is one value. An empty section has
-    none."""
+def leaves(raw: Any, above: str = "", *, lists: bool = True, mark: str = ".") -> Iterator[tuple[str, Any]]:
+    """All values of settings, or of other nested mappings, by their paths with `mark` between the names; without
+    `lists`, a list is one value. An empty section has none."""
     if not isinstance(raw, Mapping) and not (lists and isinstance(raw, list) and raw):
         yield above, raw
         return
     for key, value in raw.items() if isinstance(raw, Mapping) else enumerate(raw):
-        yield from leaves(value, f"{above}.{key}" if above else str(key), lists=lists)
+        yield from leaves(value, f"{above}{mark}{key}" if above else str(key), lists=lists, mark=mark)

@@ -401,6 +401,10 @@ class TrainingSettings(Section):
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "console", "none"]
+TRACKER_PACKAGES: Final[Mapping[str, str]] = {
+    "tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio",
+}  # fmt: skip
+"""Experiment trackers, and the package that each needs. The other names of `Tracker` change nothing."""
 
 
 class TrackingSettings(Section):
@@ -424,7 +428,7 @@ class TrackingSettings(Section):
     @property
     def trackers(self) -> list[str]:
         """The names in `report_to` that are trackers."""
-        return [name for name in dict.fromkeys(self.report_to) if name not in ("console", "none")]
+        return [name for name in dict.fromkeys(self.report_to) if name in TRACKER_PACKAGES]
 
 
 class ToolSettings(Section):

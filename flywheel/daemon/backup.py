@@ -1,26 +1,26 @@
-"""What belongs into a backup: the state, what only Flywheel has, and what is needed to serve again."""
+"""What a backup has: the state, what only Flywheel has, and what is needed to serve again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from pydantic import BaseModel
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config
+from flywheel.config.section import leaves
 from flywheel.daemon.rounds.retention import STAYS
 from flywheel.records.states import AdapterState
-from flywheel.store.backup import CONFIGURATION, STATE, Backup
-from flywheel.store.kernel.database import read_once
+from flywheel.store.backup import CONFIGURATION, Backup
+from flywheel.store.kernel.database import STATE_FILE, read_once
 from flywheel.store.kernel.schema import adapters
 from flywheel.store.task_file import FileState, noted_state
 from flywheel.system.files import shipped_folder
 
 DATABASES: Final = ("otlp/*.sqlite", "calls/*.sqlite", "calls/*.db", "serving/calls-*.db")
 """Received spans and recorded calls, of which there is no other copy."""
-ELSEWHERE: Final = frozenset({"state", "sources", "model"})
+ELSEWHERE: Final = {"state", "sources", "model"}
 """Sections of the configuration whose paths are no files of it."""
 DEPLOYABLE: Final = (AdapterState.STAGED, AdapterState.READY, AdapterState.RETIRED)
 
@@ -30,7 +30,7 @@ async def back_up(config: Config, folder: Path) -> Backup:
     state = config.state_dir
     with Backup.into(folder, state) as made:
         # First the state: what is received meanwhile is read again from where it was.
-        made.add_database(STATE, state / STATE)
+        made.add_database(STATE_FILE, state / STATE_FILE)
         await _add_rounds(made, config)
         await _add_task_file(made, config)
         for path in sorted(each for pattern in DATABASES for each in state.glob(pattern)):
@@ -76,26 +76,10 @@ def _configuration(config: Config) -> Iterator[tuple[str, Path]]:
     if config.file is None:
         return
     home = config.file.absolute().parent
-    named = {
-        path for name in type(config).model_fields if name not in ELSEWHERE for path in _paths(getattr(config, name))
-    }
+    named = [path for _, path in leaves(config.model_dump(exclude=ELSEWHERE)) if isinstance(path, Path)]
     own = {path.absolute() for path in named if path.is_file() and not path.is_relative_to(config.state_dir)}
     for path in sorted({config.file.absolute(), *own}):
         if path.is_relative_to(home):
             yield f"{CONFIGURATION}/{path.relative_to(home).as_posix()}", path
         elif not path.is_relative_to(shipped_folder()):
             yield f"{CONFIGURATION}/elsewhere{path.as_posix()}", path
-
-
-def _paths(value: Any) -> Iterator[Path]:
-    """All paths in a setting."""
-    if isinstance(value, Path):
-        yield value
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _paths(getattr(value, name))
-    elif isinstance(value, dict):
-        yield from _paths([*value.values()])
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _paths(each)

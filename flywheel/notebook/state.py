@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.errors import StoreError
 from flywheel.records.round import ROLLOUTS_FILE
-from flywheel.store.kernel.database import read_once
+from flywheel.store.kernel.database import STATE_FILE, is_missing, read_once
 from flywheel.store.kernel.schema import adapters, judge_models, rounds, tasks, verdicts
 from flywheel.store.verdicts import CHAIN, PERSON
 from flywheel.system.signals import run_coroutine
@@ -88,9 +88,9 @@ class State:
 def open_state(path: str | Path) -> State:
     """The state in a directory (`state.dir`), read-only. Raises StoreError if there is none."""
     directory = Path(path).expanduser()
-    if not (directory / "state.db").exists():
+    if is_missing(directory):
         hint = "Name the state directory: `flywheel status` shows it."
-        raise StoreError(f"open the state in {directory}", "there is no state.db", hint)
+        raise StoreError(f"open the state in {directory}", f"there is no {STATE_FILE}", hint)
     return State(directory)
 
 

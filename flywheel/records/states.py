@@ -78,6 +78,12 @@ class TaskState(StrEnum):
     """its trace continued and it is no longer a reply; the judge had not been called for it"""
 
 
+ACCEPTED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
+"""States of accepted tasks: they stay accepted when a round takes them."""
+JUDGED: Final = (*ACCEPTED, TaskState.REJECTED)
+"""States of tasks that are accepted or rejected."""
+
+
 class Split(StrEnum):
     TRAIN = "train"
     HELD_OUT = "held-out"

@@ -13,7 +13,7 @@ from flywheel.errors import ServeError
 from flywheel.secrets import register_secret
 from flywheel.serving.client.replica_client import Condition
 from flywheel.serving.environment_variables import VLLM_KEY_VARIABLE
-from flywheel.system.files import sync_directory
+from flywheel.system.files import sync
 from flywheel.system.server_limits import is_loopback
 
 
@@ -71,7 +71,7 @@ def make_admin_key(config: Config) -> None:
             os.link(beside, file)
     finally:
         beside.unlink(missing_ok=True)
-    sync_directory(file.parent)
+    sync(file.parent)
 
 
 def _of_environment(name: str, setting: str, attempted: str) -> str:

@@ -8,22 +8,22 @@ interrupted backup changes nothing, and one that is restored is checked first.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
 from flywheel import __version__
 from flywheel.errors import StoreError
-from flywheel.store.kernel.database import READ_ATTEMPTS, copy_database, found_version
-from flywheel.system.files import make_private, private, sync_directory, write_json
-from flywheel.system.lock import instance_lock
+from flywheel.store.kernel.database import READ_ATTEMPTS, STATE_FILE, copy_database, found_version
+from flywheel.system.files import file_sha256, make_private, private, sync, write_json
+from flywheel.system.lock import INSTANCE_LOCK, STATE_LOCKS, instance_lock
 
 CURRENT: Final = "current"
 NEXT: Final = "next"
@@ -33,12 +33,10 @@ CONFIGURATION: Final = "configuration"
 """Folder of the configuration's files, which a restore leaves to the user."""
 RESTORING: Final = ".restoring"
 """Folder in a state directory that is being restored."""
-STATE: Final = "state.db"
-LOCKS: Final = frozenset({"lock", "swap.lock", "rollback.lock"})
 
-Mark = list[list[int] | None]
+Mark = list[Sequence[int | None] | None]
 """By which it is known whether an original has changed: size in bytes and time of change of a file, the same of the
-write-ahead log of a database, and how many bytes were copied if not all."""
+write-ahead log of a database, and how many bytes were to be copied."""
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ class Backup:
         if folder.resolve().is_relative_to(state_dir.resolve()):
             raise StoreError(attempted, "it is in the state directory", "Name a folder elsewhere.")
         if folder.is_dir() and (
-            foreign := {each.name for each in folder.iterdir()} - {CURRENT, NEXT, PREVIOUS, "lock"}
+            foreign := {each.name for each in folder.iterdir()} - {CURRENT, NEXT, PREVIOUS, INSTANCE_LOCK}
         ):
             why = f"it has other files, such as {min(foreign)}"
             raise StoreError(attempted, why, "Name an empty folder, or that of an earlier backup.")
@@ -99,10 +97,7 @@ class Backup:
             if size is not None:
                 os.truncate(target, size)
 
-        try:
-            self._add(name, [*_mark(path), [] if size is None else [size]], copy)
-        except FileNotFoundError:
-            self.left_out[name] = "it was removed meanwhile"
+        self._add(name, (path,), copy, size)
 
     def add_tree(self, name: str, folder: Path) -> None:
         """Copy all files below a folder."""
@@ -111,25 +106,31 @@ class Backup:
 
     def add_database(self, name: str, path: Path) -> None:
         """Copy an SQLite database as it is at one moment, beside a process that writes it."""
-        try:
-            self._add(name, _mark(path, path.with_name(f"{path.name}-wal")), lambda target: _dump(path, target))
-        except FileNotFoundError:
-            self.left_out[name] = "it was removed meanwhile"
+        self._add(name, (path, path.with_name(f"{path.name}-wal")), partial(_dump, path))
 
-    def _add(self, name: str, mark: Mark, copy: Callable[[Path], object]) -> None:
+    def _add(
+        self, name: str, originals: Sequence[Path], copy: Callable[[Path], object], size: int | None = None
+    ) -> None:
+        """Copy a file, the first of the `originals`, which is known to be unchanged if all of them are."""
         target, before = self.folder / NEXT / name, self._before.get(name)
         make_private(target.parent)
-        if before is not None and before["mark"] == mark:
-            with contextlib.suppress(OSError):  # not every file system has hard links
-                os.link(self.folder / CURRENT / name, target)
-                self.files[name] = before
-                return
-        os.close(private(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        copy(target)
-        _sync(target)
-        size = target.stat().st_size
-        self.files[name] = {"sha256": _sha256(target), "size": size, "mark": mark}
-        self.copied += size
+        try:
+            mark = [*_mark(*originals), [size]]
+            if before is not None and before["mark"] == mark:
+                with contextlib.suppress(OSError):  # not every file system has hard links
+                    os.link(self.folder / CURRENT / name, target)
+                    self.files[name] = before
+                    return
+            os.close(private(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            copy(target)
+        except FileNotFoundError:
+            target.unlink(missing_ok=True)
+            self.left_out[name] = "it was removed meanwhile"
+            return
+        sync(target)
+        length = target.stat().st_size
+        self.files[name] = {"sha256": file_sha256(target), "size": length, "mark": mark}
+        self.copied += length
 
     def _finish(self) -> None:
         new, current, previous = (self.folder / name for name in (NEXT, CURRENT, PREVIOUS))
@@ -142,12 +143,12 @@ class Backup:
         }
         write_json(new / MANIFEST, manifest, mode=0o600)
         for folder in {new, *(path.parent for path in new.rglob("*"))}:
-            sync_directory(folder)
+            sync(folder)
         if current.is_dir():
             shutil.rmtree(previous, ignore_errors=True)
             current.rename(previous)
         new.rename(current)
-        sync_directory(self.folder)
+        sync(self.folder)
         shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -173,19 +174,19 @@ def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
             raise StoreError(attempted, why, "Set state.dir to that path, or make that path a symbolic link.")
         with instance_lock(state_dir):
             staging = state_dir / RESTORING
-            others = {each.name for each in state_dir.iterdir()} - LOCKS - {RESTORING}
-            if STATE in others or (others and not staging.is_dir()):
+            others = {each.name for each in state_dir.iterdir()} - STATE_LOCKS - {RESTORING}
+            if STATE_FILE in others or (others and not staging.is_dir()):
                 why = f"the state directory {state_dir} is not empty: it has {min(others)}"
                 raise StoreError(attempted, why, "Stop the daemon and the servers, and move the directory away.")
             make_private(staging)
             _empty(staging)
             _stage(found, manifest, staging, attempted)
             found_version(staging)
-            for path in sorted(staging.iterdir(), key=lambda each: each.name == STATE):
+            for path in sorted(staging.iterdir(), key=lambda each: each.name == STATE_FILE):
                 if (target := state_dir / path.name).is_dir():
                     shutil.rmtree(target)
                 path.rename(target)
-            sync_directory(state_dir)
+            sync(state_dir)
             staging.rmdir()
     except OSError as error:
         why = f"{error.filename or state_dir}: {error.strerror or error}"
@@ -215,11 +216,11 @@ def _stage(found: Path, manifest: dict[str, Any], staging: Path, attempted: str)
         os.close(private(target, os.O_WRONLY | os.O_CREAT))
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(found / name, target)
-        _sync(target)
-        if _sha256(target) != about["sha256"]:
+        sync(target)
+        if file_sha256(target) != about["sha256"]:
             damaged.append(name)
     for folder in {staging, *(path.parent for path in staging.rglob("*"))}:
-        sync_directory(folder)
+        sync(folder)
     if damaged:
         _empty(staging)
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -257,16 +258,3 @@ def _dump(path: Path, target: Path) -> None:
         if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             why = f"SQLite finds it damaged: {said}"
             raise StoreError(f"copy the database {path}", why, "Restore it from an earlier backup.")
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select, update
 
 from flywheel.records.similarity import Fingerprint, jaccard
-from flywheel.records.states import TaskState
+from flywheel.records.states import ACCEPTED, TaskState
 from flywheel.store.kernel.bulk import chunks, rows_in
 from flywheel.store.kernel.schema import duplicates, embeddings, fingerprint_bands, fingerprints, tasks
 from flywheel.store.kernel.transitions import move, utcnow
@@ -104,7 +104,6 @@ def _delete_others(conn: Connection, model: str, length: int) -> int:
 
 GONE: Final = (TaskState.REJECTED, TaskState.DEAD, TaskState.WITHDRAWN)
 """A task in one of these states is not kept: other tasks may repeat it."""
-DECIDED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
 
 LIKELY: Final = 256
 """Earlier questions that one is compared with word by word, at most."""
@@ -304,7 +303,7 @@ def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:
     return list(
         conn.execute(
             select(tasks.c.id, tasks.c.key, tasks.c.payload, tasks.c.target)
-            .where(tasks.c.state.in_([state.value for state in DECIDED]), ~compared)
+            .where(tasks.c.state.in_([state.value for state in ACCEPTED]), ~compared)
             .order_by(tasks.c.id)
             .limit(limit)
         )

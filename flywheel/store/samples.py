@@ -36,7 +36,7 @@ from flywheel.records.exclusion import (
     TrainedModels,
     parsed,
 )
-from flywheel.records.states import Label, RoundState, Split, TaskState
+from flywheel.records.states import ACCEPTED, JUDGED, Label, RoundState, Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.claims import DECIDED
 from flywheel.store.kernel.bulk import chunks, count_rows, rows_in
@@ -59,7 +59,6 @@ from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 _OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED})
 _PAGE_OF_LINES: Final = 100
 """Lines in memory at a time: each may have megabytes."""
-_DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED, TaskState.RESERVED, TaskState.CONSUMED)
 
 
 def rejected_lines(conn: Connection, scope: Scope = EVERY_TARGET) -> Iterator[dict[str, Any]]:
@@ -69,7 +68,7 @@ def rejected_lines(conn: Connection, scope: Scope = EVERY_TARGET) -> Iterator[di
     query = select(cast(tasks.c.payload, LargeBinary)).where(
         or_(
             and_(tasks.c.state == TaskState.REJECTED.value, majority() <= 0),
-            and_(tasks.c.state.in_([state.value for state in _DECIDED]), disliked, majority() < 0),
+            and_(tasks.c.state.in_([state.value for state in JUDGED]), disliked, majority() < 0),
         ),
         tasks.c.split == Split.TRAIN.value,
         stands(),
@@ -81,7 +80,7 @@ def rejected_lines(conn: Connection, scope: Scope = EVERY_TARGET) -> Iterator[di
 
 def accepted_lines(conn: Connection, limit: int) -> list[dict[str, Any]]:
     """The lines of the newest accepted tasks of both splits."""
-    accepted = [state.value for state in _DECIDED if state is not TaskState.REJECTED]
+    accepted = [state.value for state in ACCEPTED]
     newest = select(tasks.c.payload).where(tasks.c.state.in_(accepted)).order_by(tasks.c.id.desc())
     return [dict(payload) for payload in conn.execute(newest.limit(limit)).scalars()]
 
@@ -121,7 +120,7 @@ def recorded_lines(
         conn.execute(
             select(tasks.c.id)
             .where(
-                tasks.c.state.in_([state.value for state in _DECIDED]),
+                tasks.c.state.in_([state.value for state in JUDGED]),
                 or_(*(tasks.c.excluded.contains(each.value) for each in which)),
                 or_(tasks.c.state != TaskState.REJECTED.value, stands(), repeats),
             )

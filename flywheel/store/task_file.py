@@ -37,7 +37,7 @@ from flywheel.records.task import Batch, Entry
 from flywheel.store.kernel.bulk import CHUNK, count_rows, rows_in, sql_text
 from flywheel.store.kernel.database import Store, note, noted
 from flywheel.store.kernel.schema import replies, tasks
-from flywheel.system.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync_directory, torn_line
+from flywheel.system.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync, torn_line
 
 _KEY: Final = b'{"task_id":"'
 _BEGINNING_OF_A_TASK: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)
@@ -83,7 +83,7 @@ def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[
 def _set_aside(path: Path) -> None:
     names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
     path.rename(free := next(name for name in names if not os.path.lexists(name)))
-    sync_directory(path.parent)
+    sync(path.parent)
     log.info("%s was written by AgentJet: it is %s now, and a new one begins", path, free.name)
 
 

@@ -76,7 +76,7 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -107,9 +107,9 @@ def tidied(path: Path) -> Path:
     return plain if os.path.realpath(plain) == os.path.realpath(path) else path
 
 
-def sync_directory(path: Path) -> None:
-    """Make a rename or a new name in `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make the content of a file durable, or a rename or a new name in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -136,7 +136,7 @@ def append_lines(path: Path, lines: Sequence[bytes], *, mode: int = 0o666) -> in
         file.flush()
         os.fsync(file.fileno())
     if created:
-        sync_directory(path.parent)
+        sync(path.parent)
     return len(lines)
 
 
@@ -197,6 +197,11 @@ def _end_of_lines(file: BinaryIO) -> int:
             return start + newline + 1
         end = start
     return 0
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tree_bytes(directory: Path) -> Iterator[bytes]:

@@ -27,8 +27,11 @@ from flywheel.system.files import make_private, private
 log = logging.getLogger(__name__)
 
 WORKER_LOCK: Final = "worker.lock"
+INSTANCE_LOCK: Final = "lock"
 SWAP_LOCK: Final = "swap.lock"
 ROLLBACK_LOCK: Final = "rollback.lock"
+STATE_LOCKS: Final = frozenset({INSTANCE_LOCK, SWAP_LOCK, ROLLBACK_LOCK})
+"""The lock files of a state directory."""
 LOOK_SECONDS: Final = 0.1
 LOG_AT_ATTEMPT: Final = 10
 """The wait for a lock is logged at this attempt; there are ten per second."""
@@ -37,7 +40,7 @@ FLOCK: Final = "hhqqi4x"
 
 
 @contextlib.contextmanager
-def instance_lock(state_dir: Path, name: str = "lock") -> Iterator[None]:
+def instance_lock(state_dir: Path, name: str = INSTANCE_LOCK) -> Iterator[None]:
     """Hold an advisory lock on a file in the state directory, which contains the holder's process id.
 
     Raises LockedError while another process holds it, and StoreError.
@@ -92,7 +95,7 @@ def _lock(file: FileIO, path: Path, how: int) -> None:
 def holder(state_dir: Path) -> int | None:
     """The id of the process that holds the lock, if any. Neither takes nor creates the lock."""
     asked = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-    with contextlib.suppress(OSError), (state_dir / "lock").open("rb", buffering=0) as file:
+    with contextlib.suppress(OSError), (state_dir / INSTANCE_LOCK).open("rb", buffering=0) as file:
         if struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK:
             text = _process_in(file)
             return int(text) if text.isdigit() else None

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flywheel.store.kernel.database import is_missing
+from flywheel.store.kernel.database import STATE_FILE, is_missing
 from flywheel.system.server_limits import Limited, ServerLimits, read_body, refuse_in_text
 from flywheel.web.actions import LONGEST_NAME, NAME_COOKIE
 from flywheel.web.site import Site
@@ -84,7 +84,7 @@ class Guard:
             return None
         if request.method in SAFE_METHODS and "text/html" in request.headers.get("accept", ""):
             return self._site.page("no_state.html", config=config, exists=os.path.exists, quote=shlex.quote)
-        why = f"There is no state at {config.state_dir / 'state.db'} yet: nothing was read."
+        why = f"There is no state at {config.state_dir / STATE_FILE} yet: nothing was read."
         return JSONResponse({"error": why}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _answer(self, request: Request) -> Response | None:

@@ -16,8 +16,9 @@ import pytest
 
 from flywheel.errors import LockedError, StoreError
 from flywheel.records.states import Split
-from flywheel.store.backup import CURRENT, LOCKS, MANIFEST, PREVIOUS, RESTORING, STATE, Backup, restore
-from flywheel.system.lock import instance_lock
+from flywheel.store.backup import CURRENT, MANIFEST, PREVIOUS, RESTORING, Backup, restore
+from flywheel.store.kernel.database import STATE_FILE as STATE
+from flywheel.system.lock import STATE_LOCKS, instance_lock
 from tests.factories.state import execute, write_state
 from tests.factories.trace import put_replies, replies_on
 
@@ -51,7 +52,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file() and path.name not in LOCKS and not path.name.startswith(STATE)
+        if path.is_file() and path.name not in STATE_LOCKS and not path.name.startswith(STATE)
     }
 
 
@@ -151,7 +152,7 @@ def test_a_damaged_backup_is_refused_by_name_and_nothing_is_put_in_place(
     with pytest.raises(StoreError, match=MANIFEST if harm in ("manifest", "outside") else "weights") as refused:
         restore(tmp_path / "backup", state)
     assert refused.value.hint
-    assert not state.exists() or names(state) <= LOCKS | {RESTORING}
+    assert not state.exists() or names(state) <= STATE_LOCKS | {RESTORING}
     assert not (tmp_path / "outside").exists()
     # Another one can be restored then.
     shutil.rmtree(tmp_path / "backup")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.app import open_state, this_person
 from flywheel.cli.filter import USAGE, cost_json
 from flywheel.errors import FlywheelError, JudgeError
+from flywheel.system.signals import unless_stopped
 from flywheel.system.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from flywheel.records.verdict import Verdict
     from flywheel.store.kernel.database import Store
 
-T = TypeVar("T")
 EXCERPT = 300
 """Characters of the texts of a disagreement."""
 
@@ -72,7 +70,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 judging = partial(calibrate, grader, given.labels, settings.max_thread, repeats=repeats,
                                   on_verdict=on_verdict, budget=budget)  # fmt: skip
                 try:
-                    outcome = await unless_stopped(judging, config, f"calibrate {file}")
+                    outcome = await unless_stopped(judging, config.daemon.drain_seconds, f"calibrate {file}")
                 except BudgetSpentError as error:
                     raise _over_budget(f"calibrate {file}", error.why) from error
             if not outcome.n:
@@ -148,33 +146,9 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
     async with open_state(config) as store:
         given = await read_label_file(labels, store)
     with closing(JudgeClient(config.judge)) as client:
-        return await unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")
-
-
-async def unless_stopped(
-    work: Callable[..., T | None], config: Config, attempted: str, left: str = "Nothing was stored."
-) -> T:
-    """The result of `work`, whose argument `stop` is set by a signal. After one, raises StoppedError, which says what
-    is `left`."""
-    from flywheel.system.signals import StopSignals, in_daemon_thread
-
-    stop = threading.Event()
-
-    async def halt() -> None:
-        stop.set()
-
-    interruption = StopSignals(config.daemon.drain_seconds)
-    outcome: T | None = None
-    try:
-        outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), halt)
-    except FlywheelError:
-        # After a signal, errors of the stopped work do not matter.
-        if interruption.by is None:
-            raise
-    if interruption.by is not None:
-        raise interruption.error(attempted, left)
-    assert outcome is not None
-    return outcome
+        return await unless_stopped(
+            partial(draft, client, given.labels, name), config.daemon.drain_seconds, "draft a rubric"
+        )
 
 
 async def read_label_file(path: Path, store: Store) -> LabelFile:

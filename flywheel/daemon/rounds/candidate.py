@@ -26,7 +26,7 @@ from flywheel.serving.adapter_files import CONFIG_FILE, PICKLED, WEIGHTS_FILE, h
 from flywheel.serving.server.model_parsers import folder_of
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.store.splits import held_out_alike
-from flywheel.system.files import make_private, sync_directory, tree_sha256, write_json
+from flywheel.system.files import make_private, sync, tree_sha256, write_json
 from flywheel.system.terminal import quantity
 from flywheel.training.engine.policy import adapter_of_checkpoint
 
@@ -120,7 +120,7 @@ def place(stage: Path, directory: Path) -> None:
     shutil.rmtree(directory / CANDIDATE_DIR, ignore_errors=True)
     for name in (CANDIDATE_DIR, CANDIDATE_FILE):
         (stage / name).rename(directory / name)
-    sync_directory(directory)
+    sync(directory)
 
 
 def candidate_in(directory: Path, name: str) -> Candidate:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import TrackingSettings
+from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.daemon.rounds.worker_process import last_line, missing_in
 from flywheel.errors import ConfigError
 from flywheel.system.files import make_private, private, write_json
-from flywheel.training.data.tracking import DECISION_FILE, PACKAGES, read_decision
+from flywheel.training.data.tracking import DECISION_FILE, read_decision
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ FIGURES: Final = ("gain", "lower", "upper", "candidate_mean", "deployed_mean", "
 
 def require_trackers(tracking: TrackingSettings, attempted: str, python: Path) -> None:
     """Raises ConfigError if the package of a tracker is missing in the interpreter that trains."""
-    packages = [PACKAGES.get(name, name) for name in tracking.trackers]
+    packages = [TRACKER_PACKAGES[name] for name in tracking.trackers]
     if packages and (missing := missing_in(python, packages, attempted)):
         why = f"tracking.report_to needs {', '.join(missing)}, which {python} does not have"
         hint = f"Run: {python} -m pip install {' '.join(missing)}. Or remove it from the list."

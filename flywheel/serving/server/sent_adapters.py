@@ -23,7 +23,7 @@ from typing import BinaryIO, Final, Self
 from flywheel.serving.adapter_files import FILES, why_changed
 from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.environment_variables import SENT_ADAPTERS_VARIABLE
-from flywheel.system.files import make_private, private, sync_directory, tree_sha256
+from flywheel.system.files import make_private, private, sync, tree_sha256
 from flywheel.system.server_limits import Receive, RefusedError
 
 SECONDS: Final = 1800.0
@@ -123,13 +123,13 @@ class SentAdapters:
     def _end(self, beside: Path, sha256: str) -> None:
         place = self.folder / sha256
         beside.chmod(0o500)
-        sync_directory(beside)
+        sync(beside)
         try:
             beside.rename(place)
         except OSError:
             if not place.is_dir():  # else the same files have arrived twice
                 raise
-        sync_directory(self.folder)
+        sync(self.folder)
 
 
 class _DisconnectError(Exception):

@@ -17,7 +17,7 @@ import aiosqlite
 
 from flywheel.config import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
-from flywheel.system.files import file_identity, make_private_database, sync_directory
+from flywheel.system.files import file_identity, make_private_database, sync
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
@@ -145,7 +145,7 @@ class Inbox:
             except BaseException:
                 await connection.close()
                 raise
-            sync_directory(self.path.parent)
+            sync(self.path.parent)
             self._connection, self._identity = connection, file_identity(self.path)
         return self._connection
 

@@ -33,6 +33,8 @@ from flywheel.system.files import make_private, make_private_database
 P = ParamSpec("P")
 T = TypeVar("T")
 
+STATE_FILE: Final = "state.db"
+"""The database, in the state directory."""
 BUSY_TIMEOUT_MS: Final = 30_000
 READERS: Final = 4
 """Transactions that only read, at the same time."""
@@ -160,7 +162,7 @@ class Store:
     async def open(cls, state_dir: Path, *, busy_ms: int = BUSY_TIMEOUT_MS) -> Self:
         """Open `state.db` in `state_dir`, made and migrated if needed. Raises StoreError, also where another process
         writes it for longer than `busy_ms`."""
-        path = state_dir / "state.db"
+        path = state_dir / STATE_FILE
         try:
             make_private(state_dir)
         except OSError as error:
@@ -190,7 +192,7 @@ class Store:
 
         Reading from it raises StoreError if no process had the state open, and one has written it since.
         """
-        path = state_dir / "state.db"
+        path = state_dir / STATE_FILE
         if not _is_there(path):
             return await cls.copy(state_dir)
         connections = _StateConnections(str(path), partial(_read_only, path), "BEGIN", around=_AtRest(path))
@@ -210,7 +212,7 @@ class Store:
 
         SQLite keeps a little of it in memory and the rest in an unlinked file.
         """
-        path = state_dir / "state.db"
+        path = state_dir / STATE_FILE
         is_there = _is_there(path)
 
         def connect() -> sqlite3.Connection:
@@ -289,7 +291,7 @@ class Reader:
         from sqlalchemy.ext.asyncio import create_async_engine
 
         self._state_dir = state_dir
-        self._path = path = state_dir / "state.db"
+        self._path = path = state_dir / STATE_FILE
 
         async def connect() -> aiosqlite.Connection:
             return await aiosqlite.connect(
@@ -361,7 +363,7 @@ def found_version(state_dir: Path) -> int | None:
 
     Nothing is written.
     """
-    path = state_dir / "state.db"
+    path = state_dir / STATE_FILE
     if not _is_there(path):
         return None
     engine = create_engine("sqlite+pysqlite://", creator=partial(_read_only, path), poolclass=NullPool)
@@ -386,7 +388,7 @@ def copy_database(path: Path, target: sqlite3.Connection) -> None:
 def is_missing(state_dir: Path) -> bool:
     """Whether there is no state. An interrupted copy, or a full disk at the first start, leaves an empty file."""
     try:
-        return not (state_dir / "state.db").stat().st_size
+        return not (state_dir / STATE_FILE).stat().st_size
     except OSError as error:
         return isinstance(error, FileNotFoundError)  # of any other, opening it will report why
 

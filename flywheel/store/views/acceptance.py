@@ -11,6 +11,7 @@ from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, and_, func, select
 
+from flywheel.records import states
 from flywheel.records.exclusion import EVERY_TARGET, Scope, TrainedModels
 from flywheel.records.request_id import UNRECORDED
 from flywheel.records.states import Split, TaskState
@@ -18,8 +19,7 @@ from flywheel.store.kernel.schema import replies, sources, tasks
 from flywheel.store.samples import allowed
 
 CONFIDENCE: Final = 0.95
-ACCEPTED: Final = (TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value)
-JUDGED: Final = (*ACCEPTED, TaskState.REJECTED.value)
+ACCEPTED, JUDGED = (tuple(state.value for state in some) for some in (states.ACCEPTED, states.JUDGED))
 _IN_ROUNDS = (TaskState.RESERVED.value, TaskState.CONSUMED.value)
 
 

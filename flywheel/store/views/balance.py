@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from sqlalchemy import Column, ColumnElement, Connection, FromClause, and_, exists, func, not_, select
 
-from flywheel.records.states import LIVE_ROUND, ReplyState, RoundState, Split, TaskState
+from flywheel.records.states import JUDGED, LIVE_ROUND, ReplyState, RoundState, Split, TaskState
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import adapters, deployments, replies, round_samples, rounds, tasks, verdicts
 
@@ -74,7 +74,7 @@ def _count_by(
     return {str(value): int(number) for value, number in conn.execute(query)}
 
 
-_judged = [TaskState.ACCEPTED.value, TaskState.REJECTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
+_judged = [state.value for state in JUDGED]
 _has_verdict = exists().where(verdicts.c.task_id == tasks.c.id, verdicts.c.outcome.in_(["accepted", "rejected"]))
 _has_reply = exists().where(replies.c.task_id == tasks.c.id)
 

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from operator import attrgetter
@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
+from flywheel.config.section import leaves
 from flywheel.records.round import RoundSpec
 from flywheel.secrets import redact_secrets, without_secrets
 from flywheel.system.files import write_atomic
@@ -39,8 +40,6 @@ from flywheel.training.data.round_progress import read_steps
 DECISION_FILE: Final = "decision.json"
 """The gate's decision on a round, in its tracking directory."""
 POLL_SECONDS: Final = 2.0
-PACKAGES: Final = {"tensorboard": "tensorboardX"}
-"""Trackers whose package has another name."""
 SETTINGS: Final = ("model", "training", "rollout", "gate")
 """The sections of the settings that a run is described by."""
 QUIET: Final = {
@@ -229,21 +228,18 @@ def described(spec: RoundSpec) -> dict[str, Any]:
     parent, sections = spec.parent, {name: spec.settings.get(name) for name in SETTINGS}
     about = {"seed": spec.seed, "parent": parent and parent.name, "target": spec.target, "rubric": rubric}
     counts = {"train": len(spec.train), "held_out": len(spec.held_out)}
-    return dict(_flat(without_secrets({**sections, **about, "tasks": counts}), "."))
+    return {
+        name: json.dumps(value) if isinstance(value, list) else value
+        for name, value in leaves(without_secrets({**sections, **about, "tasks": counts}), lists=False)
+    }
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step, from its line in the metrics; those of nested mappings are named `outer/inner`."""
-    figures = _flat({key: value for key, value in line.items() if key not in ("step", "steps")}, "/")
+    figures = leaves(
+        {key: value for key, value in line.items() if key not in ("step", "steps")}, mark="/", lists=False
+    )
     return {name: float(value) for name, value in figures if isinstance(value, int | float)}
-
-
-def _flat(values: Mapping[str, Any], mark: str, above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, mark, f"{above}{name}{mark}")
-        else:
-            yield f"{above}{name}", json.dumps(value) if isinstance(value, list) else value
 
 
 def read_decision(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ An adapter directory appears atomically and is never written again. Nothing here
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import logging
@@ -21,7 +20,7 @@ from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import FILES, most_rank, why_unloadable
-from flywheel.system.files import sync_directory
+from flywheel.system.files import file_sha256, sync
 from flywheel.training.data.rollout import LoadedAdapter
 
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
@@ -216,8 +215,7 @@ def save_adapter(model: Any, directory: Path) -> None:
 
 def loaded_adapter(name: str, number: int, path: Path) -> LoadedAdapter:
     """An adapter's directory as engines load it."""
-    with (path / "adapter_model.safetensors").open("rb") as file:
-        return LoadedAdapter(name, number, str(path), hashlib.file_digest(file, "sha256").hexdigest())
+    return LoadedAdapter(name, number, str(path), file_sha256(path / "adapter_model.safetensors"))
 
 
 def copy_adapter(source: Path, directory: Path) -> None:
@@ -252,6 +250,6 @@ def appear(directory: Path, write: Callable[[Path], object]) -> None:
     for path in beside.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    sync_directory(beside)
+    sync(beside)
     beside.rename(directory)
-    sync_directory(directory.parent)
+    sync(directory.parent)

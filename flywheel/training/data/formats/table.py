@@ -7,7 +7,7 @@ import json
 from types import SimpleNamespace
 from typing import Any, BinaryIO, Final
 
-from flywheel.records.states import TaskState
+from flywheel.records.states import ACCEPTED, TaskState
 from flywheel.training.data.formats.export_format import ExportSample, JsonLinesWriter, Record
 from flywheel.training.data.formats.parquet import ParquetWriter
 
@@ -19,7 +19,7 @@ FACTS: Final = (
 COLUMNS: Final = ("task_id", *FACTS, "state", "accepted", "score", "rubric")
 TEXTS: Final = ("question", "answer", "prompt")
 DECIDED: Final = {
-    **dict.fromkeys((TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED), True),
+    **dict.fromkeys(ACCEPTED, True),
     TaskState.REJECTED: False,
 }
 
