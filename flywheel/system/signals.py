@@ -12,9 +12,10 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from flywheel.errors import StoppedError
+from flywheel.errors import FlywheelError, StoppedError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         return asyncio.run(work)
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+    is_ready, is_wanted = threading.Event(), True
 
     async def run() -> T:
         task = asyncio.current_task()
@@ -60,12 +62,24 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
         begun.set_result((asyncio.get_running_loop(), task))
         return await work
 
+    def run_when_ready() -> T:
+        # An interrupt while the thread is started would find nothing that it could cancel.
+        is_ready.wait()
+        if not is_wanted:
+            raise asyncio.CancelledError
+        return asyncio.run(run())
+
     with ThreadPoolExecutor(1, "flywheel-loop") as thread:
-        ended = thread.submit(asyncio.run, run())
         try:
+            ended = thread.submit(run_when_ready)
+            is_ready.set()
             return ended.result()
         except BaseException:
-            if not ended.done():
+            if not is_ready.is_set():
+                is_wanted = False
+                is_ready.set()
+                work.close()
+            elif not ended.done():
                 loop, task = begun.result()
                 loop.call_soon_threadsafe(task.cancel)
             raise
@@ -158,3 +172,27 @@ def check_stopped() -> None:
     """Raise Stopped after a signal. Waiting code waits in slices of POLL_SECONDS and calls this in between."""
     if _received:
         raise Stopped(_received[0])
+
+
+async def unless_stopped(
+    work: Callable[..., T | None], drain_seconds: float, attempted: str, left: str = "Nothing was stored."
+) -> T:
+    """The result of `work`, which runs in a thread and whose argument `stop` is set by a signal. After one, raises
+    StoppedError, which says what is `left`."""
+    stop = threading.Event()
+
+    async def halt() -> None:
+        stop.set()
+
+    interruption = StopSignals(drain_seconds)
+    outcome: T | None = None
+    try:
+        outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), halt)
+    except FlywheelError:
+        # After a signal, errors of the stopped work do not matter.
+        if interruption.by is None:
+            raise
+    if interruption.by is not None:
+        raise interruption.error(attempted, left)
+    assert outcome is not None
+    return outcome

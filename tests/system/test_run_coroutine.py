@@ -6,6 +6,9 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -54,3 +57,27 @@ def test_an_interrupt_cancels_it_and_waits_for_its_end() -> None:
         loop.run_until_complete(cell())
     loop.close()
     assert ended.is_set()
+
+
+def test_an_interrupt_while_its_thread_is_started_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(pool: ThreadPoolExecutor, function: Callable[..., Any]) -> None:
+        submit(pool, function)
+        # The thread has had time to begin.
+        begun.wait(0.3)
+        raise KeyboardInterrupt
+
+    async def work() -> None:
+        begun.set()
+
+    async def cell() -> None:
+        run_coroutine(work())
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    loop = asyncio.new_event_loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell())
+    loop.close()
+    assert not begun.is_set()
