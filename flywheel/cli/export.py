@@ -29,8 +29,7 @@ from flywheel.errors import ExportError
 from flywheel.records.states import ACCEPTED, Split, TaskState
 from flywheel.system.files import json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
-from flywheel.training.data.formats import FORMATS, ExportSample, Format, FormatName, LeftOut
-from flywheel.training.data.formats.export_format import Record
+from flywheel.training.data.formats.export_format import ExportSample, Format, FormatName, LeftOut, Record
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -106,6 +105,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write tasks as a file for another trainer, or replies as a table (`csv`, `parquet`)."""
+    from flywheel.training.data.formats.by_name import FORMATS
+
     chosen = FORMATS[name]
     if chosen.paired and state is not None:
         raise typer.BadParameter(f"{name} pairs accepted with rejected replies", param_hint="--state")

@@ -8,7 +8,8 @@ import pytest
 
 from flywheel.records.states import TaskState
 from flywheel.records.task import task_line
-from flywheel.training.data.formats import FORMATS, ExportSample, FormatName, LeftOut
+from flywheel.training.data.formats.by_name import FORMATS
+from flywheel.training.data.formats.export_format import ExportSample, FormatName, LeftOut
 from flywheel.training.data.formats.messages import messages
 from tests.factories.trace import reply
 from tests.training.data.formats.conftest import Exported
