@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -212,6 +213,29 @@ async def test_a_process_that_cannot_start_is_a_warning(tmp_path: Path, caplog: 
     made.begin(tmp_path, tracking)
     await made.close()
     assert "r0001 is not sent to mlflow: No such file or directory" in caplog.text
+
+
+async def test_two_processes_of_a_round_that_fail_are_one_warning_and_a_decision_is_sent_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracking = TrackingSettings(report_to=["mlflow"]).of_round("r0001", tmp_path)
+    started, start = [], subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        started.append(arguments)
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    made = Trackers(Path(sys.executable))
+    # Its directory has no specification, at which each process fails.
+    made.begin(tmp_path / "r0001", tracking)
+    await made.close()
+    for outcome in ("rejected", "rejected", "promoted"):
+        made.end(tmp_path / "r0001", tracking, {"outcome": outcome})
+        await made.close()
+    assert len(started) == 3
+    warnings = [each.getMessage() for each in caplog.records if "not wholly sent to mlflow" in each.getMessage()]
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize(
