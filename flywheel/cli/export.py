@@ -26,7 +26,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import ExportError
-from flywheel.records.states import ACCEPTED, Split, TaskState
+from flywheel.records.states import ABSENT, ACCEPTED, Split, TaskState
 from flywheel.system.files import json_line, whole_file
 from flywheel.system.terminal import escape_terminal, quantity
 from flywheel.training.data.formats.export_format import ExportSample, Format, FormatName, LeftOut, Record
@@ -48,9 +48,9 @@ STATES: Final[dict[States, tuple[TaskState, ...]]] = {
     "pending": (TaskState.PENDING, TaskState.JUDGING),
     "rejected": (TaskState.REJECTED,),
     # The others are no training data.
-    "all": tuple(state for state in TaskState if state not in (TaskState.HELD, TaskState.DEAD, TaskState.WITHDRAWN)),
+    "all": tuple(state for state in TaskState if state not in (TaskState.HELD, TaskState.DEAD, *ABSENT)),
 }
-REPLIES: Final = tuple(state for state in TaskState if state is not TaskState.WITHDRAWN)
+REPLIES: Final = tuple(state for state in TaskState if state not in ABSENT)
 """What a table has by default. What was withdrawn is a reply no more."""
 
 

@@ -24,6 +24,8 @@ class ReplyState(StrEnum):
     """it never becomes a task, for a `SkipReason`; it is opened again if its trace goes on"""
     DEAD = "dead"
     """it cannot be read: see its dead letter"""
+    ERASED = "erased"
+    """a person had its texts erased; it is not read again"""
 
 
 class SkipReason(StrEnum):
@@ -76,12 +78,16 @@ class TaskState(StrEnum):
     """set aside for a person: one of a burst of near-identical questions, or written by a model from a document"""
     WITHDRAWN = "withdrawn"
     """its trace continued and it is no longer a reply; the judge had not been called for it"""
+    ERASED = "erased"
+    """a person had its texts erased; its row stays, and nothing takes it any more"""
 
 
 ACCEPTED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
 """States of accepted tasks: they stay accepted when a round takes them."""
 JUDGED: Final = (*ACCEPTED, TaskState.REJECTED)
 """States of tasks that are accepted or rejected."""
+ABSENT: Final = (TaskState.WITHDRAWN, TaskState.ERASED)
+"""States of tasks that no count, list or export includes, unless it is asked for them."""
 
 
 class Split(StrEnum):
@@ -196,25 +202,27 @@ _Table = Mapping[StrEnum, frozenset[StrEnum]]
 # One table per kind: members of different StrEnums compare equal by text (a reply's and a task's "dead").
 TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
     ReplyState: {
-        _R.OPEN: frozenset({_R.CLOSED, _R.SKIPPED, _R.DEAD}),
-        _R.CLOSED: frozenset({_R.OPEN, _R.CONVERTED, _R.SKIPPED, _R.DEAD}),
+        _R.OPEN: frozenset({_R.CLOSED, _R.SKIPPED, _R.DEAD, _R.ERASED}),
+        _R.CLOSED: frozenset({_R.OPEN, _R.CONVERTED, _R.SKIPPED, _R.DEAD, _R.ERASED}),
         # The agent span of a reply that was given up can still arrive: its exporter was only late.
-        _R.SKIPPED: frozenset({_R.OPEN}),
+        _R.SKIPPED: frozenset({_R.OPEN, _R.ERASED}),
         # A trace that goes on opens its reply again, while no verdict has been paid for.
-        _R.CONVERTED: frozenset({_R.OPEN}),
-        _R.DEAD: frozenset({_R.OPEN}),
+        _R.CONVERTED: frozenset({_R.OPEN, _R.ERASED}),
+        _R.DEAD: frozenset({_R.OPEN, _R.ERASED}),
+        _R.ERASED: frozenset(),
     },
     TaskState: {
-        _T.PENDING: frozenset({_T.JUDGING, _T.DEAD, _T.WITHDRAWN, _T.HELD}),
-        _T.JUDGING: frozenset({_T.ACCEPTED, _T.REJECTED, _T.UNDECIDED, _T.DEAD, _T.PENDING, _T.HELD}),
-        _T.UNDECIDED: frozenset({_T.JUDGING, _T.PENDING, _T.DEAD, _T.HELD}),
-        _T.HELD: frozenset({_T.PENDING, _T.REJECTED}),
-        _T.ACCEPTED: frozenset({_T.RESERVED, _T.PENDING, _T.HELD}),
-        _T.REJECTED: frozenset({_T.PENDING}),
-        _T.RESERVED: frozenset({_T.CONSUMED, _T.ACCEPTED}),
-        _T.CONSUMED: frozenset(),
-        _T.DEAD: frozenset({_T.PENDING}),
-        _T.WITHDRAWN: frozenset({_T.PENDING}),
+        _T.PENDING: frozenset({_T.JUDGING, _T.DEAD, _T.WITHDRAWN, _T.HELD, _T.ERASED}),
+        _T.JUDGING: frozenset({_T.ACCEPTED, _T.REJECTED, _T.UNDECIDED, _T.DEAD, _T.PENDING, _T.HELD, _T.ERASED}),
+        _T.UNDECIDED: frozenset({_T.JUDGING, _T.PENDING, _T.DEAD, _T.HELD, _T.ERASED}),
+        _T.HELD: frozenset({_T.PENDING, _T.REJECTED, _T.ERASED}),
+        _T.ACCEPTED: frozenset({_T.RESERVED, _T.PENDING, _T.HELD, _T.ERASED}),
+        _T.REJECTED: frozenset({_T.PENDING, _T.ERASED}),
+        _T.RESERVED: frozenset({_T.CONSUMED, _T.ACCEPTED, _T.ERASED}),
+        _T.CONSUMED: frozenset({_T.ERASED}),
+        _T.DEAD: frozenset({_T.PENDING, _T.ERASED}),
+        _T.WITHDRAWN: frozenset({_T.PENDING, _T.ERASED}),
+        _T.ERASED: frozenset(),
     },
     RoundState: {
         _RO.PLANNED: frozenset({_RO.TRAINING, _RO.FAILED}),

@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select, update
 
 from flywheel.records.similarity import Fingerprint, jaccard
-from flywheel.records.states import ACCEPTED, TaskState
+from flywheel.records.states import ABSENT, ACCEPTED, TaskState
 from flywheel.store.kernel.bulk import chunks, rows_in
 from flywheel.store.kernel.schema import duplicates, embeddings, fingerprint_bands, fingerprints, tasks
 from flywheel.store.kernel.transitions import move, utcnow
@@ -102,7 +102,7 @@ def _delete_others(conn: Connection, model: str, length: int) -> int:
     return conn.execute(delete(embeddings).where(made, size != length)).rowcount
 
 
-GONE: Final = (TaskState.REJECTED, TaskState.DEAD, TaskState.WITHDRAWN)
+GONE: Final = (TaskState.REJECTED, TaskState.DEAD, *ABSENT)
 """A task in one of these states is not kept: other tasks may repeat it."""
 
 LIKELY: Final = 256

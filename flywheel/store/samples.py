@@ -36,7 +36,7 @@ from flywheel.records.exclusion import (
     TrainedModels,
     parsed,
 )
-from flywheel.records.states import ACCEPTED, JUDGED, Label, RoundState, Split, TaskState
+from flywheel.records.states import ABSENT, ACCEPTED, JUDGED, Label, RoundState, Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.claims import DECIDED
 from flywheel.store.kernel.bulk import chunks, count_rows, rows_in
@@ -99,7 +99,7 @@ def scores(conn: Connection, keys: Sequence[str]) -> dict[str, float]:
 def count_with_tools(conn: Connection) -> dict[Exclusion, int]:
     """How many tasks with tools there are, by what of their calls is recorded."""
     counts: Counter[Exclusion] = Counter()
-    query = select(tasks.c.excluded, func.count()).where(tasks.c.state != TaskState.WITHDRAWN.value)
+    query = select(tasks.c.excluded, func.count()).where(tasks.c.state.not_in(ABSENT))
     for text, number in conn.execute(query.group_by(tasks.c.excluded)):
         counts.update(dict.fromkeys(_OF_TOOLS.intersection(parsed(text)), number))
     return {each: counts[each] for each in Exclusion if counts[each]}
@@ -353,7 +353,7 @@ def count_prompts(conn: Connection) -> PromptCounts:
     """How many tasks have an exact prompt, and why the others have none."""
     total = exact = 0
     found: Counter[Exclusion] = Counter()
-    query = select(tasks.c.excluded, func.count()).where(tasks.c.state != TaskState.WITHDRAWN.value)
+    query = select(tasks.c.excluded, func.count()).where(tasks.c.state.not_in(ABSENT))
     for text, number in conn.execute(query.group_by(tasks.c.excluded)):
         reasons = INEXACT_PROMPT.intersection(exclusion.parsed(text))
         found.update(dict.fromkeys(reasons, number))

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, func, insert, sele
 
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.similarity import NEAR, first_question, jaccard, normalised, prompt_signatures
-from flywheel.records.states import Split, TaskState
+from flywheel.records.states import ABSENT, Split, TaskState
 from flywheel.records.task import Entry, split_of
 from flywheel.store.gate_tests import conversation
 from flywheel.store.kernel.bulk import Lookup, chunks, insert_many, rows_in, sql_text
@@ -191,9 +191,7 @@ def held_out_alike(conn: Connection, beginnings: Collection[int], questions: Col
     all_words = select(conversations.c.key, conversations.c.words).where(conversations.c.split == held_out)
     same = [key for key, words in conn.execute(all_words) if words and words in packed]
     prompt = func.json_extract(tasks.c.payload, "$.prompt").label("prompt")
-    of_tasks = select(tasks.c.id, tasks.c.key, prompt).where(
-        tasks.c.split == held_out, tasks.c.state != TaskState.WITHDRAWN.value
-    )
+    of_tasks = select(tasks.c.id, tasks.c.key, prompt).where(tasks.c.split == held_out, tasks.c.state.not_in(ABSENT))
     joined = of_tasks.join(conversations, conversations.c.key == conversation())
     found = [
         *rows_in(conn, of_tasks, tasks.c.beginning, sorted(beginnings)),
@@ -210,7 +208,7 @@ def held_out_alike(conn: Connection, beginnings: Collection[int], questions: Col
 
 def empty_split(conn: Connection, train_ratio: float) -> str:
     """Which split has no task, and why; empty if both have some, or there are none yet."""
-    states = [state.value for state in TaskState if state is not TaskState.WITHDRAWN]
+    states = [state.value for state in TaskState if state not in ABSENT]
     has_tasks = {
         split: bool(
             conn.execute(select(exists().where(tasks.c.state.in_(states), tasks.c.split == split))).scalar_one()

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, LargeBinary, Text, cast, delete, literal_colu
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion
 from flywheel.records.selection import TaskClass
-from flywheel.records.states import Split, TaskState
+from flywheel.records.states import ABSENT, Split, TaskState
 from flywheel.records.task import NO_CONVERSATION, Entry, line_bytes
 from flywheel.store import deduplication, deployments
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many
@@ -104,7 +104,7 @@ def earlier_turns(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
             tasks.c.conversation_id == entry.conversation_id,
             tasks.c.agent == entry.agent,
             tasks.c.started_at < entry.started_at,
-            tasks.c.state != TaskState.WITHDRAWN.value,
+            tasks.c.state.not_in(ABSENT),
             tasks.c.key != entry.key,
         )
         .order_by(tasks.c.started_at.desc(), tasks.c.id.desc())

@@ -227,11 +227,13 @@ _SKIPPED: Final = {
     SkipReason.UNFINISHED: Outcome(Result.MISSING, "the reply never ended"),
 }
 """Other reasons say nothing about the answer: nobody was to see it, or another source has it."""
+_ERASED: Final = Outcome(Result.MISSING, "its texts were erased")
 _TASKS: Final = {
     TaskState.ACCEPTED: Outcome(Result.SUCCESS, "accepted"),
     TaskState.RESERVED: Outcome(Result.SUCCESS, "accepted"),
     TaskState.CONSUMED: Outcome(Result.SUCCESS, "accepted"),
     TaskState.DEAD: Outcome(Result.MISSING, "it cannot be judged"),
+    TaskState.ERASED: _ERASED,
 }
 
 
@@ -240,6 +242,8 @@ def _outcome(conn: Connection, row: Row[Any]) -> Outcome | None:
     if row.task is None:
         if row.reply == ReplyState.DEAD:
             return Outcome(Result.MISSING, "the trace cannot be read")
+        if row.reply == ReplyState.ERASED:
+            return _ERASED
         if row.reply != ReplyState.SKIPPED or row.skip_reason == SkipReason.RECORDED:
             return None
         return _SKIPPED.get(SkipReason(row.skip_reason), Outcome(Result.MISSING, f"not judged ({row.skip_reason})"))

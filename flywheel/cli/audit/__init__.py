@@ -66,7 +66,7 @@ def audit(
         }
         print_json(report)
     else:
-        ends = " + ".join(f"{number:,} {end}" for end, number in ledger.ends.items())
+        ends = " + ".join(f"{number:,} {end}" for end, number in ledger.ends.items() if number or end != "erased")
         balance = "balanced" if ledger.balanced else "NOT balanced"
         if ledger.balanced and problems:
             balance = "balanced; the problems above are outside the ledger"

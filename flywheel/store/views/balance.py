@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from sqlalchemy import Column, ColumnElement, Connection, FromClause, and_, exists, func, not_, select
 
-from flywheel.records.states import JUDGED, LIVE_ROUND, ReplyState, RoundState, Split, TaskState
+from flywheel.records.states import ABSENT, JUDGED, LIVE_ROUND, ReplyState, RoundState, Split, TaskState
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.schema import adapters, deployments, replies, round_samples, rounds, tasks, verdicts
 
@@ -24,6 +24,7 @@ BUCKET: dict[TaskState, str] = {
     TaskState.REJECTED: "rejected",
     TaskState.UNDECIDED: "undecided",
     TaskState.DEAD: "dead",
+    TaskState.ERASED: "erased",
 }
 """The outcome under which the balance counts each state of a task."""
 
@@ -50,10 +51,11 @@ def balance(conn: Connection) -> Balance:
     skipped = _count_by(conn, replies.c.skip_reason, replies, replies.c.state == ReplyState.SKIPPED.value)
     with_task = replies.join(tasks, replies.c.task_id == tasks.c.id)
     converted = _count_by(conn, tasks.c.state, with_task, replies.c.state == ReplyState.CONVERTED.value)
-    ends = dict.fromkeys(("skipped", "pending", "accepted", "rejected", "undecided", "dead"), 0)
+    ends = dict.fromkeys(("skipped", "pending", "accepted", "rejected", "undecided", "dead", "erased"), 0)
     ends["skipped"] = reply_states.get(ReplyState.SKIPPED, 0)
     ends["pending"] = reply_states.get(ReplyState.OPEN, 0) + reply_states.get(ReplyState.CLOSED, 0)
     ends["dead"] = reply_states.get(ReplyState.DEAD, 0)
+    ends["erased"] = reply_states.get(ReplyState.ERASED, 0)
     problems = []
     for state, number in converted.items():
         if state in BUCKET:
@@ -99,7 +101,7 @@ _CHECKS: Final[tuple[tuple[str, FromClause, ColumnElement[bool]], ...]] = (
         replies,
         and_(replies.c.state == ReplyState.SKIPPED.value, replies.c.skip_reason.is_(None)),
     ),
-    ("tasks belong to no reply", tasks, and_(not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value)),
+    ("tasks belong to no reply", tasks, and_(not_(_has_reply), tasks.c.state.not_in(ABSENT))),
     ("judged tasks have no verdict", tasks, and_(tasks.c.state.in_(_judged), not_(_has_verdict))),
     (
         "reserved tasks are in no live round, and in none that waits",
