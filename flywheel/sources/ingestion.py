@@ -202,6 +202,10 @@ class SourceIngestion:
             await self._note_full_scan()
         return total
 
+    def count_again(self) -> None:
+        """Note that replies were erased, so that the next pass counts them."""
+        self._counts = None
+
     def read_again(self) -> None:
         """Have the next pass look in the ledger for traces and full scans that were asked for since this process
         began."""

@@ -39,6 +39,7 @@ from flywheel.records.task import Batch, Entry, KnownReply, line_bytes, storable
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.store.checkpoints import checkpoints_of, reopen, store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter
+from flywheel.store.erasures import erased_spans, users_of, without_erased
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many, rows_in
 from flywheel.store.kernel.schema import replies, reply_calls, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
@@ -135,6 +136,7 @@ def _is_free(conn: Connection, task: int) -> bool:
 def _set(conn: Connection, reply: int, entry: Entry) -> None:
     names = ("content", "trace_id", "conversation_id", "agent")
     values = {name: getattr(entry, name) for name in names}
+    values["user"] = users_of(conn, [entry])[entry.user]
     conn.execute(update(replies).where(replies.c.id == reply).values(**values))
 
 
@@ -157,7 +159,7 @@ def line_of(conn: Connection, key: str) -> bytes:
 _KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
 _REPLY_COLUMNS: Final = (
     "id", "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail", "task_id",
-    "content", "created_at",
+    "content", "user", "created_at",
 )  # fmt: skip
 
 
@@ -169,6 +171,7 @@ class SourceCounts:
     tasks: int
     skipped: Mapping[str, int]
     dead: int
+    erased: int = 0
 
 
 @dataclass(slots=True)
@@ -179,6 +182,7 @@ class Recorded:
     new_replies: int = 0
     re_extracted: int = 0
     dead: int = 0
+    erased: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     warnings: list[str] = field(default_factory=list)
 
@@ -187,6 +191,7 @@ class Recorded:
         self.new_replies += other.new_replies
         self.re_extracted += other.re_extracted
         self.dead += other.dead
+        self.erased += other.erased
         self.skipped += other.skipped
         self.warnings += other.warnings
 
@@ -194,10 +199,11 @@ class Recorded:
         """The counts after this batch, if no known reply changed."""
         skipped = Counter(counts.skipped) + self.skipped
         return SourceCounts(
-            counts.replies + self.new_replies + self.dead,
+            counts.replies + self.new_replies + self.dead + self.erased,
             counts.tasks + self.new_replies - self.skipped.total(),
             dict(sorted(skipped.items())),
             counts.dead + self.dead,
+            counts.erased + self.erased,
         )
 
 
@@ -248,7 +254,8 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
-    done = Recorded(warnings=list(batch.warnings))
+    batch, erased = without_erased(conn, source, batch)
+    done = Recorded(warnings=list(batch.warnings), erased=erased)
     found: Sequence[Entry] = batch.entries
     if any(entry.asked_alias or entry.follows for entry in found):
         found = enriched(conn, found)
@@ -300,6 +307,7 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
     key."""
     first = first_free(conn, replies.c.id)
     now = utcnow()
+    users = users_of(conn, new)
     by_skip: dict[SkipReason | None, list[str]] = {}
     rows: list[tuple[object, ...]] = []
     for number, entry in enumerate(new, first):
@@ -317,6 +325,7 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
                 entry.detail[:500],
                 None if skip else task_numbers[entry.key],
                 entry.content,
+                users[entry.user],
                 now,
             )
         )
@@ -361,7 +370,11 @@ def counts_by_source(conn: Connection, source: int | None = None) -> dict[int, S
             skipped.setdefault(number, Counter())[str(reason)] += count
     return {
         number: SourceCounts(
-            found.total(), found[ReplyState.CONVERTED], dict(skipped.get(number, ())), found[ReplyState.DEAD]
+            found.total(),
+            found[ReplyState.CONVERTED],
+            dict(skipped.get(number, ())),
+            found[ReplyState.DEAD],
+            found[ReplyState.ERASED],
         )
         for number, found in states.items()
     }
@@ -480,9 +493,12 @@ def snapshot(conn: Connection, source: int, trace_ids: Sequence[str], spans: Seq
     query = select(replies.c.span_id, replies.c.id, replies.c.state, replies.c.content)
     rows = rows_in(conn, query.where(replies.c.source_id == source), replies.c.span_id, spans)
     found = {row.span_id: StoredReply(row.id, ReplyState(row.state), row.content) for row in rows}
+    erased = erased_spans(conn, source, spans)
+    found |= {span: StoredReply(number, ReplyState.ERASED, None) for span, number in erased.items()}
     return LedgerSnapshot(cursor_of(conn, source), checkpoints_of(conn, source, trace_ids), found)
 
 
 def reply_numbers(conn: Connection, source: int) -> set[int]:
-    """The numbers of all replies of a source."""
-    return set(conn.execute(select(replies.c.id).where(replies.c.source_id == source)).scalars())
+    """The numbers of the replies of a source; not of erased ones, which may be gone from it."""
+    there = replies.c.source_id == source, replies.c.state != ReplyState.ERASED.value
+    return set(conn.execute(select(replies.c.id).where(*there)).scalars())

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -32,12 +33,12 @@ from msgspec import structs
 from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
-from flywheel.records.states import SkipReason
+from flywheel.records.states import SkipReason, TaskState
 from flywheel.records.task import Batch, Entry
 from flywheel.store.kernel.bulk import CHUNK, count_rows, rows_in, sql_text
 from flywheel.store.kernel.database import Store, note, noted
 from flywheel.store.kernel.schema import replies, tasks
-from flywheel.system.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync, torn_line
+from flywheel.system.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync, torn_line, whole_file
 
 _KEY: Final = b'{"task_id":"'
 _BEGINNING_OF_A_TASK: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)
@@ -294,12 +295,27 @@ class TaskFile:
     mode: int = PRIVATE
     _seen: FileState | None = None
     _written: FileState | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def erase(self, store: Store, keys: Set[str], qa_hashes: Set[str]) -> int:
+        """Remove the lines of tasks by their ids, and by the `qa_hash` of lines that AgentJet wrote, from this file
+        and those that were set aside; returns their number. Raises StoreError."""
+        async with self._lock:
+            removed = await in_thread(_erase, [self.path, *numbered(self.path)], keys, qa_hashes)
+            self._written, self._seen = None, await in_thread(FileState.of, self.path)
+            if await store.read(noted_state) is not None:
+                await store.write(note_state, self._seen)
+            return removed
 
     async def follow(self, store: Store) -> int:
         """Append every task that is not marked as exported; returns the number of lines. Raises StoreError.
 
         If another program has cut the file, this is logged and noted for `status`.
         """
+        async with self._lock:
+            return await self._follow(store)
+
+    async def _follow(self, store: Store) -> int:
         found = await in_thread(FileState.of, self.path)
         if found != self._seen:
             before = await store.read(noted_state)
@@ -324,6 +340,36 @@ class TaskFile:
             page = await store.write(_mark, page, self._seen)
         self._written = self._seen
         return count
+
+
+def _erase(paths: Iterable[Path], keys: Set[str], qa_hashes: Set[str]) -> int:
+    removed = 0
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                going = sum(_is_of(line, keys, qa_hashes) for line in file)
+                if going:
+                    file.seek(0)
+                    with whole_file(path, mode=stat.S_IMODE(os.fstat(file.fileno()).st_mode)) as rest:
+                        rest.writelines(line for line in file if not _is_of(line, keys, qa_hashes))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            hint = "Make it and its folder writable, and run the command again."
+            raise StoreError(f"erase tasks from {path}", error.strerror or str(error), hint) from error
+        removed += going
+    return removed
+
+
+def _is_of(line: bytes, keys: Set[str], qa_hashes: Set[str]) -> bool:
+    """Whether a line is one of these tasks."""
+    try:
+        task = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    if not isinstance(task, dict):
+        return False
+    return task.get("task_id") in keys or metadata_of(line).get("qa_hash") in qa_hashes
 
 
 async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:
@@ -429,8 +475,10 @@ def _rows(conn: Connection, ids: Sequence[int]) -> list[_TaskRow]:
 
 
 def exported_keys(conn: Connection) -> dict[str, int]:
-    """The number of every task in the task file by key. Tasks are written in the order of their numbers."""
-    rows = conn.execute(select(tasks.c.key, tasks.c.id).where(tasks.c.id <= exported_to(conn)))
+    """The number of every task in the task file by key, without erased ones. Tasks are written in the order of their
+    numbers."""
+    there = tasks.c.id <= exported_to(conn), tasks.c.state != TaskState.ERASED.value
+    rows = conn.execute(select(tasks.c.key, tasks.c.id).where(*there))
     return {str(row.key): int(row.id) for row in rows}
 
 

@@ -297,7 +297,7 @@ def _call_log_copy(ingestion: Ingestion) -> CallLogCopy | None:
 
 def _differs(reply: StoredReply, content: int | None) -> bool:
     if content is None:
-        return reply.state is not ReplyState.DEAD
+        return reply.state not in (ReplyState.DEAD, ReplyState.ERASED)
     return reply.content is not None and reply.content != content
 
 

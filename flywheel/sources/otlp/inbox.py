@@ -6,10 +6,11 @@ Spans are on disk when `store` returns. A span that is sent again updates its ro
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import aiosqlite
 
 from flywheel.config import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
+from flywheel.records.request_id import recorded_in
 from flywheel.system.files import file_identity, make_private_database, sync
 
 Row = Sequence[Any]
@@ -63,6 +65,9 @@ COLUMNS: Final = tuple(COLUMN_TYPES)
 _SCHEMA: Final = (
     f"CREATE TABLE IF NOT EXISTS span_table ({', '.join(' '.join(column) for column in COLUMN_TYPES.items())})",
     "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
+)
+_PRAGMAS: Final = tuple(
+    f"PRAGMA {pragma}" for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON")
 )
 _STORE: Final = (
     f"INSERT INTO span_table ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "  # noqa: S608 - constants
@@ -140,7 +145,7 @@ class Inbox:
             connection = await aiosqlite.connect(self.path, timeout=self._busy_seconds, isolation_level=None)
             try:
                 # With WAL, readers and the receiver do not block each other, and a commit syncs one file.
-                for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", *_SCHEMA):
+                for statement in (*_PRAGMAS, *_SCHEMA):
                     await connection.execute(statement)
             except BaseException:
                 await connection.close()
@@ -166,6 +171,57 @@ class Inbox:
             raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
 
 
+_BLANK: Final = (
+    "UPDATE span_table SET name = '', attributes = '{}', events = '[]', links = '[]', status = '{}', "
+    "resource = '{}', scope = '{}', traceState = NULL, serviceName = NULL, operationName = NULL, "
+    "instrumentationName = NULL, instrumentationVersion = NULL, model = NULL, conversationId = NULL "
+    "WHERE traceId = ? AND attributes <> '{}'"
+)
+"""Rows stay: a reader that is beyond the number of the last one would miss the next."""
+_NAMED: Final = (
+    "SELECT DISTINCT traceId FROM span_table WHERE conversationId IN (SELECT value FROM json_each(:conversations)) "
+    "OR (json_valid(attributes) AND (json_extract(attributes, '$.user.id') = :user "
+    "OR json_extract(attributes, '$.enduser.id') = :user))"
+)
+
+
+def traces_of(inbox: Path, conversations: Collection[str], user: str, request_ids: Collection[str]) -> set[str]:
+    """The traces in an inbox that name a conversation, a user (empty: none) or a recorded call. Raises
+    ReceiverError."""
+    wanted = set(request_ids)
+    with _using(inbox, "read") as connection:
+        given = {"conversations": json.dumps(sorted(conversations)), "user": user or None}
+        found = {str(trace) for (trace,) in connection.execute(_NAMED, given)}
+        if wanted:
+            for trace, attributes in connection.execute("SELECT traceId, CAST(attributes AS BLOB) FROM span_table"):
+                if not wanted.isdisjoint(recorded_in(attributes)):
+                    found.add(str(trace))
+    return found
+
+
+def erase(inbox: Path, traces: Collection[str]) -> int:
+    """Erase what the spans of these traces hold; returns how many had something. Raises ReceiverError.
+
+    Their rows stay until they are pruned, with the ids and times of the spans.
+    """
+    with _using(inbox, "erase spans from") as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        erased = sum(connection.execute(_BLANK, (trace,)).rowcount for trace in sorted(traces))
+        connection.execute("COMMIT")
+    return erased
+
+
+@contextmanager
+def _using(inbox: Path, attempt: str) -> Iterator[sqlite3.Connection]:
+    try:
+        with closing(sqlite3.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+            connection.execute("PRAGMA secure_delete = ON")
+            yield connection
+    except sqlite3.Error as error:
+        hint = "Run the command again when the cause is removed."
+        raise ReceiverError(f"{attempt} the inbox {inbox}", str(error), hint, retryable=True) from error
+
+
 async def prune(inbox: Path, before_ns: int) -> int:
     """Delete the spans that ended before `before_ns` (nanoseconds since 1970); returns their number. Raises
     ReceiverError.
@@ -177,6 +233,7 @@ async def prune(inbox: Path, before_ns: int) -> int:
     deleted = 0
     try:
         async with aiosqlite.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None) as connection:
+            await connection.execute("PRAGMA secure_delete = ON")
             ((first, last),) = await connection.execute_fetchall("SELECT min(rowid), max(rowid) FROM span_table")
             for at in range(first or 0, last or 0, PRUNED_AT_ONCE):
                 deletion = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,8 @@ HASH_KEY: Final = "schema_hash"
 """Key of the note with the `schema_hash` of the state's creator: before the release, all schemas have one number."""
 MIGRATIONS: Final[Mapping[int, Callable[[Connection], None]]] = {}
 """The step to each version from the one before; a new database is created in the present version."""
+ERASURE_KEY: Final = "erasure_key"
+"""Key of the note with the key of pseudonyms, as hexadecimal digits (`flywheel.store.erasures`)."""
 JUDGE_NOTE: Final = "judge"
 """Key of the note that tells `status` why judging does not go on."""
 CONFIGURATION_NOTE: Final = "configuration"
@@ -115,7 +118,8 @@ class _StateConnections:
             connection = connect()
             # The driver begins no transactions of its own: each begins with a statement of ours.
             connection.isolation_level = None
-            for pragma in (f"busy_timeout = {busy_ms}", "foreign_keys = ON", *pragmas):
+            # What is deleted or overwritten is not left in the file.
+            for pragma in (f"busy_timeout = {busy_ms}", "foreign_keys = ON", "secure_delete = ON", *pragmas):
                 connection.execute(f"PRAGMA {pragma}").close()
             return connection
 
@@ -477,6 +481,7 @@ def migrate(conn: Connection) -> None:
         return
     if not version:
         metadata.create_all(conn)
+        note(conn, ERASURE_KEY, secrets.token_hex(32))
     for step in range(version + 1, SCHEMA_VERSION + 1) if version else ():
         MIGRATIONS[step](conn)
     note(conn, VERSION_KEY, str(SCHEMA_VERSION))

@@ -70,11 +70,41 @@ replies = Table(
     Column("detail", Text, nullable=False, default=""),
     Column("task_id", ForeignKey("tasks.id"), index=True),
     Column("content", BigInteger),
+    Column("user", Text, nullable=False, server_default=text("''")),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
     Index("replies_by_state", "source_id", "state", "skip_reason"),
 )
-"""The outcome of each reply. `content` is the content hash of the reply, NULL in rows of older states."""
+"""The outcome of each reply. `content` is the content hash of the reply, NULL in rows of older states; `user` is the
+pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id`, `trace_id`
+and `conversation_id` are pseudonyms, and what else it was is empty."""
+
+erasures = Table(
+    "erasures",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("pseudonym", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("blocks", Boolean, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("report", JSON(none_as_null=True)),
+    Column("created_at", Text, nullable=False),
+    Column("finished_at", Text),
+    UniqueConstraint("kind", "pseudonym"),
+)
+"""What people had erased: a conversation or a user (`kind`), by its pseudonym. `subject` is the id itself until all
+is erased, then empty. `blocks` says whether new conversations of a user are refused. `report` has counts and names of
+rounds, no texts."""
+
+erased_conversations = Table(
+    "erased_conversations",
+    metadata,
+    Column("pseudonym", Text, primary_key=True),
+    Column("erasure_id", ForeignKey("erasures.id"), nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Conversations of which nothing is stored any more, by their pseudonyms."""
 
 traces = Table(
     "traces",

@@ -1,0 +1,457 @@
+"""Erasures: everything of a conversation, or of a user's conversations, is removed from the state and stays away.
+
+An erased reply leaves a row that the balance counts. Its ids are pseudonyms: HMACs (RFC 2104, SHA-256) with a key
+that is in the state alone. By them ingestion recognises what was erased, and what an erased conversation brings
+later: its next call would send the whole history again.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from msgspec.structs import replace
+from sqlalchemy import Column, Connection, Row, Table, bindparam, delete, exists, insert, literal, select, update
+from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
+
+from flywheel.records.states import ReplyState, TaskState
+from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
+from flywheel.records.trace import DeadRow
+from flywheel.store import deduplication
+from flywheel.store.dead_letters import ROW, TASK
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.bulk import Lookup, chunks, rows_in
+from flywheel.store.kernel.database import ERASURE_KEY, noted
+from flywheel.store.kernel.schema import (
+    conversations,
+    dead_letters,
+    embeddings,
+    erased_conversations,
+    erasures,
+    events,
+    fingerprints,
+    gate_conversations,
+    labels,
+    replies,
+    reply_calls,
+    requests,
+    round_samples,
+    rounds,
+    tasks,
+    verdicts,
+    watch_units,
+)
+from flywheel.store.kernel.transitions import move, record, utcnow
+
+ERASED: Final = "erased"
+_NAMING: Final[tuple[Column[Any], ...]] = (
+    requests.c.arguments,
+    requests.c.result,
+    rounds.c.result,
+    schema.adapters.c.comparison,
+)
+"""JSON columns that name tasks or dead letters."""
+_TOMBSTONES: Final = Lookup(
+    select(replies.c.span_id, replies.c.id).where(
+        replies.c.source_id == bindparam("source"), replies.c.state == ReplyState.ERASED.value
+    ),
+    replies.c.span_id,
+)
+_KNOWN: Final = Lookup(select(replies.c.span_id).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
+_TRACES: Final = Lookup(
+    select(replies.c.trace_id).where(replies.c.state == ReplyState.ERASED.value), replies.c.trace_id
+)
+_CONVERSATIONS: Final = Lookup(select(erased_conversations.c.pseudonym), erased_conversations.c.pseudonym)
+
+
+class Kind(StrEnum):
+    """What an id names."""
+
+    CONVERSATION = "conversation"
+    USER = "user"
+    SPAN = "span"
+    TRACE = "trace"
+    TASK = "task"
+
+
+class ErasureState(StrEnum):
+    """How far an erasure got."""
+
+    OPEN = "open"
+    """nothing new is stored; files and rows are being erased"""
+    ERASED = "erased"
+    """no row has it any more; SQLite's files may"""
+    PURGED = "purged"
+    """no file has it any more"""
+
+
+class Pseudonyms:
+    """The pseudonyms of ids in this state, as 32 hexadecimal digits."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._key = bytes.fromhex(noted(conn, ERASURE_KEY))
+
+    def of(self, kind: Kind, text: str) -> str:
+        message = f"{kind.value}\0{text}".encode("utf-8", "surrogatepass")
+        return hmac.digest(self._key, message, "sha256")[:16].hex()
+
+
+def users_of(conn: Connection, entries: Iterable[Entry]) -> dict[str, str]:
+    """The pseudonyms of the users of some entries, by user; empty for none."""
+    users = {entry.user for entry in entries}
+    if not users - {""}:
+        return {"": ""}
+    pseudonyms = Pseudonyms(conn)
+    return {user: pseudonyms.of(Kind.USER, user) if user else "" for user in users}
+
+
+def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, int]:
+    """A batch without what was erased or belongs to an erased conversation, and how many rows are new of that.
+
+    They are stored as erased replies, so that each reply of the source is counted.
+    """
+    if not (batch.entries or batch.dead) or not conn.execute(select(exists(select(erasures.c.id)))).scalar_one():
+        return batch, 0
+    pseudonyms = Pseudonyms(conn)
+    rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
+    spans = {row.span_id: pseudonyms.of(Kind.SPAN, row.span_id) for row in rows}
+    traces = {row.trace_id: pseudonyms.of(Kind.TRACE, row.trace_id) for row in rows}
+    keys = {key for entry in batch.entries for key in _keys_of(entry)}
+    named = {key: pseudonyms.of(Kind.CONVERSATION, key) for key in keys}
+    there = {row.span_id for row in _TOMBSTONES.rows(conn, list(spans.values()), source)}
+    of_traces = {row.trace_id for row in _TRACES.rows(conn, list(traces.values()))}
+    erased = {row.pseudonym for row in _CONVERSATIONS.rows(conn, list(named.values()))}
+    users = users_of(conn, batch.entries)
+    of_users = select(erasures.c.pseudonym).where(erasures.c.kind == Kind.USER.value, erasures.c.blocks)
+    blocked = set(conn.execute(of_users).scalars())
+
+    def is_erased(row: Entry | DeadRow) -> bool:
+        if spans[row.span_id] in there or traces[row.trace_id] in of_traces:
+            return True
+        return isinstance(row, Entry) and (
+            users[row.user] in blocked or any(named[key] in erased for key in _keys_of(row))
+        )
+
+    gone = {row.span_id: row for row in rows if is_erased(row)}
+    if not gone:
+        return batch, 0
+    # What is known under its own id is about to be erased.
+    known = {row.span_id for row in _KNOWN.rows(conn, list(gone), source)}
+    new = [row for span, row in gone.items() if spans[span] not in there and span not in known]
+    now = utcnow()
+    for row in new:
+        key = conversation_key(row.conversation_id, row.trace_id) if isinstance(row, Entry) else row.trace_id
+        added = insert(replies).values(
+            source_id=source,
+            span_id=spans[row.span_id],
+            trace_id=traces[row.trace_id],
+            conversation_id=pseudonyms.of(Kind.CONVERSATION, key),
+            state=ReplyState.ERASED.value,
+            created_at=now,
+        )
+        number = conn.execute(added.returning(replies.c.id)).scalar_one()
+        record(conn, replies.name, [str(number)], None, ReplyState.ERASED)
+    entries = tuple(entry for entry in batch.entries if entry.span_id not in gone)
+    dead = tuple(row for row in batch.dead if row.span_id not in gone)
+    return replace(batch, entries=entries, dead=dead), len(new)
+
+
+def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[str, int]:
+    """Those of these spans whose replies are erased, with the numbers of these."""
+    if not conn.execute(select(exists(select(erasures.c.id)))).scalar_one():
+        return {}
+    pseudonyms = Pseudonyms(conn)
+    by_pseudonym = {pseudonyms.of(Kind.SPAN, span): span for span in spans}
+    return {by_pseudonym[row.span_id]: row.id for row in _TOMBSTONES.rows(conn, list(by_pseudonym), source)}
+
+
+def _keys_of(entry: Entry) -> tuple[str, ...]:
+    """The conversation of an entry, and the one that it forks from."""
+    return tuple(dict.fromkeys((conversation_key(entry.conversation_id, entry.trace_id), entry.split_key)))
+
+
+@dataclass(slots=True)
+class Touched:
+    """What belongs to some conversations: `replies` by number, `tasks` (keys by number), ids of conversations, traces
+    and spans, request ids of recorded calls, and the names of the rounds that used the tasks."""
+
+    conversations: set[str] = field(default_factory=set)
+    replies: set[int] = field(default_factory=set)
+    tasks: dict[int, str] = field(default_factory=dict)
+    traces: set[str] = field(default_factory=set)
+    spans: set[str] = field(default_factory=set)
+    calls: set[str] = field(default_factory=set)
+    rounds: dict[str, str] = field(default_factory=dict)
+    """Directories by the name of the round."""
+
+    def __bool__(self) -> bool:
+        return bool(self.replies or self.calls)
+
+
+def conversations_of_user(conn: Connection, user: str) -> set[str]:
+    """The conversations in which a user asked something, by their keys."""
+    pseudonym = Pseudonyms(conn).of(Kind.USER, user)
+    rows = conn.execute(select(replies.c.conversation_id, replies.c.trace_id).where(replies.c.user == pseudonym))
+    return {conversation_key(row.conversation_id, row.trace_id) for row in rows}
+
+
+def conversations_with(conn: Connection, pseudonyms: Collection[str]) -> set[str]:
+    """The conversations that have these pseudonyms and are not erased yet, by their keys."""
+    rows = conn.execute(
+        select(replies.c.conversation_id, replies.c.trace_id)
+        .where(replies.c.state != ReplyState.ERASED.value)
+        .distinct()
+    )
+    keys = {conversation_key(row.conversation_id, row.trace_id) for row in rows}
+    found = Pseudonyms(conn)
+    return {key for key in keys if found.of(Kind.CONVERSATION, key) in pseudonyms}
+
+
+def touched(conn: Connection, wanted: Collection[str], calls: Collection[str] = ()) -> Touched:
+    """What the state has of these conversations, and of those that made one of these recorded calls.
+
+    All replies of their traces belong to it: an agent that another one calls sees the conversation, too.
+    """
+    found = Touched(conversations=set(wanted), calls=set(calls))
+    columns = replies.c.id, replies.c.span_id, replies.c.trace_id, replies.c.task_id, replies.c.conversation_id
+    query = select(*columns).where(replies.c.state != ReplyState.ERASED.value)
+    of_calls = select(reply_calls.c.reply_id)
+    seen = -1
+    while seen != len(found.replies):
+        seen = len(found.replies)
+        ids = sorted(found.conversations - NO_CONVERSATION)
+        by_call = {row.reply_id for row in rows_in(conn, of_calls, reply_calls.c.request_id, sorted(found.calls))}
+        rows = [
+            *rows_in(conn, query, replies.c.conversation_id, ids),
+            *rows_in(conn, query, replies.c.trace_id, sorted(found.traces | found.conversations)),
+            *rows_in(conn, query, replies.c.id, sorted(by_call)),
+            *rows_in(conn, query, replies.c.task_id, sorted(found.tasks)),
+        ]
+        for row in rows:
+            found.replies.add(row.id)
+            found.spans.add(row.span_id)
+            found.traces.add(row.trace_id)
+            if row.task_id is not None:
+                found.tasks.setdefault(row.task_id, "")
+        named = select(reply_calls.c.request_id)
+        found.calls |= {row.request_id for row in rows_in(conn, named, reply_calls.c.reply_id, sorted(found.replies))}
+    keys = select(tasks.c.id, tasks.c.key)
+    found.tasks = {row.id: row.key for row in rows_in(conn, keys, tasks.c.id, sorted(found.tasks))}
+    used = select(rounds.c.name, rounds.c.dir).join(round_samples, round_samples.c.round_id == rounds.c.id).distinct()
+    found.rounds = {row.name: row.dir for row in rows_in(conn, used, round_samples.c.task_id, sorted(found.tasks))}
+    return found
+
+
+def begin(conn: Connection, kind: Kind, subject: str, wanted: Collection[str], *, blocks: bool) -> int:
+    """Store that a conversation, or a user with these conversations, is to be erased; the number of the erasure.
+
+    From now on nothing of them is stored, judged or trained on.
+    """
+    pseudonyms = Pseudonyms(conn)
+    values = {"subject": subject, "state": ErasureState.OPEN.value, "finished_at": None, "report": None}
+    added = insert_or_ignore(erasures).values(
+        kind=kind.value, pseudonym=pseudonyms.of(kind, subject), blocks=blocks, created_at=utcnow(), **values
+    )
+    again = {**values, "blocks": erasures.c.blocks | literal(blocks)}
+    query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=again).returning(erasures.c.id)
+    number = int(conn.execute(query).scalar_one())
+    block(conn, number, wanted)
+    return number
+
+
+def block(conn: Connection, erasure: int, wanted: Collection[str]) -> None:
+    """Store nothing of these conversations any more."""
+    pseudonyms = Pseudonyms(conn)
+    rows = [{"pseudonym": pseudonyms.of(Kind.CONVERSATION, key), "erasure_id": erasure} for key in sorted(wanted)]
+    if rows:
+        conn.execute(insert_or_ignore(erased_conversations).on_conflict_do_nothing(), rows)
+
+
+def take_out(conn: Connection, numbers: Collection[int]) -> None:
+    """Move tasks to `erased`: nothing judges them or trains on them any more. Their texts are erased later."""
+    query = select(tasks.c.id, tasks.c.state).where(tasks.c.state != TaskState.ERASED.value)
+    for row in list(rows_in(conn, query, tasks.c.id, sorted(numbers))):
+        move(conn, row.id, TaskState(row.state), TaskState.ERASED)
+
+
+def in_states(conn: Connection, *states: ErasureState) -> Sequence[Row[Any]]:
+    """The erasures in these states, the oldest first."""
+    wanted = erasures.c.state.in_([state.value for state in states])
+    return conn.execute(select(erasures).where(wanted).order_by(erasures.c.id)).all()
+
+
+def with_id(conn: Connection, number: int) -> Row[Any]:
+    return conn.execute(select(erasures).where(erasures.c.id == number)).one()
+
+
+def note(conn: Connection, number: int, state: ErasureState, report: Mapping[str, Any]) -> None:
+    """Note how far an erasure got. One that is no longer open does not say whom it was about."""
+    subject = {} if state is ErasureState.OPEN else {"subject": ""}
+    finished = {"finished_at": utcnow()} if state is ErasureState.PURGED else {}
+    values: dict[str, Any] = {"state": state.value, "report": report, **subject, **finished}
+    conn.execute(update(erasures).where(erasures.c.id == number).values(**values))
+
+
+def everything_erased(conn: Connection) -> list[dict[str, Any]]:
+    """All erasures as they are kept beside a backup: pseudonyms of conversations and users, and what is blocked."""
+    found = conn.execute(select(erased_conversations.c.pseudonym).order_by(erased_conversations.c.pseudonym))
+    users = conn.execute(select(erasures).where(erasures.c.kind == Kind.USER.value).order_by(erasures.c.id))
+    return [
+        *({"kind": Kind.CONVERSATION.value, "pseudonym": name, "blocks": True} for name in found.scalars()),
+        *({"kind": row.kind, "pseudonym": row.pseudonym, "blocks": row.blocks} for row in users),
+    ]
+
+
+def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> int:
+    """Take over erasures that were made since a backup; the number of the erasure that they are part of, 0 for none.
+    The conversations of erased users are among those given."""
+    if not given:
+        return 0
+    first = 0
+    for each in given:
+        added = insert_or_ignore(erasures).values(
+            kind=each["kind"],
+            pseudonym=each["pseudonym"],
+            subject="",
+            blocks=bool(each["blocks"]),
+            state=ErasureState.OPEN.value,
+            created_at=utcnow(),
+        )
+        # A user who has been blocked stays it.
+        said = {"blocks": erasures.c.blocks | literal(bool(each["blocks"])), "state": ErasureState.OPEN.value}
+        query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=said).returning(erasures.c.id)
+        number = int(conn.execute(query).scalar_one())
+        first = first or number
+        if each["kind"] == Kind.CONVERSATION:
+            row = {"pseudonym": each["pseudonym"], "erasure_id": number}
+            conn.execute(insert_or_ignore(erased_conversations).values(**row).on_conflict_do_nothing())
+    return first
+
+
+def scrub(conn: Connection, found: Touched) -> None:
+    """Erase all texts and ids of what was found from the state; what must stay for the balance keeps pseudonyms."""
+    pseudonyms = Pseudonyms(conn)
+    take_out(conn, found.tasks)
+    _scrub_tasks(conn, found, pseudonyms)
+    _scrub_conversations(conn, found, pseudonyms)
+    _scrub_replies(conn, found, pseudonyms)
+    names = {key: pseudonyms.of(Kind.TASK, key) for key in found.tasks.values()}
+    names |= {key: pseudonyms.of(Kind.CONVERSATION, key) for key in found.conversations}
+    names |= {span: pseudonyms.of(Kind.SPAN, span) for span in found.spans}
+    names |= {trace: pseudonyms.of(Kind.TRACE, trace) for trace in found.traces}
+    _rename(conn, names)
+
+
+def _scrub_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
+    ids = sorted(found.tasks)
+    texts = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.task_id, ids)}
+    for task in ids:
+        deduplication.forget(conn, task)
+    for some in chunks(ids):
+        for table in (labels, verdicts, schema.influences):
+            conn.execute(delete(table).where(table.c.task_id.in_(some)))
+    used = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.text, sorted(texts))}
+    for some in chunks(sorted(texts - used)):
+        conn.execute(delete(embeddings).where(embeddings.c.text.in_(some)))
+    names = ("agent", "adapter", "started_at", "excluded", "model", "target", "structure")
+    empty: dict[str, Any] = {**dict.fromkeys(names, ""), "beginning": None, "payload": {}, "retry_at": None}
+    for number, key in found.tasks.items():
+        conversation = select(tasks.c.conversation_id).where(tasks.c.id == number)
+        values = {
+            "key": pseudonyms.of(Kind.TASK, key),
+            "conversation_id": pseudonyms.of(Kind.CONVERSATION, str(conn.execute(conversation).scalar_one())),
+        }
+        conn.execute(update(tasks).where(tasks.c.id == number).values(**empty, **values))
+    _forget_letters(conn, TASK, found.tasks.values(), Kind.TASK, pseudonyms)
+    _silence(conn, tasks, ids)
+
+
+def _scrub_conversations(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
+    """Splits stay; what a later conversation could be compared with goes."""
+    keys = sorted(found.conversations | found.traces)
+    for row in list(rows_in(conn, select(conversations), conversations.c.key, keys)):
+        name = pseudonyms.of(Kind.CONVERSATION, row.key)
+        for table in (schema.recent_bands, schema.signature_bands):
+            conn.execute(delete(table).where(table.c.key == row.key))
+        values = {"key": name, "like": name if row.like == row.key else row.like, "words": b""}
+        conn.execute(update(conversations).where(conversations.c.key == row.key).values(**values))
+        conn.execute(update(conversations).where(conversations.c.like == row.key).values(like=name))
+    for row in list(rows_in(conn, select(gate_conversations), gate_conversations.c.conversation, keys)):
+        own = gate_conversations.c.conversation == row.conversation, gate_conversations.c.round_id == row.round_id
+        name = pseudonyms.of(Kind.CONVERSATION, row.conversation)
+        conn.execute(update(gate_conversations).where(*own).values(conversation=name))
+
+
+def _scrub_replies(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
+    ids = sorted(found.replies)
+    for some in chunks(ids):
+        conn.execute(delete(reply_calls).where(reply_calls.c.reply_id.in_(some)))
+    for calls in chunks(sorted(found.calls)):
+        conn.execute(delete(watch_units).where(watch_units.c.request_id.in_(calls)))
+    empty: dict[str, Any] = {"agent": "", "skip_reason": None, "detail": "", "content": None, "user": ""}
+    for row in list(rows_in(conn, select(replies), replies.c.id, ids)):
+        key = conversation_key(row.conversation_id, row.trace_id)
+        _forget_letters(conn, ROW, [row.span_id], Kind.SPAN, pseudonyms, row.source_id)
+        move(
+            conn, row.id, ReplyState(row.state), ReplyState.ERASED,
+            span_id=pseudonyms.of(Kind.SPAN, row.span_id),
+            trace_id=pseudonyms.of(Kind.TRACE, row.trace_id),
+            conversation_id=pseudonyms.of(Kind.CONVERSATION, key),
+            **empty,
+        )  # fmt: skip
+    _silence(conn, replies, ids)
+
+
+def _forget_letters(
+    conn: Connection,
+    kind: str,
+    subjects: Iterable[str],
+    of: Kind,
+    pseudonyms: Pseudonyms,
+    source: int | None = None,
+) -> None:
+    """Erase the texts of dead letters about these subjects."""
+    query = select(dead_letters).where(dead_letters.c.kind == kind)
+    if source is not None:
+        query = query.where(dead_letters.c.source_id == source)
+    for row in list(rows_in(conn, query, dead_letters.c.subject, list(subjects))):
+        values = {"subject": pseudonyms.of(of, row.subject), "error": ERASED, "excerpt": ""}
+        conn.execute(update(dead_letters).where(dead_letters.c.id == row.id).values(**values))
+        _silence(conn, dead_letters, [row.id])
+
+
+def _silence(conn: Connection, table: Table, ids: Iterable[int]) -> None:
+    """Erase what events say of these rows, which may quote them."""
+    subjects = [str(number) for number in ids]
+    for some in chunks(subjects):
+        said = events.c.kind == table.name, events.c.subject.in_(some), events.c.detail != ""
+        conn.execute(update(events).where(*said).values(detail=""))
+
+
+def _rename(conn: Connection, names: Mapping[str, str]) -> None:
+    """Replace ids by their pseudonyms where others than replies and tasks name them, and erase comments on them."""
+    for column in _NAMING:
+        table, key = column.table, next(iter(column.table.primary_key))
+        for row in list(conn.execute(select(key, column).where(column.is_not(None)))):
+            said = _renamed(row[1], names)
+            if said != row[1]:
+                conn.execute(update(table).where(key == row[0]).values({column: said}))
+    failed = select(requests.c.id, requests.c.error).where(requests.c.error != "")
+    for row in list(conn.execute(failed)):
+        if any(name in row.error for name in names if name):
+            conn.execute(update(requests).where(requests.c.id == row.id).values(error=ERASED))
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, list):
+        return [_renamed(each, names) for each in value]
+    if isinstance(value, dict):
+        said = {names.get(name, name): _renamed(each, names) for name, each in value.items()}
+        # What a person wrote about an erased reply.
+        return {**said, "comment": ""} if "comment" in said and said != value else said
+    return value

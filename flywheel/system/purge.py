@@ -1,0 +1,28 @@
+"""Removes what was deleted in an SQLite database from its write-ahead log."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+from typing import Final
+
+_PAUSE_SECONDS: Final = 0.1
+
+
+def purge(path: Path, seconds: float) -> bool:
+    """Copy the write-ahead log of a database to the file and cut it to nothing, which waits for all reading
+    transactions; whether that was possible within some seconds. Raises sqlite3.Error.
+
+    With `secure_delete` in each connection that writes, no file has what was deleted before.
+    """
+    until = time.monotonic() + seconds
+    with contextlib.closing(sqlite3.connect(path, timeout=1.0, isolation_level=None)) as connection:
+        while True:
+            (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if not is_busy:
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_PAUSE_SECONDS)
