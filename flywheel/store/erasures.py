@@ -14,7 +14,20 @@ from enum import StrEnum
 from typing import Any, Final
 
 from msgspec.structs import replace
-from sqlalchemy import Column, Connection, Row, Table, bindparam, delete, exists, insert, literal, select, update
+from sqlalchemy import (
+    Column,
+    Connection,
+    Row,
+    Table,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    literal,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.records.states import ReplyState, TaskState
@@ -54,16 +67,13 @@ _NAMING: Final[tuple[Column[Any], ...]] = (
     schema.adapters.c.comparison,
 )
 """JSON columns that name tasks or dead letters."""
+_IS_ERASED: Final = replies.c.state == literal_column(f"'{ReplyState.ERASED.value}'")
 _TOMBSTONES: Final = Lookup(
-    select(replies.c.span_id, replies.c.id).where(
-        replies.c.source_id == bindparam("source"), replies.c.state == ReplyState.ERASED.value
-    ),
+    select(replies.c.span_id, replies.c.id).where(replies.c.source_id == bindparam("source"), _IS_ERASED),
     replies.c.span_id,
 )
 _KNOWN: Final = Lookup(select(replies.c.span_id).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
-_TRACES: Final = Lookup(
-    select(replies.c.trace_id).where(replies.c.state == ReplyState.ERASED.value), replies.c.trace_id
-)
+_TRACES: Final = Lookup(select(replies.c.trace_id).where(_IS_ERASED), replies.c.trace_id)
 _CONVERSATIONS: Final = Lookup(select(erased_conversations.c.pseudonym), erased_conversations.c.pseudonym)
 
 
