@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -56,6 +56,10 @@ class RoundTask(Frozen):
     stage of the round trains on recorded replies."""
     rejected: tuple[ChatMessage, ...] = ()
     """A worse reply to the same prompt, to compare `reply` with. Empty without one."""
+    reply_task_id: str = ""
+    """The task whose reply `reply` is in a pair; empty if it is this one's."""
+    rejected_task_id: str = ""
+    """The task whose reply `rejected` is; empty if it is this one's."""
     is_of_teacher: bool = False
     """Whether that reply is of another model (`sources[].models.teachers`)."""
     line: dict[str, Any] = {}
@@ -385,6 +389,8 @@ class Probe(Frozen):
 
     texts: list[list[int]]
     """Token ids: prompts with continuations sampled from the adapter."""
+    tasks: list[str] = []
+    """The held-out task of each text, by id. Empty if they are not known."""
     places: list[tuple[int, int]]
     """The text and the position in it of each token, those that tell most first."""
     first: Recording
@@ -393,9 +399,13 @@ class Probe(Frozen):
     """Token by token, as a server measures them."""
 
 
+LONGEST_SYSTEM_PROMPT: Final = 2_000
+"""Characters of a system prompt in the result."""
+
+
 class SystemPrompt(Frozen):
     text: str
-    """Empty for rollouts without one; at most 2,000 characters."""
+    """Empty for rollouts without one; the beginning of one that is longer than `LONGEST_SYSTEM_PROMPT`."""
     rollouts: int
 
 

@@ -22,10 +22,11 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool returned. An error is a result, too."""
+    """What a tool returned. An error is a result, too. `task_id` is a task whose trace has it; empty if unknown."""
 
     content: str
     failed: bool = False
+    task_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

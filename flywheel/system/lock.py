@@ -160,14 +160,15 @@ async def rollback_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[N
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """Lock the directory until the process ends. Raises LockedError when another worker holds it."""
+def alone_in(directory: Path, attempted: str = "") -> Iterator[None]:
+    """Lock the directory, as the worker does until its process ends. Raises LockedError when another process holds
+    it."""
     with (directory / WORKER_LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockedError(
-                f"run the round in {directory}",
+                attempted or f"run the round in {directory}",
                 "another worker is running it",
                 "Wait for that one, or stop it first.",
                 retryable=True,

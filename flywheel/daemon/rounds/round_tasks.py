@@ -118,7 +118,10 @@ def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact
         worst = min(worse, key=lambda task: score.get(task.task_id, 0.0))
         difference = round(score.get(best.task_id, 1.0) - score.get(worst.task_id, 0.0), 9)
         if best.reply != worst.rejected and difference >= config.training.dpo.margin:
-            pairs[key] = {"reply": best.reply, "rejected": worst.rejected, "is_of_teacher": best.is_of_teacher}
+            pairs[key] = {
+                "reply": best.reply, "reply_task_id": best.task_id, "is_of_teacher": best.is_of_teacher,
+                "rejected": worst.rejected, "rejected_task_id": worst.task_id,
+            }  # fmt: skip
     return [task.model_copy(update=pairs.get(_prompt_key(task), {})) for task in asked]
 
 

@@ -24,6 +24,8 @@ PLACES: Final = (64, 128, 256, 512)
 """Numbers of tokens, tried in this order until the standard error is small enough."""
 LARGEST_ERROR: Final = 0.07
 """Maximum standard error of a slope. With 0.08, half of an adapter passed in 8 of 192,000 simulated draws."""
+LEAST_NOISE: Final = 0.1
+"""Noise of a replica in nats per token that a probe has tokens for, however small that of the engine of its round."""
 LEAST_SLOPE, LARGEST_SLOPE = 0.75, 1.33
 NOISE_ALLOWED: Final = 4.0
 UNEXPLAINED_ALLOWED: Final = 0.01
@@ -123,6 +125,24 @@ def standard_error(residuals: np.ndarray, z: np.ndarray, x: np.ndarray, inverse:
 
     influence = (residuals / (1 - np.einsum("ti,ij,tj->t", x, inverse, z)))[:, None] * z @ inverse.T
     return float(np.sqrt((influence**2).sum(0)).max())
+
+
+def expected_error(probe: Probe) -> float:
+    """The standard error of the slopes that a noisy replica would have (`compare`).
+
+    Its noise is taken as twice that of the engine that recorded the probe, and at least as `LEAST_NOISE`.
+    """
+    import numpy as np
+
+    z, x, inverse = regressors(probe, len(probe.places))
+    noise = max(2 * math.sqrt(np.mean((x - z).sum(1) ** 2)), LEAST_NOISE)
+    error = standard_error(np.full(len(x), noise), z, x, inverse)
+    return error if math.isfinite(error) else math.inf
+
+
+def can_prove(probe: Probe) -> bool:
+    """Whether a probe has tokens enough to tell its adapter from others on a noisy replica."""
+    return len(probe.places) >= PLACES[0] and expected_error(probe) <= LARGEST_ERROR
 
 
 async def prove(replica: Replica, model: str, base_model: str, probe: Probe) -> ProbeFigures:

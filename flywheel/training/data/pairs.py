@@ -116,13 +116,21 @@ class Pairs:
                 "chosen_score": high,
                 "rejected_score": low,
                 "task_id": task.task_id,
-                "source": "recorded" if high is None else "rollouts",
+                **_origins(task, is_recorded=high is None),
             }
         )
 
 
 _End = tuple[Sample, Sequence[ChatMessage], float | None]
 """One side of a pair: its tokens, its messages, and its reward if it is a rollout."""
+
+
+def _origins(task: RoundTask, *, is_recorded: bool) -> dict[str, str]:
+    """Where the replies of a pair come from. Recorded ones may be of other tasks with the same prompt."""
+    if not is_recorded:
+        return {"source": "rollouts"}
+    replies = {"chosen": task.reply_task_id, "rejected": task.rejected_task_id}
+    return {"source": "recorded"} | {f"{side}_task_id": other or task.task_id for side, other in replies.items()}
 
 
 def _ends(reward: float, rollout: Rollout) -> _End:

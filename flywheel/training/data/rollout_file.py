@@ -95,6 +95,12 @@ def append(directory: Path, rollouts: Sequence[Mapping[str, Any]], *, is_complet
     append_lines(directory / ROLLOUT_INDEX_FILE, [index_line(group) for group in entries])
 
 
+def write_index(directory: Path) -> None:
+    """Write the index of all rollouts again. No step is marked as whole: a worker would start over."""
+    lines = [index_line(group) for group in _grouped(_read(directory / ROLLOUTS_FILE, 0), 0)]
+    write_atomic(directory / ROLLOUT_INDEX_FILE, b"".join(lines))
+
+
 def groups(directory: Path) -> Iterator[IndexedGroup]:
     """The groups of a round in their order; none without rollouts. Raises StoreError."""
     path = directory / ROLLOUTS_FILE

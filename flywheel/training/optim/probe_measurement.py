@@ -3,14 +3,13 @@ on a rollout engine."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from flywheel.records.round import Probe, Recording
-from flywheel.serving.client.weight_verification import LARGEST_ERROR, PLACES, regressors, standard_error
+from flywheel.serving.client.weight_verification import LARGEST_ERROR, PLACES, expected_error
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.engine.ray_cluster import wait
@@ -18,8 +17,8 @@ from flywheel.training.engine.ray_cluster import wait
 PROMPTS = 8
 TOKENS = 256
 """Tokens of a continuation. Few tokens of a text tell versions apart, so there are more than are compared."""
-LEAST_NOISE = 0.1
-"""Noise of a replica in nats per token that a probe has tokens for, however small that of this engine."""
+SPARE = 4
+"""One place more for so many that suffice: the texts of some prompts may have to be removed (`flywheel forget`)."""
 
 
 def make_probe(
@@ -38,7 +37,8 @@ def make_probe(
     """
     versions = {"adapter": adapter, "base": None, **({"parent": parent} if parent else {})}
     # Log-probabilities of a long prompt take gigabytes: a row of the vocabulary for each of its tokens.
-    shortest = sorted((list(prompt.token_ids) for prompt in prompts), key=len)[:PROMPTS]
+    asked = sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:PROMPTS]
+    shortest = [list(prompt.token_ids) for prompt in asked]
     # One position stays free: scoring also generates one token.
     rooms = [min(TOKENS, max_model_len - len(ids) - 1) for ids in shortest]
     sampled = wait(
@@ -54,7 +54,7 @@ def make_probe(
     every = [(at, len(ids) + place) for at, (ids, tokens) in enumerate(texts) for place in range(len(tokens))]
     joined = [ids + tokens for ids, tokens in texts]
     by_token: dict[str, list[float]] = {name: [] for name in versions}
-    for number in PLACES:
+    for number in (min(each + each // SPARE, PLACES[-1]) for each in PLACES):
         places = [every[at] for at in order[:number]]
         for name, version in versions.items():
             new = places[len(by_token[name]) :]
@@ -63,6 +63,7 @@ def make_probe(
             )
         probe = Probe(
             texts=joined,
+            tasks=[prompt.task.task_id for prompt in asked],
             places=places,
             first=Recording(**{name: [logprobs[at] for at in order[:number]] for name, logprobs in whole.items()}),
             second=Recording(**by_token),
@@ -70,17 +71,6 @@ def make_probe(
         if expected_error(probe) <= LARGEST_ERROR / 2:
             break
     return probe
-
-
-def expected_error(probe: Probe) -> float:
-    """The standard error of the slopes that a noisy replica would have (`weight_verification.compare`).
-
-    Its noise is taken as twice that of this engine, and at least as `LEAST_NOISE`.
-    """
-    z, x, inverse = regressors(probe, len(probe.places))
-    noise = max(2 * math.sqrt(np.mean((x - z).sum(1) ** 2)), LEAST_NOISE)
-    error = standard_error(np.full(len(x), noise), z, x, inverse)
-    return error if math.isfinite(error) else math.inf
 
 
 def most_telling(recording: Recording) -> list[int]:

@@ -83,11 +83,13 @@ MAX_BYTES: Final = 8 << 20
 """Text of results that a specification has room for. First those that were called most often."""
 
 _ADD: Final = (
-    "INSERT INTO results VALUES (?, ?, ?, ?, 1, 0, 0) ON CONFLICT (key) DO UPDATE SET calls = calls + 1,"
+    "INSERT INTO results VALUES (?, ?, ?, ?, ?, 1, 0, 0) ON CONFLICT (key) DO UPDATE SET calls = calls + 1,"
     " confirmed = confirmed OR conversation <> excluded.conversation,"
     " differs = differs OR content <> excluded.content OR failed <> excluded.failed"
 )
-_AGREEING: Final = "SELECT key, content, failed FROM results WHERE confirmed AND NOT differs ORDER BY calls DESC, key"
+_AGREEING: Final = (
+    "SELECT key, content, failed, task FROM results WHERE confirmed AND NOT differs ORDER BY calls DESC, key"
+)
 
 
 class RecordingPool:
@@ -103,7 +105,7 @@ class RecordingPool:
         self._database.execute("PRAGMA journal_mode = OFF")
         self._database.execute(
             "CREATE TABLE results (key TEXT PRIMARY KEY, content BLOB, failed INTEGER, conversation BLOB,"
-            " calls INTEGER, confirmed INTEGER, differs INTEGER) WITHOUT ROWID"
+            " task BLOB, calls INTEGER, confirmed INTEGER, differs INTEGER) WITHOUT ROWID"
         )
         self._database.execute("BEGIN")
 
@@ -115,18 +117,20 @@ class RecordingPool:
         if own:
             key = recording.conversation or recording.task_id
             conversation = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:16]
-            rows = ((each.key, _bytes(each.result.content), each.result.failed, conversation) for each in own)
+            of = conversation, _bytes(recording.task_id)
+            rows = ((each.key, _bytes(each.result.content), each.result.failed, *of) for each in own)
             self._database.executemany(_ADD, rows)
 
     def shared(self) -> SharedRecordings:
         """What rollouts may use of the traces so far."""
         shared: dict[str, ToolResult] = {}
         room = MAX_BYTES
-        for key, content, failed in self._database.execute(_AGREEING):
+        for key, content, failed, task in self._database.execute(_AGREEING):
             # A result that has no room leaves room for smaller ones.
             if len(content) <= room:
                 room -= len(content)
-                shared[key] = ToolResult(content.decode("utf-8", "surrogatepass"), bool(failed))
+                text, name = (each.decode("utf-8", "surrogatepass") for each in (content, task))
+                shared[key] = ToolResult(text, bool(failed), name)
         return SharedRecordings(shared)
 
     def close(self) -> None:

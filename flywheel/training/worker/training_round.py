@@ -21,6 +21,7 @@ from flywheel.judge.usage import Purpose
 from flywheel.records.program_run import RunResult
 from flywheel.records.round import (
     ADAPTER_DIR,
+    LONGEST_SYSTEM_PROMPT,
     AdapterRef,
     Comparison,
     FrozenTarget,
@@ -65,8 +66,6 @@ TRIALS: Final = 3
 """Tasks on which the user's agent is tried before training."""
 
 MOST_SYSTEM_PROMPTS: Final = 10
-LONGEST_SYSTEM_PROMPT: Final = 2_000
-"""Characters of a system prompt in the result."""
 
 MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
 

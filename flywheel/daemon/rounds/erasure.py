@@ -1,0 +1,187 @@
+"""Erases the texts of tasks from the files of rounds and evaluations.
+
+Every JSON file of a directory is looked through, and loses its records of erased tasks (`flywheel.records.erasure`);
+each appears whole. The specification is the last one: while it names an erased task, the work is not done, and after
+a kill -9 it is done again. Which sentences of a log quote a task cannot be known (tracebacks have values, in any
+form), so the log of such a directory is emptied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from flywheel.errors import StoreError
+from flywheel.records.erasure import REMOVED, ErasedTasks, without
+from flywheel.records.round import (
+    ADAPTER_DIR,
+    CANDIDATE_DIR,
+    LOG_FILE,
+    LONGEST_SYSTEM_PROMPT,
+    ROLLOUT_INDEX_FILE,
+    ROLLOUTS_FILE,
+    SPEC_FILE,
+)
+from flywheel.system.files import json_line, whole_file, write_atomic, write_json
+from flywheel.system.lock import alone_in
+from flywheel.training.data.rollout_file import write_index
+from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, clear
+
+EMPTIED: Final = b"The log was removed: texts of tasks of this round were erased.\n"
+WITHOUT_TEXTS: Final = frozenset({ADAPTER_DIR, CANDIDATE_DIR, CHECKPOINTS_DIR, SYNC_DIR})
+"""Folders that have weights and no tasks."""
+_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
+"""What `whole_file` leaves of a file if its process is killed."""
+
+
+def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False) -> int:
+    """Erase tasks from the files of a round that does not run; the number of files that have changed. It may be done
+    again at any time.
+
+    `used` says that the round had one of them, also if its specification does not name it any more (retention
+    removes tasks from it, and the rounds of `round_samples` are known). Raises LockedError while a worker runs, and
+    StoreError for a file that cannot be read or written.
+    """
+    if not directory.is_dir() or not (used or _names(directory, erased)):
+        return 0
+    attempted = f"erase tasks from the files in {directory}"
+    try:
+        with alone_in(directory, attempted):
+            return _erase(directory, erased)
+    except OSError as error:
+        why = f"{error.filename or directory}: {error.strerror or error}"
+        raise StoreError(attempted, why, "Let this user write there, and run it again.", retryable=True) from error
+
+
+def erase_from_evaluation(directory: Path, erased: ErasedTasks) -> int:
+    """The same for the directory of an evaluation (`flywheel evaluate`)."""
+    return erase_from_round(directory, erased)
+
+
+def _erase(directory: Path, erased: ErasedTasks) -> int:
+    # No worker goes on with it: the round has other tasks now.
+    clear(directory, is_over=True)
+    changed = 0
+    for path in _files(directory):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink()
+            changed += 1
+    log = directory / LOG_FILE
+    if log.exists() and log.read_bytes() != EMPTIED:
+        write_atomic(log, EMPTIED)
+        changed += 1
+    objects, lists = _json_files(directory)
+    # Results count the system prompts of all rollouts: before these are rewritten, it is known which stay.
+    prompts = _system_prompts(directory / ROLLOUTS_FILE, erased)
+    changed += sum(_erase_from_object(path, erased, prompts) for path in objects if path.name != SPEC_FILE)
+    changed += sum(_erase_from_lines(path, erased) for path in lists)
+    return changed + sum(_erase_from_object(path, erased, prompts) for path in objects if path.name == SPEC_FILE)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink():
+            continue
+        if path.is_dir() and path.name not in WITHOUT_TEXTS:
+            yield from _files(path)
+        elif path.is_file():
+            yield path
+
+
+def _json_files(directory: Path) -> tuple[list[Path], list[Path]]:
+    """Those with one JSON value, and those with one in each line."""
+    files = [path for path in _files(directory) if not path.name.startswith(".")]
+    objects, lists = ([path for path in files if path.suffix == suffix] for suffix in (".json", ".jsonl"))
+    return objects, [path for path in lists if path.name != ROLLOUT_INDEX_FILE]
+
+
+def _names(directory: Path, erased: ErasedTasks) -> bool:
+    """Whether a file has anything to erase. What is no JSON is not looked at."""
+    objects, lists = _json_files(directory)
+    # The specification names all tasks, and is read faster than what was written about them.
+    for path in sorted(objects, key=lambda each: each.name != SPEC_FILE):
+        try:
+            value = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if without(value, erased) is not value:
+            return True
+    return any(
+        value is not REMOVED and without(value, erased) is not value
+        for path in lists
+        for value in map(_parsed, _lines(path))
+    )
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The complete lines. An incomplete last one is read by nobody."""
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _parsed(line: bytes) -> Any:
+    """The value of a line; `REMOVED` if it is no JSON."""
+    for parse in (orjson.loads, json.loads):  # The second one takes NaN, too.
+        with contextlib.suppress(ValueError):
+            return parse(line)
+    return REMOVED
+
+
+def _left(line: bytes, erased: ErasedTasks) -> bytes:
+    """What is left of a line: the line itself, another one, or nothing, as of a line that is no JSON."""
+    value = _parsed(line)
+    left = without(value, erased)
+    if left is REMOVED:
+        return b""
+    return line if left is value else json_line(left)
+
+
+def _erase_from_lines(path: Path, erased: ErasedTasks) -> bool:
+    """Rewrite a file of lines without erased tasks, and without an incomplete last line; whether it has changed."""
+    is_rollouts, index = path.name == ROLLOUTS_FILE, path.with_name(ROLLOUT_INDEX_FILE)
+    has_index = is_rollouts and index.exists()
+    size = sum(map(len, _lines(path)))
+    changes = size < path.stat().st_size or any(_left(line, erased) is not line for line in _lines(path))
+    if changes:
+        if has_index:
+            # Of the rollouts before. Without its lines, the rollouts are read as a whole.
+            write_atomic(index, b"")
+        with whole_file(path) as file:
+            file.writelines(_left(line, erased) for line in _lines(path))
+    if has_index and not index.stat().st_size:
+        write_index(path.parent)
+    return changes
+
+
+def _erase_from_object(path: Path, erased: ErasedTasks, system_prompts: frozenset[str]) -> bool:
+    """Rewrite a file with one value without erased tasks; whether it has changed. Raises StoreError for a file that
+    is no JSON."""
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        why = "it is no JSON, so that it is unknown whether texts of the tasks are in it"
+        raise StoreError(f"erase tasks from {path}", why, "Remove it, and run this again.") from None
+    left = without(value, erased, system_prompts)
+    if left is value:
+        return False
+    if left is REMOVED:
+        path.unlink()
+    else:
+        write_json(path, left)
+    return True
+
+
+def _system_prompts(rollouts: Path, erased: ErasedTasks) -> frozenset[str]:
+    """Those that rollouts of other tasks have; none without the file."""
+    found: set[str] = set()
+    for line in _lines(rollouts) if rollouts.exists() else ():
+        value = _parsed(line)
+        if isinstance(value, dict) and without(value, erased) is not REMOVED:
+            found.update(value.get("system_prompts", ()))
+    return frozenset(found | {text[:LONGEST_SYSTEM_PROMPT] for text in found})
