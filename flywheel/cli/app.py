@@ -48,6 +48,7 @@ HINTS: Final[Mapping[str, str]] = {
     "finetune": "train sft", "sft": "train sft", "dpo": "train dpo", "grpo": "train grpo", "gate": "why ROUND",
     "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
     "undo": "rollback", "revert": "rollback", "check": "doctor", "setup": "init", "new": "init", "clean": "prune",
+    "erase": "forget", "delete": "forget", "gdpr": "forget",
     "annotate": "label TASK accept", "settings": "config show",
     "completion": "--install-completion", "help": "--help", "version": "--version",
 }  # fmt: skip
@@ -393,9 +394,9 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "backup", "status", "audit", "why",
-    "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo", "init",
-    "doctor",
+    "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "forget", "backup", "status",
+    "audit", "why", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo",
+    "init", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 URGENT: Final[Mapping[str, str]] = {"rollback": "rounds"}

@@ -58,10 +58,12 @@ def backup(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOpt
 @app.command()
 def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Put a backup into an empty state directory, and say what the sources hold that it does not."""
+    from flywheel.daemon.backup import erase_again
     from flywheel.store import backup
 
     settings, folder = load_config(config), absolute(folder)
     found, manifest = backup.restore(folder, settings.state_dir)
+    erased = run_async(erase_again(settings, folder))
     sources = run_async(_compared(settings))
     kept = found / backup.CONFIGURATION
     if as_json:
@@ -71,6 +73,7 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
                 "made_at": manifest["made_at"],
                 "files": len(manifest["files"]),
                 "left_out": manifest["left_out"],
+                "erased": erased,
                 "configuration": str(kept) if kept.is_dir() else None,
                 "sources": [each.as_json() for each in sources],
             }
@@ -78,6 +81,8 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
         return
     lines = [f"{short_path(settings.state_dir)} is as it was at {manifest['made_at'][:19]}Z"]
     lines += [f"not in the backup: {name}: {why}" for name, why in manifest["left_out"].items()]
+    if erased:
+        lines.append(f"erased again: {quantity(erased, 'conversation')} and users that were erased since")
     for each in sources:
         newer = each.not_read_yet + len(each.missing)
         lines.append(

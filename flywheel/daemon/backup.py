@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -10,13 +12,17 @@ from sqlalchemy import Connection, select
 
 from flywheel.config import Config
 from flywheel.config.section import leaves
+from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.rounds.retention import STAYS
 from flywheel.records.states import AdapterState
-from flywheel.store.backup import CONFIGURATION, Backup
-from flywheel.store.kernel.database import STATE_FILE, read_once
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store import erasures
+from flywheel.store.backup import CONFIGURATION, FOLDERS_NOTE, Backup, erased_since, tell
+from flywheel.store.kernel.database import STATE_FILE, Store, note, noted, read_once
 from flywheel.store.kernel.schema import adapters
 from flywheel.store.task_file import FileState, noted_state
 from flywheel.system.files import shipped_folder
+from flywheel.system.lock import instance_lock
 
 DATABASES: Final = ("otlp/*.sqlite", "calls/*.sqlite", "calls/*.db", "serving/calls-*.db")
 """Received spans and recorded calls, of which there is no other copy."""
@@ -37,7 +43,36 @@ async def back_up(config: Config, folder: Path) -> Backup:
             made.add_database(path.relative_to(state).as_posix(), path)
         for name, path in _configuration(config):
             made.add(name, path)
+    store = await Store.open(state)
+    try:
+        await store.write(_note_folder, folder)
+        # Something may have been erased since the state was copied.
+        await asyncio.to_thread(tell, [str(folder)], await store.read(erasures.everything_erased))
+    finally:
+        await store.close()
     return made
+
+
+async def erase_again(config: Config, folder: Path) -> int:
+    """Erase from a restored state what was erased since the backup in a folder; how many conversations, and users who
+    are blocked, that are. Raises FlywheelError; given again, it goes on."""
+    if not (given := erased_since(folder)):
+        return 0
+    with instance_lock(config.state_dir):
+        store = await Store.open(config.state_dir)
+        ingestion = Ingestion(store, config)
+        try:
+            await store.write(erasures.adopt, given)
+            await Eraser(store, config, ingestion).finish()
+        finally:
+            await ingestion.close()
+            await store.close()
+    return len(given)
+
+
+def _note_folder(conn: Connection, folder: Path) -> None:
+    known = set(json.loads(noted(conn, FOLDERS_NOTE) or "[]"))
+    note(conn, FOLDERS_NOTE, json.dumps(sorted(known | {str(folder.absolute())})))
 
 
 async def _add_rounds(made: Backup, config: Config) -> None:

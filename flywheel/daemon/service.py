@@ -20,6 +20,7 @@ from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.judging.judging import TaskJudging, recover
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.metrics_server import MetricsServer
@@ -37,7 +38,8 @@ from flywheel.judge.usage import BudgetSpentError, CallsInFlight
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import claims, verdicts
+from flywheel.store import claims, erasures, verdicts
+from flywheel.store.erasures import ErasureState
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
 from flywheel.system.process import feed_watchdog, in_container, tell_systemd, trim_malloc
@@ -69,6 +71,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
 """How often stages retry what nothing wakes them for: undecided tasks, an unreachable judge or server."""
+PURGE_SECONDS = 5.0
+"""How long a purge waits for readers; it is tried again."""
 REQUEST_SECONDS = 1.0
 """How often requests of people are looked for."""
 NOTICE_SECONDS = 2.0
@@ -89,6 +93,7 @@ class Service:
         self._store = store
         self._ingestion = Ingestion(store, config)
         self._filtering = TaskJudging(store, config, calls=CallsInFlight(config.state_dir))
+        self._eraser = Eraser(store, config, self._ingestion)
         self._deployer = Deployer(store, config)
         self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
         self._window = False
@@ -160,6 +165,7 @@ class Service:
                 if report.error is not None:
                     log.error("%s", report.error)
                     error = report.error
+            await self._eraser.finish()
             judged = await self._filtering.run(stop=self._stop_judging)
             if judged.error is not None:
                 log.error("%s", judged.error)
@@ -337,6 +343,7 @@ class Service:
         self._round.wake.set()
 
     async def _do_judge(self) -> None:
+        await self._erase()
         new, self._new_tasks = self._new_tasks, 0
         report = await self._filtering.run(stop=self._stop_judging)
         spent = isinstance(report.error, BudgetSpentError)
@@ -351,7 +358,21 @@ class Service:
         if report.error is not None:
             raise report.error
 
+    async def _erase(self) -> None:
+        """Carry out erasures that people asked for, while nothing is judged."""
+        if await self._store.read(erasures.in_states, ErasureState.OPEN, ErasureState.ERASED):
+            if not await self._eraser.finish(PURGE_SECONDS):
+                log.warning("erased, not yet purged: another process reads an older state; it is tried again")
+            # What rounds may take has changed.
+            self._round.wake.set()
+        if not self._stopping.is_set():
+            self._stop_judging.clear()
+
     async def _do_requests(self) -> None:
+        if await self._store.read(erasures.in_states, ErasureState.OPEN):
+            # What is being judged is ended first.
+            self._stop_judging.set()
+            self._judge.wake.set()
         kinds = await self._request_watch.look()
         if RequestKind.RETRY in kinds:
             self._sources.read_again()

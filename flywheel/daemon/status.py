@@ -78,6 +78,7 @@ class SourceStatus(Struct, frozen=True):
     tasks: int
     skipped: Mapping[str, int]
     dead: int
+    erased: int
     configured: bool
 
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -541,6 +541,15 @@ class Ingestion:
         for source in self._sources.values():
             source.is_reopened = source.is_reopened or source.number in numbers
         return [source for source in self._sources.values() if source.is_reopened]
+
+    async def erase(self, keys: Set[str], qa_hashes: Set[str]) -> int:
+        """Remove the lines of tasks from the task file and those beside it, see `TaskFile.erase`."""
+        return await self._task_file.erase(self._store, keys, qa_hashes)
+
+    async def erase_conversations(self, request_ids: Collection[str]) -> set[str]:
+        """Erase the users of conversations that are made of recorded calls; the ids of these. Raises CallLogError and
+        ReceiverError."""
+        return await self._finder.erase(request_ids) if self._finder is not None and request_ids else set()
 
     async def export(self) -> None:
         """Append new tasks to the task file."""

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -31,6 +31,10 @@ PREVIOUS: Final = "previous"
 MANIFEST: Final = "manifest.json"
 CONFIGURATION: Final = "configuration"
 """Folder of the configuration's files, which a restore leaves to the user."""
+ERASURES: Final = "erasures.json"
+"""What was erased since the backup, written beside it."""
+FOLDERS_NOTE: Final = "backups"
+"""Key of the note with the folders of all backups, as JSON."""
 RESTORING: Final = ".restoring"
 """Folder in a state directory that is being restored."""
 
@@ -65,7 +69,7 @@ class Backup:
         if folder.resolve().is_relative_to(state_dir.resolve()):
             raise StoreError(attempted, "it is in the state directory", "Name a folder elsewhere.")
         if folder.is_dir() and (
-            foreign := {each.name for each in folder.iterdir()} - {CURRENT, NEXT, PREVIOUS, INSTANCE_LOCK}
+            foreign := {each.name for each in folder.iterdir()} - {CURRENT, NEXT, PREVIOUS, INSTANCE_LOCK, ERASURES}
         ):
             why = f"it has other files, such as {min(foreign)}"
             raise StoreError(attempted, why, "Name an empty folder, or that of an earlier backup.")
@@ -150,6 +154,35 @@ class Backup:
         new.rename(current)
         sync(self.folder)
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def tell(folders: Sequence[str], erasures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write beside each backup what was erased, so that a restore does not bring it back; the folders that cannot be
+    written, or have no backup any more."""
+    unreached = []
+    for name in folders:
+        folder = Path(name)
+        try:
+            if found_in(folder) is None:
+                raise FileNotFoundError
+            write_json(folder / ERASURES, list(erasures), mode=0o600)
+        except OSError:
+            unreached.append(name)
+    return unreached
+
+
+def erased_since(folder: Path) -> list[dict[str, Any]]:
+    """What was written beside a backup by `tell`. Raises StoreError."""
+    path = folder / ERASURES
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_bytes())
+        return [{name: each[name] for name in ("kind", "pseudonym", "blocks")} for each in found]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it is damaged or cannot be read ({error})"
+        hint = "What was erased since the backup would come back; mend the file, or move it away to accept that."
+        raise StoreError(f"read {path}", why, hint) from error
 
 
 def found_in(folder: Path) -> Path | None:

@@ -208,8 +208,11 @@ def conversations_of_user(conn: Connection, user: str) -> set[str]:
     return {conversation_key(row.conversation_id, row.trace_id) for row in rows}
 
 
-def conversations_with(conn: Connection, pseudonyms: Collection[str]) -> set[str]:
-    """The conversations that have these pseudonyms and are not erased yet, by their keys."""
+def conversations_of(conn: Connection, erasure: int) -> set[str]:
+    """The conversations that an erasure is to erase, by their keys, as far as they are still there."""
+    named = select(erased_conversations.c.pseudonym).where(erased_conversations.c.erasure_id == erasure)
+    if not (pseudonyms := set(conn.execute(named).scalars())):
+        return set()
     rows = conn.execute(
         select(replies.c.conversation_id, replies.c.trace_id)
         .where(replies.c.state != ReplyState.ERASED.value)
@@ -220,12 +223,14 @@ def conversations_with(conn: Connection, pseudonyms: Collection[str]) -> set[str
     return {key for key in keys if found.of(Kind.CONVERSATION, key) in pseudonyms}
 
 
-def touched(conn: Connection, wanted: Collection[str], calls: Collection[str] = ()) -> Touched:
-    """What the state has of these conversations, and of those that made one of these recorded calls.
+def touched(
+    conn: Connection, wanted: Collection[str], calls: Collection[str] = (), traces: Collection[str] = ()
+) -> Touched:
+    """What the state has of these conversations, recorded calls and traces.
 
     All replies of their traces belong to it: an agent that another one calls sees the conversation, too.
     """
-    found = Touched(conversations=set(wanted), calls=set(calls))
+    found = Touched(conversations=set(wanted), calls=set(calls), traces=set(traces))
     columns = replies.c.id, replies.c.span_id, replies.c.trace_id, replies.c.task_id, replies.c.conversation_id
     query = select(*columns).where(replies.c.state != ReplyState.ERASED.value)
     of_calls = select(reply_calls.c.reply_id)
@@ -315,12 +320,9 @@ def everything_erased(conn: Connection) -> list[dict[str, Any]]:
     ]
 
 
-def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> int:
-    """Take over erasures that were made since a backup; the number of the erasure that they are part of, 0 for none.
-    The conversations of erased users are among those given."""
-    if not given:
-        return 0
-    first = 0
+def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
+    """Take over erasures that were made since a backup, as open ones. The conversations of erased users are among
+    those given."""
     for each in given:
         added = insert_or_ignore(erasures).values(
             kind=each["kind"],
@@ -334,11 +336,10 @@ def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> int:
         said = {"blocks": erasures.c.blocks | literal(bool(each["blocks"])), "state": ErasureState.OPEN.value}
         query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=said).returning(erasures.c.id)
         number = int(conn.execute(query).scalar_one())
-        first = first or number
         if each["kind"] == Kind.CONVERSATION:
             row = {"pseudonym": each["pseudonym"], "erasure_id": number}
-            conn.execute(insert_or_ignore(erased_conversations).values(**row).on_conflict_do_nothing())
-    return first
+            of_one = insert_or_ignore(erased_conversations).values(**row)
+            conn.execute(of_one.on_conflict_do_update(index_elements=["pseudonym"], set_={"erasure_id": number}))
 
 
 def scrub(conn: Connection, found: Touched) -> None:

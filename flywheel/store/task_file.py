@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, ParamSpec, Self, TypeVar
 
 import orjson
 from msgspec import structs
-from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
+from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, case, cast, literal_column, select
 
 from flywheel.errors import StoreError
 from flywheel.records.states import SkipReason, TaskState
@@ -231,7 +231,10 @@ T = TypeVar("T")
 
 PAGE_BYTES: Final = 4 * 1024 * 1024
 """Lines that are written at once; a longer line is written alone."""
-_TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
+_WRITTEN: Final = case(
+    (tasks.c.state != literal_column(f"'{TaskState.ERASED.value}'"), cast(tasks.c.payload, LargeBinary))
+)
+_TASKS: Final = select(tasks.c.id, tasks.c.key, _WRITTEN).order_by(tasks.c.id)
 _UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
 _EXPORTED_TO: Final = "exported_to"
 _FILE: Final = "task_file"
@@ -240,7 +243,7 @@ _BEGINNING: Final = 40
 
 
 class _TaskRow(NamedTuple):
-    """A task; `line` is its line in the file without the line end."""
+    """A task; `line` is its line in the file without the line end, empty if it is erased."""
 
     id: int
     key: str
@@ -409,7 +412,7 @@ def _every(file: BinaryIO) -> Iterable[bytes]:
 def _append(path: Path, rows: Sequence[_TaskRow], there: Set[str], mode: int = 0o666) -> int:
     """Append the rows whose tasks are not there yet."""
     try:
-        return append_lines(path, [row.line + b"\n" for row in rows if row.key not in there], mode=mode)
+        return append_lines(path, [row.line + b"\n" for row in rows if row.line and row.key not in there], mode=mode)
     except OSError as error:
         raise unwritable(path, error) from error
 
@@ -430,8 +433,8 @@ def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_TaskRow]:
     size = 0
     with contextlib.closing(rows):
         for number, key, line in rows:
-            page.append(_TaskRow(number, key, line))
-            size += len(line)
+            page.append(_TaskRow(number, key, line or b""))
+            size += len(page[-1].line)
             if size > PAGE_BYTES:
                 break
     return page

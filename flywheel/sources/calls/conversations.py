@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from hashlib import blake2b
@@ -273,6 +273,22 @@ class Conversations:
         with self._log.transaction() as connection:
             ids = [(reply.id,) for reply in replies]
             connection.executemany("UPDATE found_replies SET due_ns = NULL WHERE reply = ?", ids)
+
+    def erase(self, request_ids: Collection[str]) -> set[str]:
+        """Erase what is known of the users of these calls; the ids of their conversations. Hashes stay until they are
+        pruned: by them a call that goes on is still found to belong to the same conversation."""
+        ids, conversations = frozenset(request_ids), set()
+        with self._log.transaction() as connection:
+            self._prepare(connection)
+            for (content,) in connection.execute("SELECT content FROM found_replies").fetchall():
+                reply = _decode(content)
+                if not ids.isdisjoint(call.request_id for call in reply.calls):
+                    calls = tuple(msgspec.structs.replace(call, error="") for call in reply.calls)
+                    conversations.add(reply.conversation)
+                    left = msgspec.structs.replace(reply, calls=calls, user="", detail="")
+                    values = msgspec.json.encode(left), reply.id
+                    connection.execute("UPDATE found_replies SET content = ?, due_ns = NULL WHERE reply = ?", values)
+        return conversations
 
     def prune(self, before_ns: int) -> None:
         """Forget calls that were placed before `before_ns`: no later one can continue them any more."""
@@ -542,6 +558,11 @@ class ConversationFinder:
                 await self._inbox.store([row for reply in replies for row in rows_of(reply, self._agent(reply))])
                 await asyncio.to_thread(self._conversations.hand_on, replies)
             await asyncio.to_thread(self._conversations.prune, time.time_ns() - self._keep_ns)
+
+    async def erase(self, request_ids: Collection[str]) -> set[str]:
+        """See `Conversations.erase`. Raises CallLogError and ReceiverError."""
+        async with self._lock, self._turn():
+            return await asyncio.to_thread(self._conversations.erase, request_ids)
 
     def _agent(self, reply: FoundReply) -> str:
         """The agent that gave a reply: the alias that it called."""

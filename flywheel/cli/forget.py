@@ -1,0 +1,128 @@
+"""`flywheel forget`: erase a conversation, or all of a user, wherever Flywheel has it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    app,
+    load_config,
+    open_state,
+    print_json,
+    require_state,
+    run_async,
+)
+from flywheel.errors import EXIT_LOCKED, LockedError
+from flywheel.system.terminal import escape_terminal, quantity
+
+if TYPE_CHECKING:
+    from flywheel.config import Config
+    from flywheel.store.erasures import Kind
+
+WAIT_SECONDS: Final = 60.0
+"""How long a running daemon, which ends what it is judging first, is waited for."""
+_PAUSE_SECONDS: Final = 0.2
+OUT_OF_REACH: Final = (
+    "Not erased, as Flywheel cannot: what the sources themselves have (Studio's database, files), weights that were"
+    " trained on it, exports, what webhooks, Langfuse and trackers were sent, published adapters."
+)
+
+
+@app.command()
+def forget(
+    conversation: Annotated[str | None, typer.Option(metavar="ID", help="The conversation to erase.")] = None,
+    user: Annotated[str | None, typer.Option(metavar="ID", help="Erase all conversations of this user.")] = None,
+    block: Annotated[
+        bool, typer.Option("--block", help="With --user: refuse new conversations of the user, too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be erased.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Erase a conversation, or all of a user: replies, tasks, verdicts, recorded calls, texts in files of rounds."""
+    from flywheel.records.task import NO_CONVERSATION
+    from flywheel.store.erasures import Kind
+
+    if (conversation is None) == (user is None):
+        raise typer.BadParameter("name one of them", param_hint="--conversation or --user")
+    subject = str(user if conversation is None else conversation)
+    if block and user is None:
+        raise typer.BadParameter("a conversation is always blocked; it goes with --user", param_hint="--block")
+    if subject in NO_CONVERSATION:
+        raise typer.BadParameter(
+            f"{subject!r} stands for unrelated conversations without an id", param_hint="--conversation or --user"
+        )
+    settings = load_config(config)
+    require_state(settings, "erase a conversation")
+    kind = Kind.CONVERSATION if user is None else Kind.USER
+    found = run_async(_forget(settings, kind, subject, block=block, dry_run=dry_run))
+    if as_json:
+        print_json({"kind": kind.value, "blocked": block or user is None, "dry_run": dry_run, **found})
+    else:
+        for line in _lines(found, dry_run=dry_run):
+            print(escape_terminal(line, one_line=True))
+    if not (dry_run or found["state"] == "purged"):
+        raise typer.Exit(EXIT_LOCKED)
+
+
+async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_run: bool) -> dict[str, Any]:
+    """What was erased (`Report`), or would be, and how far that got."""
+    from flywheel.daemon.erasure import Eraser, report_of
+    from flywheel.sources.ingestion import Ingestion
+    from flywheel.store import erasures
+    from flywheel.system.lock import instance_lock
+
+    async with open_state(config) as store:
+        ingestion = Ingestion(store, config)
+        eraser = Eraser(store, config, ingestion)
+        try:
+            found = await eraser.find(kind, subject)
+            if dry_run:
+                return {"state": "found", **report_of(found)}
+            number = await store.write(erasures.begin, kind, subject, found.conversations, blocks=block)
+            until = time.monotonic() + WAIT_SECONDS
+            while True:
+                try:
+                    with instance_lock(config.state_dir):
+                        await eraser.finish()
+                except LockedError:
+                    pass
+                row = await store.read(erasures.with_id, number)
+                if row.state == erasures.ErasureState.PURGED or time.monotonic() >= until:
+                    return {"state": row.state, **(row.report or report_of(found))}
+                await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            await ingestion.close()
+
+
+def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
+    counts = {
+        "reply": found["replies"], "task": found["tasks"], "recorded call": found["calls"], "span": found["spans"],
+        "line of the task file": found["lines"],
+    }  # fmt: skip
+    many = {"reply": "replies", "line of the task file": "lines of the task file"}
+    what = ", ".join(quantity(count, name, many.get(name, f"{name}s")) for name, count in counts.items() if count)
+    lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing is stored of it"]
+    if found["rounds"]:
+        lines.append(f"rounds that used it: {', '.join(found['rounds'])}")
+    for each in found["adapters"]:
+        lines.append(each)
+    for url, count in found["pending"].items():
+        lines.append(f"{url} could not be asked: {quantity(count, 'call')} there are erased when it can be reached")
+    for folder in found["backups"]:
+        lines.append(f"the backup in {folder} could not be reached: a restore from there would bring it back")
+    if dry_run:
+        return lines
+    if found["state"] == "open":
+        lines.append("The daemon erases it: nothing new of it is stored, judged or trained on. Run it again to see.")
+    elif found["state"] == "erased":
+        lines.append(
+            "Erased, not yet purged: another process reads an older state. The daemon goes on; run it again."
+        )
+    return [*lines, OUT_OF_REACH]

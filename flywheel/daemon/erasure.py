@@ -1,0 +1,254 @@
+"""Erasing a conversation, or all of a user: what belongs to them is found, and removed from files and state.
+
+The order makes every step repeatable: first nothing new is stored, judged or trained on; then files are rewritten, by
+what the rows say of them; then the rows go, in one transaction; then SQLite's logs are emptied. A process that dies
+in between leaves an open erasure, which the next one carries out from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sqlite3
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import orjson
+from sqlalchemy import Connection, LargeBinary, Row, cast, select
+
+from flywheel.config import Config
+from flywheel.daemon import evaluation_log
+from flywheel.daemon.rounds.erasure import erase_from_evaluation, erase_from_round
+from flywheel.errors import StoreError
+from flywheel.records.erasure import ErasedTasks
+from flywheel.records.task import NO_CONVERSATION
+from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
+from flywheel.sources.ingestion import Ingestion
+from flywheel.sources.otlp import inbox
+from flywheel.store import backup, erasures
+from flywheel.store.erasures import ErasureState, Kind, Touched
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.database import STATE_FILE, Store, noted
+from flywheel.store.kernel.schema import tasks
+from flywheel.system.purge import purge
+
+log = logging.getLogger(__name__)
+
+PURGE_SECONDS: Final = 30.0
+"""How long reading transactions of other processes are waited for."""
+INBOXES: Final = ("otlp/*.sqlite", "calls/*.sqlite")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What an erasure erased, as counts and names; no texts.
+
+    - `rounds`: names of the rounds that used the tasks, for training or in the gate. `files`: how many of their
+      files, and of evaluations, were rewritten.
+    - `calls`: recorded calls; `pending`: how many of them servers have that could not be asked, by URL.
+    - `backups`: folders of backups that could not be told: a restore from there brings it back.
+    """
+
+    replies: int
+    tasks: int
+    calls: int
+    spans: int
+    lines: int
+    rounds: Sequence[str] = ()
+    files: int = 0
+    pending: dict[str, int] = {}
+    backups: Sequence[str] = ()
+
+
+def report_of(found: Touched, **done: Any) -> dict[str, Any]:
+    """A report as it is stored, of what was found and `done`."""
+    counts = {"replies": len(found.replies), "tasks": len(found.tasks), "calls": len(found.calls)}
+    defaults = {**counts, "spans": 0, "lines": 0, "rounds": sorted(found.rounds)}
+    report: dict[str, Any] = msgspec.to_builtins(Report(**{**defaults, **done}))
+    return report
+
+
+class Eraser:
+    """Carries out erasures. The caller holds the instance lock, and nothing ingests or judges meanwhile."""
+
+    def __init__(self, store: Store, config: Config, ingestion: Ingestion) -> None:
+        self._store = store
+        self._config = config
+        self._ingestion = ingestion
+
+    async def find(self, kind: Kind, subject: str, erasure: int = 0) -> Touched:
+        """What belongs to a conversation, or to all conversations of a user, and to those of an erasure that has
+        begun. Raises StoreError, CallLogError and ReceiverError."""
+        user = subject if kind is Kind.USER else ""
+        wanted = await self._store.read(_wanted, kind, subject, erasure)
+        calls = await asyncio.to_thread(self._calls_of, wanted, user)
+        found, seen = Touched(conversations=wanted, calls=set(calls)), -1
+        while seen != len(found.calls) + len(found.traces):
+            seen = len(found.calls) + len(found.traces)
+            calls = found.calls | await asyncio.to_thread(self._resent, found.calls)
+            traces = found.traces | await asyncio.to_thread(self._traces_of, wanted, user, calls)
+            found = await self._store.read(erasures.touched, wanted, calls, traces)
+        return found
+
+    async def carry_out(self, erasure: Row[Any]) -> None:
+        """Carry out one erasure, which may have begun before. Raises FlywheelError."""
+        found = await self.find(Kind(erasure.kind), erasure.subject, erasure.id)
+        await self._store.write(_begin, erasure.id, found)
+        erased = await self._store.read(_texts_of, found)
+        calls, pending = await self._erase_calls(found)
+        await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
+        lines = await self._ingestion.erase(set(found.tasks.values()), await self._store.read(_hashes_of, found))
+        spans = await asyncio.to_thread(self._erase_spans, found)
+        files = await asyncio.to_thread(self._erase_from_rounds, found, erased)
+        backups = await self._tell_backups()
+        done = {
+            "calls": calls,
+            "spans": spans,
+            "lines": lines,
+            "files": files,
+            "pending": pending,
+            "backups": backups,
+        }
+        await self._store.write(_end, erasure.id, found, report_of(found, **done))
+        for source in self._ingestion.sources():
+            source.count_again()
+
+    async def finish(self, purge_seconds: float = PURGE_SECONDS) -> bool:
+        """Carry out what is open, and purge; whether all that was erased is in no file any more."""
+        for erasure in await self._store.read(erasures.in_states, ErasureState.OPEN):
+            await self.carry_out(erasure)
+        if not await self._store.read(erasures.in_states, ErasureState.ERASED):
+            return True
+        if is_purged := await self.purge(purge_seconds):
+            await self._store.write(_note_purged)
+        return is_purged
+
+    async def purge(self, seconds: float) -> bool:
+        """Empty the logs of all databases; False while another process reads one."""
+        state = self._config.state_dir
+        paths = [state / STATE_FILE, *_inboxes(state), call_log_copy_path(state)]
+        await self._store.release_memory()
+
+        def all_purged() -> bool:
+            # Each, also where one is busy.
+            done = [purge(path, seconds) for path in paths if path.exists()]
+            return all(done)
+
+        try:
+            return await asyncio.to_thread(all_purged)
+        except sqlite3.Error as error:
+            why = f"SQLite: {error}"
+            raise StoreError("purge what was erased", why, "Run the command again.", retryable=True) from error
+
+    def _calls_of(self, wanted: Collection[str], user: str) -> set[str]:
+        users = [user] if user else []
+        named = [_in_log(path, CallLog.ids_of, wanted, users) for path in self._call_logs()]
+        return set(itertools.chain.from_iterable(named))
+
+    def _resent(self, calls: Collection[str]) -> set[str]:
+        """The later calls that send these ones' messages again."""
+        found: set[str] = set()
+        for path in self._call_logs():
+            found.update(*_in_log(path, CallLog.resending, sorted(calls)).values())
+        return found
+
+    def _traces_of(self, wanted: Collection[str], user: str, calls: Collection[str]) -> set[str]:
+        return {
+            trace for path in _inboxes(self._config.state_dir) for trace in inbox.traces_of(path, wanted, user, calls)
+        }
+
+    def _call_logs(self) -> list[Path]:
+        """The copy of all call logs, and those of servers that have the same state directory."""
+        state = self._config.state_dir
+        paths = [call_log_copy_path(state), *sorted((state / "serving").glob("calls-*.db"))]
+        return [path for path in paths if path.is_file()]
+
+    async def _erase_calls(self, found: Touched) -> tuple[int, dict[str, int]]:
+        """Erase recorded calls here and on the servers: how many were there, and how many servers still have."""
+        ids = sorted(found.calls)
+        there = await asyncio.to_thread(self._erase_here, ids)
+        puller = self._ingestion.calls
+        pending = await puller.erase(ids) if puller is not None and ids else {}
+        return there, pending
+
+    def _erase_here(self, ids: Sequence[str]) -> int:
+        there: set[str] = set()
+        for path in self._call_logs():
+            there.update(_in_log(path, CallLog.sizes, ids))
+            _in_log(path, CallLog.erase, ids)
+        return len(there)
+
+    def _erase_spans(self, found: Touched) -> int:
+        return sum(inbox.erase(path, found.traces) for path in _inboxes(self._config.state_dir))
+
+    def _erase_from_rounds(self, found: Touched, erased: ErasedTasks) -> int:
+        if not erased.keys:
+            return 0
+        state, used = self._config.state_dir, {Path(each) for each in found.rounds.values()}
+        rounds = used | {path for path in (state / "rounds").glob("*/") if path.is_dir()}
+        changed = sum(erase_from_round(path, erased, used=path in used) for path in sorted(rounds))
+        evaluations = sorted(path for path in (state / evaluation_log.FOLDER).glob("*/") if path.is_dir())
+        return changed + sum(erase_from_evaluation(path, erased) for path in evaluations)
+
+    async def _tell_backups(self) -> list[str]:
+        """Write beside each known backup what was erased; the folders that could not be written."""
+        known = await self._store.read(noted, backup.FOLDERS_NOTE)
+        everything = await self._store.read(erasures.everything_erased)
+        return await asyncio.to_thread(backup.tell, orjson.loads(known or "[]"), everything)
+
+
+def _inboxes(state: Path) -> list[Path]:
+    return sorted(path for pattern in INBOXES for path in state.glob(pattern))
+
+
+def _in_log(path: Path, method: Any, *arguments: Any) -> Any:
+    with CallLog(path) as call_log:
+        return method(call_log, *arguments)
+
+
+def _wanted(conn: Connection, kind: Kind, subject: str, erasure: int) -> set[str]:
+    wanted = {subject} - NO_CONVERSATION if kind is Kind.CONVERSATION else set()
+    if kind is Kind.USER and subject:
+        wanted |= erasures.conversations_of_user(conn, subject)
+    return wanted | erasures.conversations_of(conn, erasure)
+
+
+def _begin(conn: Connection, erasure: int, found: Touched) -> None:
+    erasures.block(conn, erasure, found.conversations)
+    erasures.take_out(conn, found.tasks)
+
+
+def _end(conn: Connection, erasure: int, found: Touched, report: dict[str, Any]) -> None:
+    erasures.scrub(conn, found)
+    erasures.note(conn, erasure, ErasureState.ERASED, report)
+
+
+def _note_purged(conn: Connection) -> None:
+    for row in erasures.in_states(conn, ErasureState.ERASED):
+        erasures.note(conn, row.id, ErasureState.PURGED, row.report)
+
+
+def _lines(conn: Connection, found: Touched) -> list[dict[str, Any]]:
+    query = select(cast(tasks.c.payload, LargeBinary))
+    return [orjson.loads(line) for (line,) in rows_in(conn, query, tasks.c.id, sorted(found.tasks))]
+
+
+def _hashes_of(conn: Connection, found: Touched) -> set[str]:
+    return {line["metadata"]["qa_hash"] for line in _lines(conn, found) if line}
+
+
+def _texts_of(conn: Connection, found: Touched) -> ErasedTasks:
+    texts = tuple(dict.fromkeys(text for line in _lines(conn, found) for text in _said(line)))
+    return ErasedTasks(frozenset(found.tasks.values()), texts)
+
+
+def _said(line: dict[str, Any]) -> list[str]:
+    """Question, answer, and what the messages of a task say."""
+    if not line:
+        return []
+    messages = [*line["prompt"], *orjson.loads(line["metadata"]["trajectory_json"])]
+    said = [each.get("content") for each in messages if each.get("role") != "system"]
+    said += [line["main_query"], line["answer"]]
+    return [text for text in said if isinstance(text, str) and text]

@@ -1,0 +1,189 @@
+"""`flywheel forget`: nothing of a conversation is left anywhere, whenever the process dies, and beside a daemon."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.test_documented_json import compare, documented
+from tests.factories.forgettable import CONVERSATION, LEFT, OTHER, USER, QuotingJudge, finish, write_forgettable
+from tests.factories.planted import WORDS, planted_in
+from tests.factories.state import execute
+from tests.factories.trace import write_lines
+from tests.waiting import wait_for
+
+STORES = {
+    "state.db", "tasks.jsonl", "calls/calls.db", "serving/calls-8000.db", "otlp/127.0.0.1-4399.sqlite",
+    "rounds/r0001/spec.json", "rounds/r0001/rollouts.jsonl", "rounds/r0001/worker.log",
+    "evaluations/e1/spec.json", "evaluations/e1/answers.jsonl", "evaluations/e1/worker.log",
+}  # fmt: skip
+
+
+def spelled(tokens: Sequence[int]) -> str:
+    """The text of token ids that are characters."""
+    return "".join(map(chr, tokens)) if all(0 <= each < 0x110000 for each in tokens) else ""
+
+
+def left_in(folder: Path) -> dict[str, set[str]]:
+    return planted_in(folder, decode=spelled)
+
+
+@pytest.fixture
+def config(flywheel: Run, tmp_path: Path) -> Path:
+    with QuotingJudge() as judge:
+        config = write_forgettable(tmp_path, judge)
+        for command in ("ingest", "filter"):
+            assert flywheel(command, "-c", config).code == 0
+    finish(tmp_path)
+    return config
+
+
+def stores_with(found: dict[str, set[str]], word: str) -> set[str]:
+    return {name.removesuffix("-wal") for name in found.get(word, ())}
+
+
+def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    before = left_in(state)
+    for word in WORDS:
+        assert stores_with(before, word) >= STORES, "the search does not find what is there"
+    dry = flywheel("forget", "--conversation", CONVERSATION, "-c", config, "--dry-run", "--json").json
+    compare(dry, documented("forget"), "forget")
+    assert (dry["replies"], dry["tasks"], dry["calls"], dry["rounds"]) == (4, 4, 2, ["r0001"])
+    assert left_in(state) == before
+
+    ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("erased 4 replies, 4 tasks, 2 recorded calls, 1 span, 4 lines of the task file")
+    assert "Studio's database" in ran.out and "weights" in ran.out
+    assert left_in(state) == {}
+    there = planted_in(state, [OTHER], decode=spelled)
+    assert there[OTHER] >= LEFT | {"state.db", "calls/calls.db", "serving/calls-8000.db"}, "others lost something"
+
+    again = flywheel("forget", "--conversation", CONVERSATION, "-c", config, "--json").json
+    assert (again["replies"], again["tasks"], again["calls"], again["state"]) == (0, 0, 0, "purged")
+    audit = flywheel("audit", "--deep", "--json", "-c", config)
+    assert audit.code == 0, audit.out
+    assert audit.json["erased"] == 4
+
+
+def test_what_the_sources_still_have_is_not_read_again(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    assert flywheel("forget", "--user", USER, "-c", config).code == 0
+    more = [*(tmp_path / "lines.jsonl").read_text().splitlines()]
+    later = {"main_query": f"{WORDS[0]} later", "answer": "1", "metadata": {"conversation_id": CONVERSATION}}
+    fresh = {"main_query": "another day", "answer": "1", "metadata": {"conversation_id": "new", "user_id": USER}}
+    write_lines(tmp_path / "lines.jsonl", *more, later, fresh)
+    report = flywheel("ingest", "--sweep", "-c", config, "--json").json
+    assert report["new"] == 1, "a new conversation of the user is read, one of the erased is not"
+    assert WORDS[0] not in left_in(tmp_path / "state")
+    assert flywheel("forget", "--user", USER, "--block", "-c", config).code == 0
+    write_lines(tmp_path / "lines.jsonl", *more, later, fresh, {**fresh, "main_query": f"{WORDS[0]} again"})
+    assert flywheel("ingest", "--sweep", "-c", config, "--json").json["new"] == 0
+    assert left_in(tmp_path / "state") == {}
+    assert flywheel("audit", "--deep", "-c", config).code == 0
+
+
+def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
+    for arguments in (
+        (),
+        ("--conversation", "a", "--user", "b"),
+        ("--conversation", "unknown"),
+        ("--conversation", "a", "--block"),
+    ):
+        assert flywheel("forget", *arguments, "-c", config).code == 2
+
+
+def test_a_reader_of_an_older_state_delays_the_purge(
+    flywheel: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.cli.forget.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("flywheel.daemon.erasure.PURGE_SECONDS", 0.0)
+    state = tmp_path / "state"
+    with closing(sqlite3.connect(state / "state.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM tasks").fetchone()
+        ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
+        assert (ran.code, "not yet purged" in ran.out) == (75, True)
+        assert flywheel("status", "-c", config).code == 0
+        reader.execute("COMMIT")
+    ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
+    assert ran.code == 0, ran.out
+    assert left_in(state) == {}
+
+
+def test_a_restore_applies_what_was_erased_since(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    assert flywheel("backup", tmp_path / "backup", "-c", config).code == 0
+    assert flywheel("forget", "--conversation", CONVERSATION, "-c", config).code == 0
+    assert "backup" not in json.dumps(flywheel("forget", "--user", USER, "-c", config, "--json").json["backups"])
+    assert left_in(tmp_path / "backup") != {}
+    shutil.rmtree(tmp_path / "state")
+    restored = flywheel("restore", tmp_path / "backup", "-c", config)
+    assert restored.code == 0, restored.err
+    assert left_in(tmp_path / "state") == {}
+    assert OTHER in planted_in(tmp_path / "state", [OTHER])
+    assert flywheel("ingest", "--sweep", "-c", config, "--json").json["new"] == 0
+    audit = flywheel("audit", "--deep", "--json", "-c", config)
+    assert audit.code == 0, audit.out
+    shutil.rmtree(tmp_path / "backup")
+    gone = flywheel("forget", "--conversation", "another", "-c", config)
+    assert gone.code == 0 and "the backup in" in gone.out
+
+
+@pytest.mark.slow
+def test_a_daemon_carries_it_out(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    run = [
+        sys.executable,
+        "-m",
+        "flywheel",
+        "run",
+        "-c",
+        str(config),
+        "--set",
+        "sources=[{type: jsonl, path: lines.jsonl}]",
+    ]
+    with (tmp_path / "daemon.log").open("wb") as log:
+        daemon = subprocess.Popen(run, stderr=log, stdout=log)
+    try:
+        wait_for(lambda: "state in" in (tmp_path / "daemon.log").read_text(), "the daemon")
+        ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
+        assert ran.code == 0, ran.out + (tmp_path / "daemon.log").read_text()
+        assert ran.out.startswith("erased 4 replies")
+        assert left_in(state) == {}
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=300)
+    assert left_in(state) == {}
+    assert flywheel("audit", "-c", config).code == 0
+
+
+@pytest.mark.slow
+def test_kill_9_at_every_step_and_run_again(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    """Processes die at each step that changes something; the next `forget` finds the rest."""
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "state", kept)
+    step = 0
+    while True:
+        step += 1
+        shutil.rmtree(tmp_path / "state")
+        shutil.copytree(kept, tmp_path / "state")
+        command = [sys.executable, "-m", "tests.cli.killed_forget", str(step), str(config), CONVERSATION]
+        code = subprocess.run(command, timeout=300, check=False, capture_output=True).returncode
+        if code == 0:
+            break
+        assert code == -9
+        ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
+        assert ran.code == 0, f"step {step}: {ran.err}"
+        assert left_in(tmp_path / "state") == {}, f"step {step}"
+        books = execute(tmp_path / "state" / "state.db", "SELECT state, count(*) FROM replies GROUP BY state")
+        assert dict(books) == {"converted": 1, "erased": 4}
+    assert step > 10, "it was killed nowhere"
