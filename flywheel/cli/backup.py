@@ -63,7 +63,8 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
 
     settings, folder = load_config(config), absolute(folder)
     found, manifest = backup.restore(folder, settings.state_dir)
-    erased = run_async(erase_again(settings, folder))
+    erased = len(backup.erased_since(folder))
+    run_async(erase_again(settings, folder))
     sources = run_async(_compared(settings))
     kept = found / backup.CONFIGURATION
     if as_json:
@@ -82,7 +83,9 @@ def restore(folder: FolderArgument, config: ConfigOption = None, as_json: JsonOp
     lines = [f"{short_path(settings.state_dir)} is as it was at {manifest['made_at'][:19]}Z"]
     lines += [f"not in the backup: {name}: {why}" for name, why in manifest["left_out"].items()]
     if erased:
-        lines.append(f"erased again: {quantity(erased, 'conversation')} and users that were erased since")
+        lines.append(
+            f"erased again: {quantity(erased, 'conversation or user', 'conversations and users')} of later erasures"
+        )
     for each in sources:
         newer = each.not_read_yet + len(each.missing)
         lines.append(

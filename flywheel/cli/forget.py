@@ -111,8 +111,6 @@ def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
     lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing is stored of it"]
     if found["rounds"]:
         lines.append(f"rounds that used it: {', '.join(found['rounds'])}")
-    for each in found["adapters"]:
-        lines.append(each)
     for url, count in found["pending"].items():
         lines.append(f"{url} could not be asked: {quantity(count, 'call')} there are erased when it can be reached")
     for folder in found["backups"]:

@@ -17,7 +17,7 @@ from flywheel.daemon.rounds.retention import STAYS
 from flywheel.records.states import AdapterState
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store import erasures
-from flywheel.store.backup import CONFIGURATION, FOLDERS_NOTE, Backup, erased_since, tell
+from flywheel.store.backup import CONFIGURATION, FOLDERS_NOTE, Backup, tell
 from flywheel.store.kernel.database import STATE_FILE, Store, note, noted, read_once
 from flywheel.store.kernel.schema import adapters
 from flywheel.store.task_file import FileState, noted_state
@@ -35,6 +35,7 @@ async def back_up(config: Config, folder: Path) -> Backup:
     """Make a backup in a folder, beside a running daemon. Raises StoreError and LockedError."""
     state = config.state_dir
     with Backup.into(folder, state) as made:
+        await _note_folder(state, folder)
         # First the state: what is received meanwhile is read again from where it was.
         made.add_database(STATE_FILE, state / STATE_FILE)
         await _add_rounds(made, config)
@@ -43,36 +44,36 @@ async def back_up(config: Config, folder: Path) -> Backup:
             made.add_database(path.relative_to(state).as_posix(), path)
         for name, path in _configuration(config):
             made.add(name, path)
-    store = await Store.open(state)
-    try:
-        await store.write(_note_folder, folder)
-        # Something may have been erased since the state was copied.
-        await asyncio.to_thread(tell, [str(folder)], await store.read(erasures.everything_erased))
-    finally:
-        await store.close()
+    # Of those during the backup, too.
+    await asyncio.to_thread(tell, [str(folder)], await read_once(state, erasures.everything_erased))
     return made
 
 
-async def erase_again(config: Config, folder: Path) -> int:
-    """Erase from a restored state what was erased since the backup in a folder; how many conversations, and users who
-    are blocked, that are. Raises FlywheelError; given again, it goes on."""
-    if not (given := erased_since(folder)):
-        return 0
+async def erase_again(config: Config, folder: Path) -> None:
+    """Erase from a restored state what was erased since the backup in a folder. Raises FlywheelError. After a crash
+    the daemon, or the next `flywheel forget`, goes on."""
     with instance_lock(config.state_dir):
+        # The folder may have been another one when the backup was made.
+        await _note_folder(config.state_dir, folder)
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config)
         try:
-            await store.write(erasures.adopt, given)
             await Eraser(store, config, ingestion).finish()
         finally:
             await ingestion.close()
             await store.close()
-    return len(given)
 
 
-def _note_folder(conn: Connection, folder: Path) -> None:
-    known = set(json.loads(noted(conn, FOLDERS_NOTE) or "[]"))
-    note(conn, FOLDERS_NOTE, json.dumps(sorted(known | {str(folder.absolute())})))
+async def _note_folder(state: Path, folder: Path) -> None:
+    """Have erasures told to the backup in a folder."""
+    name = str(folder)
+    known = set(json.loads(await read_once(state, noted, FOLDERS_NOTE) or "[]"))
+    if name not in known:
+        store = await Store.open(state)
+        try:
+            await store.write(note, FOLDERS_NOTE, json.dumps(sorted(known | {name})))
+        finally:
+            await store.close()
 
 
 async def _add_rounds(made: Backup, config: Config) -> None:

@@ -115,13 +115,22 @@ class Eraser:
         for source in self._ingestion.sources():
             source.count_again()
 
-    async def finish(self, purge_seconds: float = PURGE_SECONDS) -> bool:
+    async def has_work(self) -> bool:
+        """Whether something is to be erased, or was erased and is not purged."""
+        if (self._config.state_dir / backup.ERASURES).exists():
+            return True
+        return bool(await self._store.read(erasures.in_states, ErasureState.OPEN, ErasureState.ERASED))
+
+    async def finish(self, purge_seconds: float | None = None) -> bool:
         """Carry out what is open, and purge; whether all that was erased is in no file any more."""
+        if given := await asyncio.to_thread(backup.erased_since, self._config.state_dir):
+            await self._store.write(erasures.adopt, given)
+            (self._config.state_dir / backup.ERASURES).unlink()
         for erasure in await self._store.read(erasures.in_states, ErasureState.OPEN):
             await self.carry_out(erasure)
         if not await self._store.read(erasures.in_states, ErasureState.ERASED):
             return True
-        if is_purged := await self.purge(purge_seconds):
+        if is_purged := await self.purge(PURGE_SECONDS if purge_seconds is None else purge_seconds):
             await self._store.write(_note_purged)
         return is_purged
 
@@ -169,8 +178,7 @@ class Eraser:
         """Erase recorded calls here and on the servers: how many were there, and how many servers still have."""
         ids = sorted(found.calls)
         there = await asyncio.to_thread(self._erase_here, ids)
-        puller = self._ingestion.calls
-        pending = await puller.erase(ids) if puller is not None and ids else {}
+        pending: dict[str, int] = {}
         return there, pending
 
     def _erase_here(self, ids: Sequence[str]) -> int:

@@ -360,7 +360,7 @@ class Service:
 
     async def _erase(self) -> None:
         """Carry out erasures that people asked for, while nothing is judged."""
-        if await self._store.read(erasures.in_states, ErasureState.OPEN, ErasureState.ERASED):
+        if await self._eraser.has_work():
             if not await self._eraser.finish(PURGE_SECONDS):
                 log.warning("erased, not yet purged: another process reads an older state; it is tried again")
             # What rounds may take has changed.

@@ -214,6 +214,9 @@ def restore(folder: Path, state_dir: Path) -> tuple[Path, dict[str, Any]]:
             make_private(staging)
             _empty(staging)
             _stage(found, manifest, staging, attempted)
+            if erased_since(folder):
+                # It is in its place before the state is.
+                shutil.copyfile(folder / ERASURES, staging / ERASURES)
             found_version(staging)
             for path in sorted(staging.iterdir(), key=lambda each: each.name == STATE_FILE):
                 if (target := state_dir / path.name).is_dir():

@@ -139,7 +139,11 @@ def finish(folder: Path) -> list[str]:
     keys, other = write_state(state, _put_rest, state)
     tasks = [round_task(key, f"{PLANTED} in a round") for key in keys] + [round_task(other, OTHER)]
     answers = [
-        {"task_id": each.task_id, "answer": each.query, "samples": [{"token_ids": [ord(c) for c in each.query]}]}
+        {
+            "task_id": each.task_id,
+            "answer": each.exchange.query,
+            "samples": [{"token_ids": [ord(c) for c in each.exchange.query]}],
+        }
         for each in tasks
     ]
     for directory, name in (
