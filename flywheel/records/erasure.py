@@ -99,8 +99,6 @@ def without(value: Any, erased: ErasedTasks, system_prompts: Collection[str] | N
 
 
 def _of_list(value: list[Any], erased: ErasedTasks, system_prompts: Collection[str] | None) -> list[Any]:
-    if value and isinstance(value[0], int | float):
-        return value  # Tokens of a rollout: there are many.
     found = [without(item, erased, system_prompts) for item in value]
     left = [item for item in found if item is not REMOVED]
     return value if len(left) == len(value) and all(map(_is, left, value)) else left
