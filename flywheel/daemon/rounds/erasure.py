@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.errors import StoreError
-from flywheel.records.erasure import REMOVED, ErasedTasks, without
+from flywheel.records.erasure import REMOVED, ErasedTasks, tasks_named_in, without
 from flywheel.records.round import (
     ADAPTER_DIR,
     CANDIDATE_DIR,
@@ -62,6 +62,14 @@ def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False
 def erase_from_evaluation(directory: Path, erased: ErasedTasks) -> int:
     """The same for the directory of an evaluation (`flywheel evaluate`)."""
     return erase_from_round(directory, erased)
+
+
+def tasks_of(directory: Path) -> set[str]:
+    """The keys of all tasks of which the worker of a round has texts; none without a specification."""
+    try:
+        return tasks_named_in(orjson.loads((directory / SPEC_FILE).read_bytes()))
+    except (OSError, ValueError):
+        return set()
 
 
 def _erase(directory: Path, erased: ErasedTasks) -> int:
