@@ -166,7 +166,8 @@ class Deployer:
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
-            raise ServeError(attempted, NO_PROBE, "Deploy another adapter.")
+            why = await self._store.read(rounds.why_unprovable, row.id)
+            raise ServeError(attempted, why or NO_PROBE, "Deploy another adapter. A rollback to it needs no proof.")
         probe = _probe(row, attempted)
         last = await self._store.read(deployments.newest_rollback)
 

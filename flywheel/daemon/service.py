@@ -389,10 +389,11 @@ class Service:
         self._rejects_all = bool(warning)
 
     async def _do_promotions(self) -> None:
-        """Look at the promotion that is watched, end the round of an adapter that was rolled back, and promote what
-        waited for the watch, or for a person."""
+        """Look at the promotion that is watched, end the round of an adapter that was rolled back or of erased
+        tasks, and promote what waited for the watch, or for a person."""
         await self._watch.look()
         await self._rounds.cancel_rolled_back()
+        await self._rounds.cancel_erased()
         await self._rounds.promote_passed()
 
     async def _do_round(self) -> None:

@@ -60,6 +60,21 @@ def _plain(text: str) -> bytes:
     return " ".join(text.split()).encode("utf-8", "replace")
 
 
+def tasks_named_in(value: Any) -> set[str]:
+    """The keys of the tasks of which a JSON value has records."""
+    if isinstance(value, list):
+        return set().union(*map(tasks_named_in, value))
+    if not isinstance(value, dict):
+        return set()
+    return _names(value) or set().union(*map(tasks_named_in, value.values()))
+
+
+def _names(record: dict[str, Any]) -> set[str]:
+    """The tasks that an object is a record of."""
+    of_tasks = (item for key, item in record.items() if key == "task_id" or key.endswith("_task_id"))
+    return {item for item in of_tasks if isinstance(item, str) and item}
+
+
 class Removed:
     """In the place of a value of which nothing is left."""
 
@@ -75,9 +90,8 @@ def without(value: Any, erased: ErasedTasks, system_prompts: Collection[str] | N
         return _of_list(value, erased, system_prompts)
     if not isinstance(value, dict):
         return value
-    named = [item for key, item in value.items() if key == "task_id" or key.endswith("_task_id")]
-    if named:
-        return REMOVED if any(isinstance(item, str) and item in erased.keys for item in named) else value
+    if names := _names(value):
+        return value if names.isdisjoint(erased.keys) else REMOVED
     left = {}
     for key, item in value.items():
         kept = item
@@ -99,8 +113,6 @@ def without(value: Any, erased: ErasedTasks, system_prompts: Collection[str] | N
 
 
 def _of_list(value: list[Any], erased: ErasedTasks, system_prompts: Collection[str] | None) -> list[Any]:
-    if value and isinstance(value[0], int | float):
-        return value  # Tokens of a rollout: there are many.
     found = [without(item, erased, system_prompts) for item in value]
     left = [item for item in found if item is not REMOVED]
     return value if len(left) == len(value) and all(map(_is, left, value)) else left

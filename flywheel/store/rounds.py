@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -47,6 +47,10 @@ REMOVED: Final = "files removed"
 """Events of a round about its files."""
 APPROVED: Final = "approved"
 """The event of a round whose candidate a person wants to be deployed."""
+HAS_ERASED: Final = "texts of its tasks were erased; the next round is planned without them"
+"""The reason of a live round that was ended for that. The next one need not wait."""
+UNPROVABLE: Final = "unprovable"
+"""The event of an adapter whose probe was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +198,8 @@ def plan(
     place: Callable[[Path], None] | None = None,
     **values: Any,
 ) -> Row[Any]:
-    """Plan a round and reserve its `samples`; those that are not free any more are left out. Rejected ones among
-    them, `more` tasks for training, and those that are `replayed` keep their states.
+    """Plan a round and reserve its `samples`; those that are not free any more are left out, and erased ones
+    everywhere. Rejected ones among them, `more` tasks for training, and those that are `replayed` keep their states.
 
     Its gate `test` asks the tasks `held_out`; `values` are further columns. A round without samples compares an
     adapter, which `place` puts into its directory. Raises TrainError when another round is unfinished or there is no
@@ -215,12 +219,15 @@ def plan(
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
     prompts = rows_in(conn, select(tasks.c.id).where(tasks.c.state == TaskState.REJECTED.value), tasks.c.id, samples)
     more = [*(row.id for row in prompts), *more]
+    erased = select(tasks.c.id).where(tasks.c.state == TaskState.ERASED.value)
+    gone = {row.id for row in rows_in(conn, erased, tasks.c.id, [*more, *replayed, *held_out])}
     rows = [
         {"round_id": number, "task_id": task, "split": split.value, "replayed": some is replayed}
         for some, split in (
             (reserved, Split.TRAIN), (more, Split.TRAIN), (replayed, Split.TRAIN), (held_out, Split.HELD_OUT)
         )
         for task in some
+        if task not in gone
     ]  # fmt: skip
     conn.execute(insert(round_samples), rows)
     gate_tests.plan(conn, number, test)
@@ -266,6 +273,15 @@ def retry(conn: Connection, round_id: int, old: RoundState, why: str, attempts: 
     if old is not RoundState.ABANDONED:
         move(conn, round_id, old, RoundState.ABANDONED, why, pid=None)
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + attempts)
+
+
+def has_erased(conn: Connection, round_id: int, names: Collection[str]) -> bool:
+    """Whether a round uses an erased task, or one of the tasks with these keys is erased."""
+    is_erased = tasks.c.state == TaskState.ERASED.value
+    own = select(round_samples.c.task_id).join(tasks, tasks.c.id == round_samples.c.task_id)
+    if conn.execute(own.where(round_samples.c.round_id == round_id, is_erased).limit(1)).first() is not None:
+        return True
+    return any(rows_in(conn, select(tasks.c.id).where(is_erased), tasks.c.key, sorted(names)))
 
 
 def passed(conn: Connection, target: str | None = None) -> Sequence[Row[Any]]:
@@ -440,6 +456,18 @@ def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base
 
 def adapter(conn: Connection, name: str) -> Row[Any] | None:
     return conn.execute(select(adapters).where(adapters.c.name == name)).one_or_none()
+
+
+def make_unprovable(conn: Connection, row: Row[Any], why: str) -> None:
+    """Remove the probe of an adapter; a deployment says `why` it cannot be proven."""
+    conn.execute(update(adapters).where(adapters.c.id == row.id).values(probe=None))
+    record(conn, adapters.name, [str(row.id)], row.state, UNPROVABLE, why)
+
+
+def why_unprovable(conn: Connection, adapter_id: int) -> str:
+    """Why an adapter has no probe any more; empty if its round left none."""
+    own = events.c.kind == adapters.name, events.c.subject == str(adapter_id), events.c.new == UNPROVABLE
+    return conn.execute(select(events.c.detail).where(*own).order_by(events.c.id.desc())).scalars().first() or ""
 
 
 def adapter_ref(conn: Connection, name: str | None) -> AdapterRef | None:

@@ -1,4 +1,4 @@
-"""Erases the texts of tasks from the files of rounds and evaluations.
+"""Erases the texts of tasks from the files of rounds and evaluations, and from what the state has of their results.
 
 Every JSON file of a directory is looked through, and loses its records of erased tasks (`flywheel.records.erasure`);
 each appears whole. The specification is the last one: while it names an erased task, the work is not done, and after
@@ -16,18 +16,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from sqlalchemy import Connection, Row, select, update
 
 from flywheel.errors import StoreError
-from flywheel.records.erasure import REMOVED, ErasedTasks, without
+from flywheel.records.erasure import ERASED, REMOVED, ErasedTasks, tasks_named_in, without
 from flywheel.records.round import (
     ADAPTER_DIR,
     CANDIDATE_DIR,
     LOG_FILE,
     LONGEST_SYSTEM_PROMPT,
+    RESULT_FILE,
     ROLLOUT_INDEX_FILE,
     ROLLOUTS_FILE,
     SPEC_FILE,
+    Probe,
 )
+from flywheel.serving.client.weight_verification import can_prove
+from flywheel.store import rounds as store_rounds
+from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.schema import adapters, events, round_samples, rounds, tasks
 from flywheel.system.files import json_line, whole_file, write_atomic, write_json
 from flywheel.system.lock import alone_in
 from flywheel.training.data.rollout_file import write_index
@@ -62,6 +69,71 @@ def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False
 def erase_from_evaluation(directory: Path, erased: ErasedTasks) -> int:
     """The same for the directory of an evaluation (`flywheel evaluate`)."""
     return erase_from_round(directory, erased)
+
+
+UNPROVABLE: Final = "its probe was made of prompts whose texts were erased, and the others are too few to prove it"
+
+
+def erase_from_results(conn: Connection, erased: ErasedTasks) -> list[str]:
+    """Erase tasks from what the state has of the rounds that used them: results, sentences, comparisons and probes
+    of adapters. Returns the adapters whose probe cannot prove them any more, and was removed.
+
+    It may be done again. The files come first: of the system prompts in a result, those stay that `result.json` has.
+    """
+    of_tasks = select(round_samples.c.round_id).join(tasks, tasks.c.id == round_samples.c.task_id)
+    used = {row.round_id for row in rows_in(conn, of_tasks, tasks.c.key, sorted(erased.keys))}
+    columns = rounds.c.id, rounds.c.dir, rounds.c.result, rounds.c.reason
+    unprovable = []
+    for row in list(rows_in(conn, select(*columns), rounds.c.id, sorted(used))):
+        prompts = _prompts_of_result(Path(row.dir) / RESULT_FILE)
+        stored = {"result": row.result, "reason": row.reason}
+        if (kept := without(stored, erased, prompts)) is not stored:
+            conn.execute(update(rounds).where(rounds.c.id == row.id).values(**kept))
+        _erase_from_events(conn, row.id, erased)
+        query = select(adapters).where(adapters.c.round_id == row.id)
+        for adapter in conn.execute(query).all():
+            if (compared := without(adapter.comparison, erased)) is not adapter.comparison:
+                conn.execute(update(adapters).where(adapters.c.id == adapter.id).values(comparison=compared))
+            if adapter.probe and not _keep_probe(conn, adapter, erased):
+                store_rounds.make_unprovable(conn, adapter, UNPROVABLE)
+                unprovable.append(str(adapter.name))
+    return unprovable
+
+
+def _keep_probe(conn: Connection, adapter: Row[Any], erased: ErasedTasks) -> bool:
+    """Store what is left of an adapter's probe; False if that does not suffice."""
+    left = without({"probe": adapter.probe}, erased)["probe"]
+    if left is adapter.probe:
+        return True
+    if left is None or not can_prove(Probe.model_validate(left)):
+        return False
+    conn.execute(update(adapters).where(adapters.c.id == adapter.id).values(probe=left))
+    return True
+
+
+def _erase_from_events(conn: Connection, round_id: int, erased: ErasedTasks) -> None:
+    """The events of a round have the reasons of its states."""
+    own = events.c.kind == rounds.name, events.c.subject == str(round_id)
+    for row in conn.execute(select(events.c.id, events.c.detail).where(*own)).all():
+        if erased.quoted_in(row.detail):
+            conn.execute(update(events).where(events.c.id == row.id).values(detail=ERASED))
+
+
+def _prompts_of_result(path: Path) -> frozenset[str]:
+    """The system prompts in the result of a worker."""
+    try:
+        sampling = orjson.loads(path.read_bytes()).get("sampling") or {}
+        return frozenset(each["text"] for each in sampling["system_prompts"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return frozenset()
+
+
+def tasks_of(directory: Path) -> set[str]:
+    """The keys of all tasks of which the worker of a round has texts; none without a specification."""
+    try:
+        return tasks_named_in(orjson.loads((directory / SPEC_FILE).read_bytes()))
+    except (OSError, ValueError):
+        return set()
 
 
 def _erase(directory: Path, erased: ErasedTasks) -> int:

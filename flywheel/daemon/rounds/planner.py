@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,12 +109,7 @@ def next_with_samples(conn: Connection, config: Config, target: str | None = Non
 
 def _backoff(conn: Connection, config: Config) -> str:
     newest = reversed(rounds.newest(conn, 1 + MOST_DOUBLINGS, config.takes.train.target))
-    # That a waiting candidate was overtaken says nothing about the next round.
-    failed = list(
-        itertools.takewhile(
-            lambda row: row.state == RoundState.FAILED and rounds.waits_since(conn, row.id) is None, newest
-        )
-    )
+    failed = list(itertools.takewhile(partial(_has_failed, conn), newest))
     if not failed:
         return ""
     seconds = config.daemon.failed_round_wait_seconds * 2 ** (len(failed) - 1)
@@ -121,6 +117,13 @@ def _backoff(conn: Connection, config: Config) -> str:
     if datetime.now(UTC) >= until:
         return ""
     return f"{failed[0].name} failed; the next attempt is at {until.isoformat(timespec='seconds')}"
+
+
+def _has_failed(conn: Connection, row: Row[Any]) -> bool:
+    """Whether a round failed by itself: that a waiting candidate was overtaken, or that tasks were erased, says
+    nothing about the next round."""
+    is_failed = row.state == RoundState.FAILED and row.reason != rounds.HAS_ERASED
+    return is_failed and rounds.waits_since(conn, row.id) is None
 
 
 def _other_base(conn: Connection, config: Config) -> str:

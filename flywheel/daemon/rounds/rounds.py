@@ -31,6 +31,7 @@ from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer, SplitRequest
 from flywheel.daemon.judging.judge_setup import judge_settings, rubric_of_target
 from flywheel.daemon.rounds import candidate, planner
+from flywheel.daemon.rounds.erasure import tasks_of
 from flywheel.daemon.rounds.sample_selection import AvailableSamplesCache, choose
 from flywheel.daemon.rounds.suites import suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
@@ -283,6 +284,10 @@ class Rounds:
             state = RoundState(row.state)
             if self._cancelled:
                 await self._fail(row, state, self._cancelled)
+            elif await _has_erased(self._store, row):
+                # The request for it came before this process, or while the round was planned.
+                await _stop_workers(row)
+                await self._fail(row, state, rounds.HAS_ERASED)
             elif state in (RoundState.PLANNED, RoundState.TRAINING):
                 async with self._with_worker:
                     if self._stopping.is_set():
@@ -473,17 +478,30 @@ class Rounds:
             return None
         return await self.cancel(row.parent, f"its parent {row.parent} was rolled back{why}")
 
+    async def cancel_erased(self) -> str | None:
+        """End the live round that uses an erased task, as `cancel` does; the next one is planned without it. A round
+        whose candidate waits is not live: it stays, and what it was trained on is said of it
+        (`flywheel.store.views.erased_samples`)."""
+        row = await self._store.read(rounds.live)
+        if row is None or not await _has_erased(self._store, row):
+            return None
+        return await self._cancel(row, rounds.HAS_ERASED)
+
     async def cancel(self, parent: str, why: str) -> str | None:
         """End the live round that goes on from `parent` or is compared with it, in whatever state, and release its
         samples; its worker is stopped at once. Returns its name, None without such a round."""
         row = await self._store.read(rounds.live)
         if row is None or row.parent != parent:
             return None
+        return await self._cancel(row, why)
+
+    async def _cancel(self, row: Row[Any], why: str) -> str:
         self._cancelled = why
         try:
-            worker = self._worker or WorkerProcess.adopt(Path(row.dir), row.pid)
-            if worker is not None:
-                await worker.stop()
+            if self._worker is not None:
+                await self._worker.stop()
+            else:
+                await _stop_workers(row)
             # `finish_live` fails the round, unless it does not run, or was deciding about it.
             async with self._finishing:
                 left = await self._store.read(rounds.live)
@@ -552,6 +570,30 @@ class Rounds:
     async def _note(self, text: str) -> None:
         if await self._store.read(database.noted, database.ROUND_NOTE) != text:
             await self._store.write(database.note, database.ROUND_NOTE, text)
+
+
+async def end_round_with_erased(store: Store) -> str | None:
+    """What `Rounds.cancel_erased` does, for a command that has the state for itself: no daemon runs."""
+    row = await store.read(rounds.live)
+    if row is None or not await _has_erased(store, row):
+        return None
+    await _stop_workers(row)
+    await asyncio.to_thread(clear, Path(row.dir), is_over=True)
+    await store.write(rounds.finish, row.id, RoundState(row.state), RoundState.FAILED, rounds.HAS_ERASED)
+    return str(row.name)
+
+
+async def _has_erased(store: Store, row: Row[Any]) -> bool:
+    """Whether a round uses an erased task, or its worker has recorded results or a reply of one."""
+    if not await store.read(samples.has_erased):
+        return False
+    return await store.read(rounds.has_erased, row.id, await asyncio.to_thread(tasks_of, Path(row.dir)))
+
+
+async def _stop_workers(row: Row[Any]) -> None:
+    """Stop the worker that an earlier daemon started, recorded or not."""
+    for worker in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
+        await worker.stop()
 
 
 def _split(config: Config, urls: Collection[str]) -> SplitRequest | None:

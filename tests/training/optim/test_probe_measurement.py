@@ -70,6 +70,7 @@ def made(
 def test_the_tokens_that_tell_most_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = made(Weights(), PARENT, monkeypatch)
     assert len(probe.texts) == PROMPTS
+    assert probe.tasks[:2] == [SHORT.task.task_id, TELLING.task.task_id]
     assert [len(text) for text in probe.texts[:2]] == [10 + TOKENS, 12 + TOKENS]
     assert len(set(probe.places)) == len(probe.places) == PLACES
     assert {text for text, _ in probe.places[:128]} == {1}, "the telling one is the second shortest"
@@ -91,10 +92,11 @@ def test_each_token_is_recorded_in_two_batch_shapes(monkeypatch: pytest.MonkeyPa
         assert [length for model, length in engine.measured if model == name] == [place for _, place in probe.places]
 
 
-def test_no_more_tokens_are_recorded_than_a_noisy_replica_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a noise of 0.1, the error of 64 tokens that differ by 0.6 is 0.021, of 128 that differ by 0.3 0.029."""
-    assert len(made(Weights(far=0.6), None, monkeypatch).places) == 64
-    assert len(made(Weights(far=0.3), None, monkeypatch).places) == 128
+def test_few_more_tokens_are_recorded_than_a_noisy_replica_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a noise of 0.1, the error of 64 tokens that differ by 0.6 is 0.021, of 128 that differ by 0.3 0.029. A
+    quarter more is recorded, in case that texts have to be removed."""
+    assert len(made(Weights(far=0.6), None, monkeypatch).places) == 80
+    assert len(made(Weights(far=0.3), None, monkeypatch).places) == 160
     assert len(made(Weights(far=0.1), None, monkeypatch).places) == PLACES
 
 
@@ -104,7 +106,7 @@ def test_the_engines_own_noise_needs_more_tokens(monkeypatch: pytest.MonkeyPatch
             sign = 1 if len(self.measured) % 3 else -2
             return super()._score_next(ids, token, adapter) + sign * 0.05
 
-    assert len(made(Alternating(far=0.6), None, monkeypatch).places) > 64
+    assert len(made(Alternating(far=0.6), None, monkeypatch).places) > 80
 
 
 def test_without_a_parent_there_is_one_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,147 @@
+"""A round whose tasks are erased ends, whatever its state, and the next one is planned without them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select, update
+
+from flywheel.daemon.rounds.rounds import end_round_with_erased
+from flywheel.records.round import SPEC_FILE, GateTest
+from flywheel.records.states import RoundState, TaskState
+from flywheel.records.tool_calls import SharedRecordings, ToolResult
+from flywheel.store import rounds
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.transitions import move
+from flywheel.store.samples import replayable
+from flywheel.system.files import write_json
+from tests.daemon.rounds.test_passed import by_hand, passes
+from tests.daemon.rounds.test_rounds import Wheel, leave_result, put_more_tasks, wheel
+from tests.daemon.rounds.workers import stray_worker, works
+from tests.factories.round import round_spec
+from tests.waiting import until
+
+__all__ = ["by_hand", "wheel"]
+
+TEST = GateTest(epoch=1, number=2, alpha=0.01)
+
+
+def erase(conn: Connection, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        state = conn.execute(select(schema.tasks.c.state).where(schema.tasks.c.id == number)).scalar_one()
+        assert move(conn, number, TaskState(state), TaskState.ERASED, "by hand")
+
+
+async def samples(wheel: Wheel, name: str = "r0001") -> list[int]:
+    row, of = await wheel.row(name), schema.round_samples.c
+    query = select(of.task_id).where(of.round_id == row.id).order_by(of.task_id)
+    return list(await wheel.store.read(lambda conn: conn.execute(query).scalars().all()))
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["of training", "held out"])
+@pytest.mark.parametrize("state", ["planned", "training", "evaluating", "abandoned"])
+@pytest.mark.parametrize("way", ["cancel", "finish", "command"])
+async def test_a_round_with_an_erased_task_ends_in_each_state(wheel: Wheel, state: str, place: int, way: str) -> None:
+    await wheel.started()
+    own = schema.rounds.c.name == "r0001"
+    await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).where(own).values(state=state)))
+    assert await wheel.rounds.cancel_erased() is None, "it has none"
+    assert await end_round_with_erased(wheel.store) is None
+    gone = (await samples(wheel))[place]
+    await wheel.store.write(erase, [gone])
+    match way:
+        case "cancel":
+            assert await wheel.rounds.cancel_erased() == "r0001"
+        case "finish":
+            assert await wheel.rounds.finish_live() is RoundState.FAILED
+        case _:
+            assert await end_round_with_erased(wheel.store) == "r0001"
+    row, books = await wheel.row(), await wheel.books()
+    assert (row.state, row.reason) == ("failed", rounds.HAS_ERASED)
+    assert (books["erased"], books.get("reserved", 0)) == (1, 0), "the others are free"
+    # The next one need not wait, as after a failure.
+    assert await wheel.rounds.start_due()
+    assert gone not in await samples(wheel, "r0002")
+    assert await wheel.rounds.cancel_erased() is None
+
+
+async def test_the_worker_of_a_round_with_an_erased_task_is_stopped(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    await wheel.rounds.plan("test")
+    going = asyncio.create_task(wheel.rounds.finish_live())
+    await until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()), "its worker")
+    await wheel.store.write(erase, (await samples(wheel))[:1])
+    assert await wheel.rounds.cancel_erased() == "r0001"
+    assert await going is RoundState.FAILED
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+async def test_a_worker_without_a_daemon_is_stopped(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    await wheel.store.write(erase, (await samples(wheel))[:1])
+    with stray_worker(directory) as process:
+        assert await end_round_with_erased(wheel.store) == "r0001"
+        assert process.wait(timeout=60) != 0
+
+
+@pytest.mark.parametrize("is_erased", [True, False])
+async def test_a_round_that_has_tool_results_of_an_erased_task_ends(wheel: Wheel, is_erased: bool) -> None:
+    """They are in its specification, and in the memory of its worker."""
+    directory = await wheel.started()
+    await wheel.store.write(put_more_tasks, 2)
+    every = dict(
+        await wheel.store.read(lambda conn: list(conn.execute(select(schema.tasks.c.id, schema.tasks.c.key))))
+    )
+    of_round = await samples(wheel)
+    other, *rest = (number for number in every if number not in of_round)
+    task = every[other if is_erased else of_round[0]]
+    spec = round_spec(shared=SharedRecordings({"a call": ToolResult("said", task_id=task)}))
+    write_json(directory / SPEC_FILE, spec.model_dump(mode="json"))
+    await wheel.store.write(erase, [other, *rest] if is_erased else [other])
+    assert await wheel.rounds.cancel_erased() == ("r0001" if is_erased else None)
+
+
+async def test_a_candidate_that_waits_stays(wheel: Wheel, by_hand: object) -> None:
+    await passes(wheel, by_hand)  # type: ignore[arg-type]
+    await wheel.store.write(erase, (await samples(wheel))[:1])
+    assert await wheel.rounds.cancel_erased() is None
+    assert await wheel.state() == "passed"
+    assert (await wheel.books())["erased"] == 1
+
+
+async def test_nothing_takes_an_erased_task(wheel: Wheel) -> None:
+    """As a sample, to replay, or to ask in the gate; nor one that was erased since the samples were chosen."""
+    leave_result(wheel, await wheel.started())
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.store.write(put_more_tasks, 6)
+    of_round = await samples(wheel)
+    config = wheel.config
+    scope = config.takes.train
+
+    def replayed(conn: Connection) -> set[int]:
+        rubric = conn.execute(select(schema.verdicts.c.rubric_hash)).scalars().first()
+        return {row.id for row in replayable(conn, scope, 100, rubric or "", with_spread=False)}
+
+    before = await wheel.store.read(replayed)
+    assert before
+    consumed, held_out = min(before), of_round[-1]
+    chosen = await wheel.store.read(
+        lambda conn: conn.execute(
+            select(schema.tasks.c.id).where(schema.tasks.c.state == "accepted", schema.tasks.c.split == "train")
+        ).scalars().all()
+    )  # fmt: skip
+    await wheel.store.write(erase, [consumed, held_out, chosen[0]])
+    assert await wheel.store.read(replayed) == before - {consumed}
+    row = await wheel.store.write(
+        lambda conn: rounds.plan(
+            conn, config.state_dir / "rounds", chosen, of_round[-2:], TEST, trigger="test", seed=1,
+            config_hash="c", rubric_hash="r", replayed=sorted(before), more=[held_out],
+        )
+    )  # fmt: skip
+    taken = set(await samples(wheel, row.name))
+    assert taken == {*chosen, *before, *of_round[-2:]} - {consumed, held_out, chosen[0]}

@@ -1,0 +1,252 @@
+"""Texts of erased tasks in the files of rounds and evaluations: nothing is left of them, and all else stays."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.daemon.evaluation_answers import answers_in
+from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_evaluation, erase_from_round
+from flywheel.errors import LockedError, StoreError
+from flywheel.records.erasure import ERASED as ERASED_SENTENCE
+from flywheel.records.erasure import ErasedTasks
+from flywheel.records.round import RoundResult
+from flywheel.system.files import json_line, write_json
+from flywheel.training.data.rollout_file import groups, prompts_of, read_answers, read_rollouts, rollout_of
+from flywheel.training.data.round_directory import read_spec
+from tests.factories.erasure import (
+    ERASED,
+    GONE,
+    GONE_HELD_OUT,
+    STAYS,
+    STAYS_HELD_OUT,
+    TEXTS,
+    contents,
+    forms,
+    places_of,
+    put_erasable_round,
+    records,
+    rollout,
+)
+from tests.factories.round import round_spec
+from tests.factories.task import round_task
+
+MARKS = ("Amélie", "七三九一二四", "🦊🔑")
+"""What only texts of erased tasks have."""
+OTHERS = {GONE: "Amélie", GONE_HELD_OUT: "🦊🔑", STAYS: "Boris", STAYS_HELD_OUT: "🐻🔔"}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "r0001"
+    put_erasable_round(made)
+    return made
+
+
+def assert_nothing_left(directory: Path) -> None:
+    files = contents(directory)
+    assert {mark for mark in MARKS if places_of(mark, files)} == set()
+
+
+def of_others(files: dict[str, bytes]) -> dict[str, list[Any]]:
+    """The records of other tasks in each file, in their order."""
+
+    def found(value: Any) -> list[Any]:
+        if isinstance(value, list):
+            return [record for item in value for record in found(item)]
+        if not isinstance(value, dict):
+            return []
+        if isinstance(name := value.get("task_id"), str):
+            named = {name, value.get("rejected_task_id")}
+            return [value] if not named & ERASED.keys else []
+        return [record for item in value.values() for record in found(item)]
+
+    own = {name: [record for value in records(data, name) for record in found(value)] for name, data in files.items()}
+    return {name: some for name, some in own.items() if some and "index" not in name}
+
+
+@pytest.mark.parametrize("is_over", [True, False], ids=["over", "its worker died"])
+def test_nothing_of_an_erased_task_is_left_in_any_file_and_all_of_others_stays(tmp_path: Path, is_over: bool) -> None:
+    put_erasable_round(tmp_path, is_over=is_over)
+    before = contents(tmp_path)
+    assert {name for mark in MARKS for name in places_of(mark, before)} >= {
+        "spec.json", "result.json", "error.json", "progress.json", "stages/1-dpo/trained.json",
+        "worker.log", "stages/1-dpo/pairs.jsonl", "selection.jsonl", "rollouts.jsonl", "evaluation.jsonl",
+        ".rollouts.jsonl.0123abcd",
+        *(() if is_over else ("partial.jsonl",)),
+    }  # fmt: skip
+    assert erase_from_round(tmp_path, ERASED) >= 10
+    assert_nothing_left(tmp_path)
+    after = contents(tmp_path)
+    assert of_others(after) == of_others(before)
+    assert of_others(after).keys() >= {"spec.json", "result.json", "rollouts.jsonl", "stages/1-dpo/pairs.jsonl"}
+    assert after["metrics.jsonl"] == before["metrics.jsonl"]
+    assert (after["worker.log"], "partial.jsonl" in after, "identity.json" in after) == (EMPTIED, False, False)
+    # Lines of others are the same bytes.
+    assert set(after["evaluation.jsonl"].splitlines()) < set(before["evaluation.jsonl"].splitlines())
+    assert erase_from_round(tmp_path, ERASED, used=True) == 0
+    assert contents(tmp_path) == after
+
+
+def test_what_reads_a_round_reads_it_afterwards(directory: Path) -> None:
+    erase_from_round(directory, ERASED)
+    spec = read_spec(directory)
+    assert ([task.task_id for task in spec.train], [task.task_id for task in spec.held_out]) == (
+        [STAYS],
+        [STAYS_HELD_OUT],
+    )
+    assert (set(spec.left_out), [each.content for each in spec.shared.results.values()]) == (
+        {STAYS},
+        [TEXTS[STAYS], TEXTS[STAYS_HELD_OUT]],
+    )
+    assert spec.pool is not None
+    assert set(spec.pool.candidates) == {STAYS, STAYS_HELD_OUT}
+    result = RoundResult.model_validate_json((directory / "result.json").read_bytes())
+    assert result.sampling is not None and result.comparison is not None and result.probe is not None
+    assert [each.text for each in result.sampling.system_prompts] == [f"You talk to a person who said {TEXTS[STAYS]}"]
+    assert (result.reason, result.released, result.without_gradient) == (ERASED_SENTENCE, [STAYS], [STAYS])
+    assert [each.task_id for each in result.comparison.scores] == [STAYS, STAYS_HELD_OUT]
+    assert (result.probe.tasks, result.probe.places) == ([STAYS_HELD_OUT], [(0, 1), (0, 2), (0, 3), (0, 4)])
+    assert (result.probe.first.adapter, result.probe.second.base) == ([-1.0, -3.0, -5.0, -7.0], [-1.0] * 4)
+    assert set(prompts_of(directory)) == {STAYS, STAYS_HELD_OUT}
+    answers = read_answers(directory / "evaluation.jsonl", {GONE_HELD_OUT, STAYS_HELD_OUT})
+    assert {answer["task_id"] for answer in answers or ()} == {STAYS_HELD_OUT}
+
+
+def test_the_index_is_that_of_the_rollouts_that_are_left(directory: Path) -> None:
+    erase_from_round(directory, ERASED)
+    found = list(groups(directory))
+    index = (directory / "rollouts.index.jsonl").read_bytes().splitlines()
+    assert [(group.step, group.group, group.task_id) for group in found] == [(1, 1, STAYS), (2, 0, STAYS)]
+    assert [json.loads(line)["at"] for line in index] == [group.at for group in found]
+    assert found[-1].end == (directory / "rollouts.jsonl").stat().st_size
+    read = [rollout_of(directory, group, place) for group in found for place in range(2)]
+    assert read == list(read_rollouts(directory / "rollouts.jsonl"))
+    assert read == [rollout(STAYS, step, group, seed) for step, group in ((1, 1), (2, 0)) for seed in (0, 1)]
+
+
+def test_a_round_without_an_index_gets_none(directory: Path) -> None:
+    (directory / "rollouts.index.jsonl").unlink()
+    erase_from_round(directory, ERASED)
+    assert not (directory / "rollouts.index.jsonl").exists()
+    assert [group.task_id for group in groups(directory)] == [STAYS, STAYS]
+
+
+def test_files_keep_their_permissions(directory: Path) -> None:
+    names = ("spec.json", "rollouts.jsonl", "rollouts.index.jsonl", "worker.log")
+    for name in names:
+        (directory / name).chmod(0o600)
+    (directory / "result.json").chmod(0o640)
+    erase_from_round(directory, ERASED)
+    assert {stat.S_IMODE((directory / name).stat().st_mode) for name in names} == {0o600}
+    assert stat.S_IMODE((directory / "result.json").stat().st_mode) == 0o640
+
+
+def test_a_round_that_has_no_erased_task_is_not_touched(directory: Path) -> None:
+    (directory / "worker.log").write_text("as it was")
+    before = {path: path.stat() for path in directory.rglob("*")}
+    assert erase_from_round(directory, ErasedTasks(frozenset({"t-other"}), ("another text of a user",))) == 0
+    assert {path: path.stat() for path in directory.rglob("*")} == before
+    assert erase_from_round(directory / "none", ERASED) == 0
+
+
+def test_a_round_whose_specification_lost_its_tasks_is_known_from_the_state(directory: Path) -> None:
+    """Retention has removed them, and the rollouts; the result has system prompts."""
+    spec = json.loads((directory / "spec.json").read_bytes())
+    write_json(directory / "spec.json", spec | {"train": [], "held_out": [], "pool": None})
+    for path in (directory / "rollouts.jsonl", directory / "rollouts.index.jsonl"):
+        path.unlink()
+    erase_from_round(directory, ERASED, used=True)
+    assert_nothing_left(directory)
+
+
+def test_a_worker_that_runs_is_not_disturbed(directory: Path) -> None:
+    before = contents(directory)
+    with (directory / "worker.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(LockedError, match=r"erase tasks from the files in .*: another worker is running it"):
+            erase_from_round(directory, ERASED)
+    assert contents(directory) == before
+    erase_from_round(directory, ERASED)
+    assert_nothing_left(directory)
+
+
+def test_a_file_that_cannot_be_understood_is_named(directory: Path) -> None:
+    (directory / "result.json").write_text(TEXTS[GONE])
+    with pytest.raises(StoreError, match=r"erase tasks from .*result\.json: it is no JSON.*Remove it"):
+        erase_from_round(directory, ERASED)
+    assert any(form in (directory / "spec.json").read_bytes() for form in forms("Amélie")), "it is still to do"
+    (directory / "result.json").unlink()
+    (directory / "usage.jsonl").write_text(f"{TEXTS[GONE]}\n" + '{"calls": NaN}\n')
+    erase_from_round(directory, ERASED)
+    assert_nothing_left(directory)
+    assert (directory / "usage.jsonl").read_text() == '{"calls": NaN}\n'
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flywheel.daemon.rounds.erasure import erase_from_round
+from tests.factories.erasure import ERASED
+
+left = int(sys.argv[1])
+
+def counted(call):
+    def counting(self, *arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(self, *arguments, **options)
+    return counting
+
+Path.replace, Path.unlink = counted(Path.replace), counted(Path.unlink)
+erase_from_round(Path(sys.argv[2]), ERASED)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run_again(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    put_erasable_round(whole, is_over=False)
+    readable = contents(whole)
+    erase_from_round(whole, ERASED)
+    place = 0
+    while True:
+        directory = tmp_path / str(place)
+        put_erasable_round(directory, is_over=False)
+        command = [sys.executable, "-c", KILLED, str(place), str(directory)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert ran.returncode in (0, -9), ran.stderr
+        if ran.returncode == 0:
+            break
+        # What the rounds page reads is whole at every time.
+        assert [group.task_id for group in groups(directory)].count(STAYS) == 2
+        assert {name for name in contents(directory) if not Path(name).name.startswith(".")} <= readable.keys()
+        erase_from_round(directory, ERASED)
+        assert contents(directory) == contents(whole)
+        place += 1
+    assert place >= 14, "it was killed nowhere"
+
+
+def test_stored_answers_of_an_evaluation(tmp_path: Path) -> None:
+    tasks = [round_task(task, TEXTS[task]) for task in (GONE_HELD_OUT, STAYS_HELD_OUT)]
+    spec = round_spec(train=[], held_out=tasks, evaluates=True)
+    write_json(tmp_path / "spec.json", spec.model_dump(mode="json"))
+    result = RoundResult(round_id="evaluation", outcome="evaluated", left_out={GONE: TEXTS[GONE], STAYS: "long"})
+    write_json(tmp_path / "result.json", result.model_dump(mode="json"))
+    lines = [rollout(task.task_id, 0, number, 1) for number, task in enumerate(tasks)]
+    (tmp_path / "answers.jsonl").write_bytes(b"".join(map(json_line, lines)))
+    assert erase_from_evaluation(tmp_path, ERASED) == 3
+    assert_nothing_left(tmp_path)
+    answers = answers_in(tmp_path)
+    assert (set(answers.by_task), answers.left_out) == ({STAYS_HELD_OUT}, {STAYS: "long"})
+    assert [answer.line for answer in answers.every] == [lines[1]]
+    assert erase_from_evaluation(tmp_path, ERASED) == 0
