@@ -111,6 +111,8 @@ def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
     lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing is stored of it"]
     if found["rounds"]:
         lines.append(f"rounds that used it: {', '.join(found['rounds'])}")
+    for name in found["unprovable"]:
+        lines.append(f"{name} cannot be proven on a server any more: its probe had these texts")
     for url, count in found["pending"].items():
         lines.append(f"{url} could not be asked: {quantity(count, 'call')} there are erased when it can be reached")
     for folder in found["backups"]:
@@ -118,7 +120,9 @@ def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
     if dry_run:
         return lines
     if found["state"] == "open":
-        lines.append("The daemon erases it: nothing new of it is stored, judged or trained on. Run it again to see.")
+        lines.append(
+            "Another flywheel has the state. The daemon, or this command again, erases it; nothing takes it now."
+        )
     elif found["state"] == "erased":
         lines.append(
             "Erased, not yet purged: another process reads an older state. The daemon goes on; run it again."

@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import logging
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,8 @@ from sqlalchemy import Connection, LargeBinary, Row, cast, select
 
 from flywheel.config import Config
 from flywheel.daemon import evaluation_log
-from flywheel.daemon.rounds.erasure import erase_from_evaluation, erase_from_round
+from flywheel.daemon.rounds.erasure import erase_from_evaluation, erase_from_results, erase_from_round
+from flywheel.daemon.rounds.rounds import end_round_with_erased
 from flywheel.errors import StoreError
 from flywheel.records.erasure import ErasedTasks
 from flywheel.records.task import NO_CONVERSATION
@@ -48,6 +50,7 @@ class Report(msgspec.Struct, frozen=True):
     - `rounds`: names of the rounds that used the tasks, for training or in the gate. `files`: how many of their
       files, and of evaluations, were rewritten.
     - `calls`: recorded calls; `pending`: how many of them servers have that could not be asked, by URL.
+    - `unprovable`: adapters whose weights no server can prove any more, because their probes were made of the texts.
     - `backups`: folders of backups that could not be told: a restore from there brings it back.
     """
 
@@ -60,6 +63,7 @@ class Report(msgspec.Struct, frozen=True):
     files: int = 0
     pending: dict[str, int] = {}
     backups: Sequence[str] = ()
+    unprovable: Sequence[str] = ()
 
 
 def report_of(found: Touched, **done: Any) -> dict[str, Any]:
@@ -73,10 +77,18 @@ def report_of(found: Touched, **done: Any) -> dict[str, Any]:
 class Eraser:
     """Carries out erasures. The caller holds the instance lock, and nothing ingests or judges meanwhile."""
 
-    def __init__(self, store: Store, config: Config, ingestion: Ingestion) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: Config,
+        ingestion: Ingestion,
+        end_round: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """`end_round` ends the live round if it uses an erased task; without it, nothing runs rounds meanwhile."""
         self._store = store
         self._config = config
         self._ingestion = ingestion
+        self._end_round = end_round or partial(end_round_with_erased, store)
 
     async def find(self, kind: Kind, subject: str, erasure: int = 0) -> Touched:
         """What belongs to a conversation, or to all conversations of a user, and to those of an erasure that has
@@ -96,6 +108,7 @@ class Eraser:
         """Carry out one erasure, which may have begun before. Raises FlywheelError."""
         found = await self.find(Kind(erasure.kind), erasure.subject, erasure.id)
         await self._store.write(_begin, erasure.id, found)
+        await self._end_round()
         erased = await self._store.read(_texts_of, found)
         calls, pending = await self._erase_calls(found)
         await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
@@ -111,7 +124,7 @@ class Eraser:
             "pending": pending,
             "backups": backups,
         }
-        await self._store.write(_end, erasure.id, found, report_of(found, **done))
+        await self._store.write(_end, erasure.id, found, erased, report_of(found, **done))
         for source in self._ingestion.sources():
             source.count_again()
 
@@ -228,8 +241,9 @@ def _begin(conn: Connection, erasure: int, found: Touched) -> None:
     erasures.take_out(conn, found.tasks)
 
 
-def _end(conn: Connection, erasure: int, found: Touched, report: dict[str, Any]) -> None:
-    erasures.scrub(conn, found)
+def _end(conn: Connection, erasure: int, found: Touched, erased: ErasedTasks, report: dict[str, Any]) -> None:
+    report = {**report, "unprovable": erase_from_results(conn, erased)}
+    erasures.scrub(conn, found, erased)
     erasures.note(conn, erasure, ErasureState.ERASED, report)
 
 

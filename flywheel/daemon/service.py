@@ -93,9 +93,10 @@ class Service:
         self._store = store
         self._ingestion = Ingestion(store, config)
         self._filtering = TaskJudging(store, config, calls=CallsInFlight(config.state_dir))
-        self._eraser = Eraser(store, config, self._ingestion)
         self._deployer = Deployer(store, config)
         self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
+        self._eraser = Eraser(store, config, self._ingestion, self._rounds.cancel_erased)
+        self._erasures: frozenset[int] = frozenset()
         self._window = False
         self._max_rounds: int | None = None
         self._finished_rounds = 0
@@ -359,20 +360,25 @@ class Service:
             raise report.error
 
     async def _erase(self) -> None:
-        """Carry out erasures that people asked for, while nothing is judged."""
-        if await self._eraser.has_work():
-            if not await self._eraser.finish(PURGE_SECONDS):
-                log.warning("erased, not yet purged: another process reads an older state; it is tried again")
-            # What rounds may take has changed.
-            self._round.wake.set()
+        """Carry out erasures that people asked for, while nothing is judged. What fails is tried again."""
+        try:
+            if await self._eraser.has_work():
+                if not await self._eraser.finish(PURGE_SECONDS):
+                    log.warning("erased, not yet purged: another process reads an older state; it is tried again")
+                # What rounds may take has changed.
+                self._round.wake.set()
+        except FlywheelError as error:
+            log.error("%s", error)
         if not self._stopping.is_set():
             self._stop_judging.clear()
 
     async def _do_requests(self) -> None:
-        if await self._store.read(erasures.in_states, ErasureState.OPEN):
+        waiting = frozenset(row.id for row in await self._store.read(erasures.in_states, ErasureState.OPEN))
+        if waiting - self._erasures:
             # What is being judged is ended first.
             self._stop_judging.set()
             self._judge.wake.set()
+        self._erasures = waiting
         kinds = await self._request_watch.look()
         if RequestKind.RETRY in kinds:
             self._sources.read_again()

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 from sqlalchemy import (
-    Column,
     Connection,
     Row,
     Table,
@@ -26,10 +25,12 @@ from sqlalchemy import (
     literal,
     literal_column,
     select,
+    true,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
+from flywheel.records.erasure import ERASED, ErasedTasks
 from flywheel.records.states import ReplyState, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
@@ -59,14 +60,6 @@ from flywheel.store.kernel.schema import (
 )
 from flywheel.store.kernel.transitions import move, record, utcnow
 
-ERASED: Final = "erased"
-_NAMING: Final[tuple[Column[Any], ...]] = (
-    requests.c.arguments,
-    requests.c.result,
-    rounds.c.result,
-    schema.adapters.c.comparison,
-)
-"""JSON columns that name tasks or dead letters."""
 _IS_ERASED: Final = replies.c.state == literal_column(f"'{ReplyState.ERASED.value}'")
 _TOMBSTONES: Final = Lookup(
     select(replies.c.span_id, replies.c.id).where(replies.c.source_id == bindparam("source"), _IS_ERASED),
@@ -342,8 +335,10 @@ def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
             conn.execute(of_one.on_conflict_do_update(index_elements=["pseudonym"], set_={"erasure_id": number}))
 
 
-def scrub(conn: Connection, found: Touched) -> None:
-    """Erase all texts and ids of what was found from the state; what must stay for the balance keeps pseudonyms."""
+def scrub(conn: Connection, found: Touched, erased: ErasedTasks) -> None:
+    """Erase all texts and ids of what was found from the state; what must stay for the balance keeps pseudonyms.
+    `erased` has the tasks' texts, which errors of the judge may quote."""
+    _erase_quotes(conn, erased)
     pseudonyms = Pseudonyms(conn)
     take_out(conn, found.tasks)
     _scrub_tasks(conn, found, pseudonyms)
@@ -442,18 +437,30 @@ def _silence(conn: Connection, table: Table, ids: Iterable[int]) -> None:
         conn.execute(update(events).where(*said).values(detail=""))
 
 
+def _erase_quotes(conn: Connection, erased: ErasedTasks) -> None:
+    """Erase errors that quote a text: of the judge, of sources, and what `status` says of them."""
+    of_tasks = events.c.kind.in_([replies.name, tasks.name])
+    for table, column, which in (
+        (schema.judge_errors, schema.judge_errors.c.error, true()),
+        (schema.meta, schema.meta.c.value, true()),
+        (schema.sources, schema.sources.c.error, true()),
+        (events, events.c.detail, ~of_tasks),
+    ):
+        said = select(column).where(which, column != "").distinct()
+        for text in [text for text in conn.execute(said).scalars() if erased.quoted_in(text)]:
+            if table is schema.judge_errors:
+                conn.execute(delete(table).where(column == text))
+            else:
+                conn.execute(update(table).where(column == text).values({column: ERASED}))
+
+
 def _rename(conn: Connection, names: Mapping[str, str]) -> None:
-    """Replace ids by their pseudonyms where others than replies and tasks name them, and erase comments on them."""
-    for column in _NAMING:
-        table, key = column.table, next(iter(column.table.primary_key))
-        for row in list(conn.execute(select(key, column).where(column.is_not(None)))):
-            said = _renamed(row[1], names)
-            if said != row[1]:
-                conn.execute(update(table).where(key == row[0]).values({column: said}))
-    failed = select(requests.c.id, requests.c.error).where(requests.c.error != "")
-    for row in list(conn.execute(failed)):
-        if any(name in row.error for name in names if name):
-            conn.execute(update(requests).where(requests.c.id == row.id).values(error=ERASED))
+    """Replace ids by their pseudonyms in requests of people, and erase their comments and errors."""
+    for row in list(conn.execute(select(requests))):
+        before = {"arguments": row.arguments, "result": row.result}
+        if (said := _renamed(before, names)) != before:
+            error = ERASED if row.error else ""
+            conn.execute(update(requests).where(requests.c.id == row.id).values(**said, error=error))
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, insert, select
 
+from flywheel.records.erasure import ErasedTasks
 from flywheel.records.states import Label, ReplyState, SkipReason, TaskState
 from flywheel.records.trace import DeadRow, Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
-from flywheel.store import erasures, labels, ledger, samples
+from flywheel.store import erasures, judge_usage, labels, ledger, notices, samples
 from flywheel.store.dead_letters import dead_letter
 from flywheel.store.erasures import ErasureState, Kind
 from flywheel.store.kernel import schema
@@ -33,7 +34,7 @@ def erase(conn: Connection, kind: Kind, subject: str, *, blocks: bool = False) -
     wanted = {subject} if kind is Kind.CONVERSATION else erasures.conversations_of_user(conn, subject)
     number = erasures.begin(conn, kind, subject, wanted, blocks=blocks)
     found = erasures.touched(conn, wanted)
-    erasures.scrub(conn, found)
+    erasures.scrub(conn, found, ErasedTasks(frozenset(found.tasks.values()), (PLANTED,)))
     erasures.note(conn, number, ErasureState.ERASED, {})
     return len(found.replies)
 
@@ -76,6 +77,8 @@ async def test_nothing_of_an_erased_conversation_is_left_in_the_files_of_the_sta
             )
         )
     )  # fmt: skip
+    await store.write(judge_usage.add_error, f"HTTP 400: no answer to {PLANTED}")
+    await store.write(notices.note_judge, f"it cannot read {PLANTED}")
     assert set(planted_in(tmp_path)) == set(WORDS)
     assert await store.write(erase, Kind.CONVERSATION, shown[0].conversation_id) == 4
     assert purge(tmp_path / STATE_FILE, 5.0)
