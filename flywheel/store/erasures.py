@@ -38,7 +38,7 @@ from flywheel.store import deduplication
 from flywheel.store.dead_letters import ROW, TASK
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import Lookup, chunks, rows_in
-from flywheel.store.kernel.database import ERASURE_KEY, noted
+from flywheel.store.kernel.database import ERASURE_KEY, JUDGE_NOTE, ROUND_NOTE, noted
 from flywheel.store.kernel.schema import (
     conversations,
     dead_letters,
@@ -59,6 +59,7 @@ from flywheel.store.kernel.schema import (
     watch_units,
 )
 from flywheel.store.kernel.transitions import move, record, utcnow
+from flywheel.store.notices import JUDGE
 
 _IS_ERASED: Final = replies.c.state == literal_column(f"'{ReplyState.ERASED.value}'")
 _TOMBSTONES: Final = Lookup(
@@ -439,12 +440,11 @@ def _silence(conn: Connection, table: Table, ids: Iterable[int]) -> None:
 
 def _erase_quotes(conn: Connection, erased: ErasedTasks) -> None:
     """Erase errors that quote a text: of the judge, of sources, and what `status` says of them."""
-    of_tasks = events.c.kind.in_([replies.name, tasks.name])
     for table, column, which in (
         (schema.judge_errors, schema.judge_errors.c.error, true()),
-        (schema.meta, schema.meta.c.value, true()),
+        (schema.meta, schema.meta.c.value, schema.meta.c.key.in_([JUDGE_NOTE, ROUND_NOTE])),
         (schema.sources, schema.sources.c.error, true()),
-        (events, events.c.detail, ~of_tasks),
+        (events, events.c.detail, events.c.kind.in_([JUDGE, schema.sources.name])),
     ):
         said = select(column).where(which, column != "").distinct()
         for text in [text for text in conn.execute(said).scalars() if erased.quoted_in(text)]:
