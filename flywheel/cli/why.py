@@ -23,7 +23,7 @@ def why(
 ) -> None:
     """Show the conversations that an adapter was trained on, or the outcome of a trace."""
     from flywheel.daemon import evaluation_log
-    from flywheel.store.views import lineage
+    from flywheel.store.views import erased_samples, lineage
 
     settings = load_config(config)
     story = run_async(read_state(settings, lambda conn: lineage.why(conn, subject, settings.takes)))
@@ -36,6 +36,9 @@ def why(
     if story["kind"] == "round":
         adapter = story["adapter"]
         story["evaluations"] = evaluation_log.read(settings.state_dir, adapter["sha256"]) if adapter else []
+        every = run_async(read_state(settings, erased_samples.affected, warn=False))
+        erased = next((each for each in every if each.adapter == story["id"]), None)
+        story["erased"] = erased and {"sentence": erased.sentence, **erased.as_json()}
     if as_json:
         print_json(story)
         return
@@ -60,6 +63,8 @@ def _print_round(story: dict[str, Any]) -> None:
     if story["adapter"]:
         removed = ", its files were removed" if story["adapter"]["state"] == "removed" else ""
         typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…{removed})")
+    if story["erased"]:
+        typer.echo(story["erased"]["sentence"])
     if comparison := story["comparison"]:
         means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
         gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"

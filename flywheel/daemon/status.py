@@ -47,7 +47,7 @@ from flywheel.store.kernel import database
 from flywheel.store.ledger import SourceCounts
 from flywheel.store.samples import PromptCounts
 from flywheel.store.verdicts import RecentVerdicts
-from flywheel.store.views import acceptance
+from flywheel.store.views import acceptance, erased_samples
 from flywheel.store.views.acceptance import AdapterAcceptance
 from flywheel.store.views.balance import balance
 from flywheel.system.lock import holder
@@ -313,7 +313,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         due=claims.count_due(conn),
         judge=_judge(conn, config),
         recent_verdicts=verdicts.recent(conn, VERDICTS_SHOWN),
-        warnings=[*dict.fromkeys(warnings), *_warnings(conn, config)],
+        warnings=[*dict.fromkeys(warnings), *_warnings(conn, config), *erased_samples.warnings(conn)],
         waiting_for=database.noted(conn, database.ROUND_NOTE),
         rounds=[RoundStatus(**_round(row), **told(conn, config, row)) for row in _shown_rounds(conn)],
         rounds_by_state={state.value: rounds.count(conn, state) for state in RoundState},

@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from flywheel.daemon.watch_figures import last_figures
 from flywheel.records.states import Split
 from flywheel.store import deployments, rounds, watches
-from flywheel.store.views import lineage
+from flywheel.store.views import erased_samples, lineage
 from flywheel.store.views.lineage import Subject
 from flywheel.web.site import is_number, position, site_of
 
@@ -114,6 +114,7 @@ def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
         "younger": list(younger.items())[:SHOWN],
         "hidden_younger": max(0, len(younger) - SHOWN),
         "services": deployments.services(conn, [row.name])[row.name],
+        "erased": [each.sentence for each in erased_samples.affected(conn) if each.adapter == row.name],
         "conversations": conversations[:PER_PAGE],
         "next": conversations[PER_PAGE - 1].number if len(conversations) > PER_PAGE else None,
         "after": after,

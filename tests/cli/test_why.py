@@ -51,3 +51,20 @@ def test_suites_are_shown_beside_the_criteria(tmp_path: Path, flywheel: Run) -> 
     assert "  suite math: 0.800 → 0.600 on 20 tasks, gain -0.200 (-0.240 … -0.160)" in told
     story = json.loads(flywheel("why", "r0001", "-c", config, "--json").out)
     assert story["comparison"]["suites"] == json.loads(suites)
+
+
+def test_it_is_said_what_was_trained_on_texts_that_were_erased(tmp_path: Path, flywheel: Run) -> None:
+    state = unpack(tmp_path)
+    config = write_config(tmp_path, model={"alias": state.model.alias})
+    assert flywheel("why", "r0002", "-c", config, "--json").json["erased"] is None
+    assert not [text for text in flywheel("status", "-c", config, "--json").json["warnings"] if "erased" in text]
+    of_first = "SELECT task_id FROM round_samples WHERE round_id = 1 AND split = 'train' LIMIT 2"
+    execute(state.state_dir / "state.db", f"UPDATE tasks SET state = 'erased' WHERE id IN ({of_first})")
+    first, second = (flywheel("why", name, "-c", config, "--json").json["erased"] for name in ("r0001", "r0002"))
+    assert (first["erased"], first["samples"], first["inherited_share"]) == (2, 67, 0)
+    assert (second["erased"], second["inherited_erased"], second["serves_as"]) == (0, 2, [state.model.alias])
+    assert second["sentence"] in flywheel("why", "r0002", "-c", config).out.splitlines()
+    warnings = flywheel("status", "-c", config, "--json").json["warnings"]
+    assert second["sentence"] in warnings and first["sentence"] not in warnings, "the first does not serve"
+    assert any("is the base model: `flywheel rollback --to base`" in text for text in warnings)
+    assert "2 erased" in flywheel("audit", "-c", config).out

@@ -143,6 +143,13 @@ def last_clean(conn: Connection, found: Collection[AffectedAdapter]) -> list[Cle
     ]
 
 
+def warnings(conn: Connection) -> list[str]:
+    """What a person should know: the affected adapters that serve or wait, and where to go back to."""
+    found = affected(conn)
+    concerned = [each.sentence for each in found if each.serves_as or each.round_state == RoundState.PASSED]
+    return [*concerned, *(each.sentence for each in last_clean(conn, found))]
+
+
 def _newest_clean(conn: Connection, alias: str, serves: str, names: Collection[str]) -> str | None:
     served = select(deployment_rows.c.adapter).where(
         deployment_rows.c.alias == alias, deployment_rows.c.activated_at.is_not(None)

@@ -29,11 +29,14 @@ import pytest
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config import Config
+from flywheel.daemon.rounds.erasure import erase_from_round
 from flywheel.judge.usage import Purpose, UsageFile
+from flywheel.records.erasure import ErasedTasks
 from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask, Sampling, SystemPrompt
 from flywheel.serving.client.weight_verification import compare
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import WORKER_LOCK
+from flywheel.training.data.round_directory import finished
 from flywheel.training.data.round_progress import progress_of
 from tests.factories.task import round_task
 from tests.training.data.test_round_directory import POLICY
@@ -553,6 +556,52 @@ print(json.dumps([measure(load(base)), *made]))
     done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
     found: list[list[float]] = json.loads(done.stdout)
     return found
+
+
+def test_nothing_is_left_of_tasks_that_are_erased(trained: Done, tmp_path: Path) -> None:
+    """Neither as text nor as tokens. The other tasks of the round, and its adapter, stay as they are."""
+    from transformers import AutoTokenizer
+
+    directory = tmp_path / "r0001"
+    shutil.copytree(trained.directory, directory)
+    probe = trained.result.probe
+    assert probe is not None
+    assert len(probe.tasks) == len(probe.texts) == 8
+    gone = {trained.rollouts[0]["task_id"], probe.tasks[0]}
+    asked = {task.task_id: task.exchange.query for task in (*trained.spec.train, *trained.spec.held_out)}
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+
+    def said() -> str:
+        """All texts of all files, and what the lists of tokens in them say."""
+        parts = []
+        for path in sorted(directory.rglob("*.json*")):
+            parts.append(path.read_text())
+            for line in parts[-1].splitlines() if path.suffix == ".jsonl" else parts[-1:]:
+                parts += map(tokenizer.decode, token_lists(json.loads(line)))
+        return "\n".join([*parts, (directory / "worker.log").read_text()])
+
+    before = said()
+    texts = [asked[task] for task in gone]
+    assert all(before.count(text) > GROUP for text in texts)
+    weights = tree_sha256(directory / "adapter")
+    assert erase_from_round(directory, ErasedTasks(frozenset(gone), tuple(texts)))
+    after = said()
+    assert not any(text in after for text in texts)
+    assert [line for line in trained.rollouts if line["task_id"] not in gone] == lines(directory / "rollouts.jsonl")
+    assert finished(directory, trained.spec)
+    assert tree_sha256(directory / "adapter") == weights
+    result = RoundResult.model_validate_json((directory / "result.json").read_bytes())
+    assert result.probe is not None
+    assert result.probe.tasks == probe.tasks[1:]
+    assert result.sampling == trained.result.sampling, "other rollouts have the same system prompt"
+
+
+def token_lists(value: Any) -> Iterator[list[int]]:
+    if isinstance(value, list) and len(value) > 4 and all(type(item) is int for item in value):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from token_lists(item)
 
 
 def test_a_round_starts_over_among_files_of_another_and_goes_on_from_the_parent(
