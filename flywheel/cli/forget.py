@@ -73,7 +73,7 @@ def forget(
 
 async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_run: bool) -> dict[str, Any]:
     """What was erased (`Report`), or would be, and how far that got."""
-    from flywheel.daemon.erasure import Eraser, report_of
+    from flywheel.daemon.erasure import Eraser, report_of, used_for
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import erasures
     from flywheel.system.lock import instance_lock
@@ -84,7 +84,7 @@ async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_
         try:
             found = await eraser.find(kind, subject)
             if dry_run:
-                return {"state": "found", **report_of(found)}
+                return {"state": "found", **report_of(found, **await store.read(used_for, found))}
             number = await store.write(erasures.begin, kind, subject, found.conversations, blocks=block)
             until = time.monotonic() + WAIT_SECONDS
             while True:
@@ -111,6 +111,7 @@ def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
     lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing is stored of it"]
     if found["rounds"]:
         lines.append(f"rounds that used it: {', '.join(found['rounds'])}")
+    lines += found["advice"]
     for name in found["unprovable"]:
         lines.append(f"{name} cannot be proven on a server any more: its probe had these texts")
     for url, count in found["pending"].items():

@@ -35,7 +35,9 @@ from flywheel.store.erasures import ErasureState, Kind, Touched
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.database import STATE_FILE, Store, noted
 from flywheel.store.kernel.schema import tasks
+from flywheel.store.views import erased_samples
 from flywheel.system.purge import purge
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Report(msgspec.Struct, frozen=True):
       files, and of evaluations, were rewritten.
     - `calls`: recorded calls; `pending`: how many of them servers have that could not be asked, by URL.
     - `unprovable`: adapters whose weights no server can prove any more, because their probes were made of the texts.
+    - `adapters`: those that were trained on the tasks, or go back to one that was (`AffectedAdapter`); `held_out`:
+      the rounds in whose gates the tasks were; `advice`: both in sentences, with the versions to go back to.
     - `backups`: folders of backups that could not be told: a restore from there brings it back.
     """
 
@@ -64,6 +68,22 @@ class Report(msgspec.Struct, frozen=True):
     pending: dict[str, int] = {}
     backups: Sequence[str] = ()
     unprovable: Sequence[str] = ()
+    adapters: Sequence[dict[str, Any]] = ()
+    held_out: Sequence[dict[str, Any]] = ()
+    advice: Sequence[str] = ()
+
+
+def used_for(conn: Connection, found: Touched) -> dict[str, Any]:
+    """What the tasks were used for, as parts of a report."""
+    adapters = erased_samples.affected(conn, found.tasks)
+    held_out = erased_samples.held_out_uses(conn, found.tasks)
+    clean = erased_samples.last_clean(conn, adapters)
+    gates = [f"{each.round}: {quantity(each.tasks, 'task')} in its gate, which trained nothing" for each in held_out]
+    return {
+        "adapters": [each.as_json() for each in adapters],
+        "held_out": [each._asdict() for each in held_out],
+        "advice": [each.sentence for each in adapters] + gates + [each.sentence for each in clean],
+    }
 
 
 def report_of(found: Touched, **done: Any) -> dict[str, Any]:
@@ -242,7 +262,7 @@ def _begin(conn: Connection, erasure: int, found: Touched) -> None:
 
 
 def _end(conn: Connection, erasure: int, found: Touched, erased: ErasedTasks, report: dict[str, Any]) -> None:
-    report = {**report, "unprovable": erase_from_results(conn, erased)}
+    report = {**report, **used_for(conn, found), "unprovable": erase_from_results(conn, erased)}
     erasures.scrub(conn, found, erased)
     erasures.note(conn, erasure, ErasureState.ERASED, report)
 

@@ -60,10 +60,13 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     compare(dry, documented("forget"), "forget")
     assert (dry["replies"], dry["tasks"], dry["calls"], dry["rounds"]) == (4, 4, 2, ["r0001"])
     assert left_in(state) == before
+    (adapter,) = dry["adapters"]
+    assert (adapter["adapter"], adapter["samples"], adapter["erased"]) == ("r0001", 5, 4)
 
     ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
     assert ran.code == 0, ran.err
     assert ran.out.startswith("erased 4 replies, 4 tasks, 2 recorded calls, 1 span, 4 lines of the task file")
+    assert "r0001: it was trained on texts that were erased since (4 of 5 samples, 80.0%)" in ran.out
     assert "Studio's database" in ran.out and "weights" in ran.out
     assert left_in(state) == {}
     there = planted_in(state, [OTHER], decode=spelled)
