@@ -81,6 +81,7 @@ class SourceReport:
             "tasks": self.counts.tasks,
             "skipped": dict(self.counts.skipped),
             "dead": self.counts.dead,
+            "erased": self.counts.erased,
             "new": self.new,
             "warnings": list(self.warnings),
         }
