@@ -1,4 +1,5 @@
-"""Agents say which conversation a model call belongs to: a header of their requests to `flywheel serve`.
+"""Agents say which conversation a model call belongs to, and whether it may be recorded: headers of their requests to
+`flywheel serve`.
 
 Standard library only: agents import this, and so does the server.
 """
@@ -13,6 +14,10 @@ from typing import Any, Final, TypeVar
 
 CONVERSATION_HEADER: Final = "x-flywheel-conversation"
 MAX_HEADER_BYTES: Final = 512
+RECORD_HEADER: Final = "x-flywheel-record"
+"""With one of `REFUSALS`, nothing of a request is recorded."""
+REFUSALS: Final = frozenset({"no", "false", "0"})
+"""What refuses recording, in the header and in the attribute `flywheel.record` of a span, in any case."""
 
 _current: ContextVar[str] = ContextVar("flywheel_conversation", default="")
 
@@ -42,8 +47,18 @@ def conversation_header(request: Request) -> Request:
     An id that no header can carry, or a long one, is sent as its SHA-256.
     """
     if given := _current.get():
-        fits = given.isascii() and given.isprintable() and len(given) <= MAX_HEADER_BYTES and given == given.strip()
-        request.headers[CONVERSATION_HEADER] = (
-            given if fits else hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
-        )
+        request.headers[CONVERSATION_HEADER] = as_header(given)
     return request
+
+
+def refuses_recording(value: str) -> bool:
+    """Whether a value of the header, or of the attribute `flywheel.record`, refuses recording."""
+    return value.strip().lower() in REFUSALS
+
+
+def as_header(conversation_id: str) -> str:
+    """The value of the header for a conversation: its id, or the SHA-256 of one that is long or that no header can
+    carry."""
+    given = conversation_id
+    fits = given.isascii() and given.isprintable() and len(given) <= MAX_HEADER_BYTES and given == given.strip()
+    return given if fits else hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()

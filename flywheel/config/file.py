@@ -32,6 +32,7 @@ from flywheel.config.ingest import (
 from flywheel.config.interpolation import values_of
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.notices import NotifyList
+from flywheel.config.privacy import PrivacySettings
 from flywheel.config.sage import from_sage
 from flywheel.config.section import GivenSetting, Section, UserPath, leaves
 from flywheel.config.serving import DaemonSettings, ServingSettings
@@ -65,6 +66,7 @@ class Config(Section):
     sources: list[SourceSettings] = Field(default_factory=lambda: list[SourceSettings]([StudioSource()]))
     """The sources to watch. Default: the default path of Studio's database."""
     ingest: IngestSettings = IngestSettings()
+    privacy: PrivacySettings = PrivacySettings()
     judge: JudgeSettings = JudgeSettings()
     filter: FilterSettings = FilterSettings()
     trigger: TriggerSettings = TriggerSettings()

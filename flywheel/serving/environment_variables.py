@@ -30,6 +30,8 @@ CPU_LORA_VARIABLE: Final = "FLYWHEEL_CPU_LORA"
 """Of Flywheel's own vLLM processes: on a CPU, its plugin computes the LoRA part of layers."""
 CALL_LOG_VARIABLE: Final = "FLYWHEEL_CALL_LOG"
 """JSON: `path`, `keep_days` and `max_bytes` of the call log. Not set: nothing is recorded."""
+EXCLUDED_VARIABLE: Final = "FLYWHEEL_NOT_RECORDED"
+"""JSON: `users` and `conversations` of whom nothing is recorded. Not set: none."""
 SENT_ADAPTERS_VARIABLE: Final = "FLYWHEEL_SENT_ADAPTERS"
 """JSON: `path`, the folder of adapters that are sent to the server, and `max_bytes` of one. Not set: none are
 accepted."""

@@ -25,6 +25,7 @@ ADAPTERS: Final = "/flywheel/adapters/"
 ALIAS_OWNER: Final = "flywheel"
 """`owned_by` of the aliases in the list of models."""
 CALLS: Final = "/flywheel/calls"
+ERASE_CALLS: Final = "/flywheel/calls/erase"
 RESPONSES: Final = "/v1/responses"
 MESSAGES: Final = "/v1/messages"
 RECORDED: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})

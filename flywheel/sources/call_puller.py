@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from flywheel.config import Config
 from flywheel.errors import ServeError
 from flywheel.records.trace import ModelCall
-from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
+from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server_keys import admin_key
+from flywheel.sources.calls import conversations
 from flywheel.sources.calls.parsing import parse
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
@@ -40,6 +41,10 @@ PULL_SECONDS: Final = 60.0
 """One pull of a server takes so long at most, unless it is awaited to its end: others wait for it."""
 LONGEST_BACKOFF_SECONDS: Final = 15.0
 """A server that is away is asked again after this time at most."""
+PURGE_AGAIN_SECONDS: Final = 60.0
+"""A log in which traces of erased calls may be left is asked to remove them after this time."""
+COPY: Final = "the copy"
+"""In place of a server's URL, in `pending`: the file of this class."""
 OK: Final = "ok"
 OFF: Final = "off"
 """Conditions of servers: calls are pulled, or the server records none. Others are those of errors."""
@@ -86,6 +91,8 @@ class CallLogCopy(CallLog):
         "CREATE TABLE IF NOT EXISTS servers (url TEXT PRIMARY KEY, log_id TEXT NOT NULL, after INTEGER NOT NULL, "
         "calls INTEGER NOT NULL, missed INTEGER NOT NULL, dropped INTEGER NOT NULL, log_dropped INTEGER NOT NULL, "
         "condition TEXT NOT NULL, error TEXT NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS pending_erasures (url TEXT NOT NULL, request_id TEXT NOT NULL, "
+        "PRIMARY KEY (url, request_id)) WITHOUT ROWID",
     )
 
     def servers(self) -> dict[str, PulledServer]:
@@ -113,13 +120,49 @@ class CallLogCopy(CallLog):
                     log.log_id,
                     max(after, last),
                     server.calls + stored,
-                    server.missed + max(0, first - after - 1),
+                    server.missed + max(0, first - after - 1 - page.erased),
                     server.dropped + max(0, log.dropped - (server.log_dropped if is_same else 0)),
                     log.dropped,
                     OK,
                 ),
             )
         return last < log.newest
+
+    def erase_everywhere(self, request_ids: Collection[str], urls: Iterable[str] = ()) -> int:
+        """Erase calls here, and note them for every server that was ever asked and for `urls`: the daemon has them
+        erased there when it pulls. Returns how many were here. After a crash, the next pull finishes it."""
+        with self.transaction() as connection:
+            for url in {COPY, *urls, *self.servers()}:
+                rows = [(url, request_id) for request_id in request_ids]
+                connection.executemany("INSERT OR IGNORE INTO pending_erasures VALUES (?, ?)", rows)
+        return self.erase(request_ids)
+
+    def pending(self) -> dict[str, int]:
+        """How many calls are to be erased still, by the URL of the server, or `COPY` for this file itself."""
+        query = "SELECT url, count(*) FROM pending_erasures GROUP BY url"
+        with self.reading() as connection:
+            return dict(connection.execute(query).fetchall())
+
+    def pending_of(self, url: str, limit: int) -> list[str]:
+        """Request ids of some of the calls that are to be erased there."""
+        query = "SELECT request_id FROM pending_erasures WHERE url = ? ORDER BY request_id LIMIT ?"
+        with self.reading() as connection:
+            return [request_id for (request_id,) in connection.execute(query, (url, limit))]
+
+    def have_erased(self, url: str, request_ids: Iterable[str]) -> None:
+        """Note that no trace of these calls is left there."""
+        with self.transaction() as connection:
+            rows = [(url, request_id) for request_id in request_ids]
+            connection.executemany("DELETE FROM pending_erasures WHERE url = ? AND request_id = ?", rows)
+
+    def finish_erasing(self, seconds: float) -> bool:
+        """Erase and purge what is pending for this file; whether nothing is left."""
+        while ids := self.pending_of(COPY, IDS_AT_ONCE):
+            self.erase(ids)
+            if not self.purge(seconds):
+                return False
+            self.have_erased(COPY, ids)
+        return True
 
     def note(self, url: str, condition: str, error: str = "") -> None:
         """Note the condition of a server that gave no page."""
@@ -133,6 +176,10 @@ class CallLogCopy(CallLog):
     def calls_of(self, request_ids: Collection[str]) -> dict[str, ModelCall]:
         """Those of these calls that are there, parsed, by request id."""
         return {request_id: parse(call) for request_id, call in self.find(request_ids).items()}
+
+    def extending(self, request_ids: Iterable[str]) -> list[str]:
+        """The request ids of later calls that go on from one of these, see `conversations.extending`."""
+        return conversations.extending(self, request_ids)
 
     def ids_after(self, number: int, limit: int) -> list[tuple[int, str]]:
         """Numbers and request ids of the calls that were stored after that one, in their order."""
@@ -178,9 +225,10 @@ class CallPuller:
         self._failures: dict[str, tuple[int, float]] = {}
         self._entries: dict[str, str] = {}
         self._replicas: dict[str, tuple[str | None, Replica]] = {}
-        self._warned: set[str] = set()
+        self._warned: set[str | tuple[str, str]] = set()
         self._servers: dict[str, PulledServer] | None = None
         self._stopped = False
+        self._erase_at: dict[str, float] = {}
         self._late_to: int | None = None
         self._complete_ns = 0
         self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9)
@@ -241,6 +289,45 @@ class CallPuller:
                 self._complete_ns = began_ns - RECORDING_NS
             self._pulled_at = time.monotonic()
             await asyncio.to_thread(self.prune)
+            await self._finish_erasing()
+
+    async def erase(self, request_ids: Collection[str]) -> int:
+        """Erase calls from the copy, and from every server at the next pull that reaches it. Returns how many were in
+        the copy. Raises CallLogError."""
+        urls = await replica_urls(self._config.serving)
+        erased = await asyncio.to_thread(self.call_log_copy.erase_everywhere, request_ids, list(urls))
+        self._erase_at.clear()
+        return erased
+
+    def pending(self) -> dict[str, int]:
+        """How many calls are to be erased still, by the URL of the server, or `COPY`."""
+        return self.call_log_copy.pending()
+
+    async def _finish_erasing(self) -> None:
+        """Have calls erased where that is pending. What fails is attempted again at a later pull."""
+        now = time.monotonic()
+        urls = [url for url in await asyncio.to_thread(self.pending) if now >= self._erase_at.get(url, 0.0)]
+        if COPY in urls and not await asyncio.to_thread(self.call_log_copy.finish_erasing, PURGE_SECONDS):
+            self._erase_at[COPY] = now + PURGE_AGAIN_SECONDS
+        await asyncio.gather(*(self._erase_on(url) for url in urls if url in self._entries))
+
+    async def _erase_on(self, url: str) -> None:
+        try:
+            replica = await self._replica(url)
+            while ids := await asyncio.to_thread(self.call_log_copy.pending_of, url, IDS_AT_ONCE):
+                if self._stopped:
+                    return
+                if not await replica.erase_calls(ids):
+                    self._erase_at[url] = time.monotonic() + PURGE_AGAIN_SECONDS
+                    return
+                await asyncio.to_thread(self.call_log_copy.have_erased, url, ids)
+        except ServeError as error:
+            self._erase_at[url] = time.monotonic() + LONGEST_BACKOFF_SECONDS
+            if ("erase", url) not in self._warned:
+                self._warned.add(("erase", url))
+                log.warning("%s", error)
+        else:
+            self._warned.discard(("erase", url))
 
     async def pull_soon(self) -> None:
         """Pull again for a trace that waits, unless another one has just done so."""

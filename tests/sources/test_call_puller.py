@@ -12,7 +12,8 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
-from flywheel.sources.call_puller import OFF, OK, RECORDING_NS, CallLogCopy, CallPuller, PulledServer
+from flywheel.sources import call_puller
+from flywheel.sources.call_puller import COPY, OFF, OK, RECORDING_NS, CallLogCopy, CallPuller, PulledServer
 from flywheel.store.kernel.database import Store
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
@@ -233,3 +234,78 @@ async def test_old_calls_are_pruned(tmp_path: Path) -> None:
             assert puller.call_log_copy.ids_after(0, 100) == []
             await puller.pull()
             assert counts(puller, a) == (10, 0, 0, OK)
+
+
+async def test_erased_calls_are_erased_on_every_server_when_it_can_be_reached(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db", page_calls=7) as a, LogServer(tmp_path / "b.db") as b:
+        told = calls(0, 20)
+        a.log.append(told[:10])
+        b.log.append(told[10:])
+        async with puller_of(config_of(tmp_path, a, b)) as puller:
+            await puller.pull()
+            b.stop()
+            gone = [call.request_id for call in told[5:15]]
+            assert await puller.erase(gone) == 10
+            assert puller.pending() == {COPY: 10, a.url: 10, b.url: 10}
+            await puller.pull(at_once=True)
+            assert puller.pending() == {b.url: 10}
+            assert [call for _, call in a.log.page(0, 99, 10**9)] == told[:5]
+        # A daemon that is started later goes on.
+        async with puller_of(config_of(tmp_path, a, b)) as puller:
+            b.start()
+            await puller.pull(at_once=True)
+            assert puller.pending() == {}
+            assert [call for _, call in b.log.page(0, 99, 10**9)] == told[15:]
+            assert pulled(puller, told) == [*told[:5], *told[15:]]
+            assert counts(puller, a)[1:] == counts(puller, b)[1:] == (0, 0, OK)
+
+
+async def test_a_copy_with_readers_is_purged_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_puller, "PURGE_SECONDS", 0.0)
+    monkeypatch.setattr(call_puller, "PURGE_AGAIN_SECONDS", 0.0)
+    with LogServer(tmp_path / "a.db") as a:
+        a.log.append(told := calls(0, 5))
+        config = config_of(tmp_path, a)
+        async with puller_of(config) as puller:
+            await puller.pull()
+            with CallLogCopy(call_log_copy_path(config.state_dir)) as reader, reader.reading():
+                assert reader.state().newest == 5
+                assert await puller.erase([told[0].request_id]) == 1
+                await puller.pull(at_once=True)
+                assert puller.pending() == {COPY: 1}
+            await puller.pull(at_once=True)
+            assert puller.pending() == {}
+
+
+@pytest.mark.parametrize("erased", [range(3, 6), range(8, 12), range(12), [0, 1, 9, 10, 11]])
+async def test_numbers_of_erased_calls_are_not_missed(tmp_path: Path, erased: Sequence[int]) -> None:
+    """Those that were pulled before, and those that were not."""
+    with LogServer(tmp_path / "a.db", page_calls=3) as a:
+        told = calls(0, 14)
+        a.log.append(told[:4])
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            await puller.pull()
+            a.log.append(told[4:12])
+            a.log.erase(told[at].request_id for at in erased)
+            await puller.pull(at_once=True)
+            assert counts(puller, a) == (12 - len([at for at in erased if at >= 4]), 0, 0, OK)
+            a.log.append(told[12:13])
+            # The oldest are pruned before they are pulled, which is not the same.
+            a.log.erase([told[12].request_id])
+            a.log.append([*told[13:], *calls(50, 3)])
+            a.log.prune(told[13].ended_ns + 1, 10**12)
+            await puller.pull(at_once=True)
+            assert counts(puller, a)[1:] == (1, 0, OK)
+
+
+async def test_an_erased_call_is_not_pulled_from_another_copy_of_the_log(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
+        told = calls(0, 6)
+        a.log.append(told)
+        async with puller_of(config_of(tmp_path, a, b)) as puller:
+            await puller.pull()
+            await puller.erase([told[0].request_id])
+            b.log.append(told)
+            await puller.pull(at_once=True)
+            assert pulled(puller, told) == told[1:]
+            assert [call for _, call in b.log.page(0, 99, 10**9)] == told[1:]

@@ -16,24 +16,34 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
+from flywheel.conversations import as_header
 from flywheel.errors import CallLogError
-from flywheel.serving.calls.request_parts import packed, parts_of, runs
+from flywheel.serving.calls import erasure, histories
+from flywheel.serving.calls.request_parts import messages_in, packed, parts_of, runs
 from flywheel.system.files import file_identity, make_private_database
 
 FORMAT: Final = 1
 BUSY_SECONDS: Final = 5.0
 CALLS_PER_STEP: Final = 100
-"""Calls that one transaction of `prune` removes. A write that waits for it is delayed by a few milliseconds."""
+"""Calls that one transaction of `prune` or `erase` removes. A write that waits for it is delayed by a few
+milliseconds."""
 HASHES_PER_QUERY: Final = 500
 PAGE_BYTES: Final = 4_000_000
 """Bodies that a page of several calls has at most."""
 EXPANSION: Final = 16
 """A page may be this much longer when the repeated parts of its requests are joined."""
+COMPACTED_AT_ONCE_BYTES: Final = 256_000_000
+COMPACT_NS: Final = 3600 * 10**9
+"""A larger file is written anew at most so often, because writers wait for seconds."""
+MAX_ID_CHARACTERS: Final = 200
+"""Of a request id; those of servers have fewer."""
+PURGE_SECONDS: Final = 5.0
+PURGE_PAUSE_SECONDS: Final = 0.05
 MAX_PAGE_BYTES: Final = 32 << 20
 """The longest page, which has one call. Clients read no more."""
 
@@ -47,9 +57,17 @@ _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, hash BLOB NOT NULL UNIQUE, content BLOB NOT NULL)",
     # Apart from the contents, because each call writes here for all of its parts.
     "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
+    *erasure.TABLES,
 )
-_ADDED: Final = ("unit", "arm", "unit_kind")
+_ADDED: Final = ("unit", "arm", "unit_kind", "conversation", "user")
 """Columns of `calls` that older files lack. They are added with a default, so older versions still read the file."""
+_LOG_ADDED: Final = ("refused", "unpurged", "compacted_ns")
+"""The same of `log`: calls that were not to be recorded, calls that were erased since the file was last compacted,
+and when that was."""
+_INDEXES: Final = (
+    "CREATE INDEX IF NOT EXISTS calls_conversation ON calls (conversation) WHERE conversation <> ''",
+    "CREATE INDEX IF NOT EXISTS calls_user ON calls (user) WHERE user <> ''",
+)
 _NEWEST = "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'calls'), 0)"
 
 
@@ -65,6 +83,9 @@ class RecordedCall:
     says how it is known: `conversation` or `session` (a header), or `fallback`. `arm` is the version that it was
     assigned to, `new` or `old`, whatever answered; empty if it continues a response of one of them. All are empty
     without a split.
+
+    `conversation` is what the client named in the header `x-flywheel-conversation`, and `user` what its request
+    named; both may be empty.
     """
 
     request_id: str
@@ -82,6 +103,8 @@ class RecordedCall:
     unit: str = ""
     arm: str = ""
     unit_kind: str = ""
+    conversation: str = ""
+    user: str = ""
 
 
 _PLAIN: Final = tuple(field.name for field in fields(RecordedCall) if field.name not in ("request", "response"))
@@ -90,12 +113,13 @@ _PLAIN: Final = tuple(field.name for field in fields(RecordedCall) if field.name
 
 class LogState(NamedTuple):
     """`log_id` is random, made with the file. Calls from `oldest` to `newest` are there; with none, `oldest` is
-    `newest` + 1. `dropped` counts the calls that could not be stored."""
+    `newest` + 1. `dropped` counts the calls that could not be stored, `refused` those that were not to be."""
 
     log_id: str
     oldest: int
     newest: int
     dropped: int
+    refused: int = 0
 
 
 def call_log_copy_path(state_dir: Path) -> Path:
@@ -152,16 +176,17 @@ class CallLog:
                 with _ending(connection):
                     yield connection
 
-    def append(self, calls: Iterable[RecordedCall], dropped: int = 0) -> int:
-        """Store the calls and add to the count of dropped ones, in one transaction. Calls whose request id is there
-        already are ignored. Returns the number of calls stored."""
+    def append(self, calls: Iterable[RecordedCall], dropped: int = 0, refused: int = 0) -> int:
+        """Store the calls and add to the counts of dropped and refused ones, in one transaction. Calls whose request
+        id is there already, or was erased, are ignored. Returns the number of calls stored."""
         split = []
         for call in calls:
             parts = parts_of(call.request)
             split.append((call, parts, [hashlib.sha256(part).digest()[:16] for part in parts]))
         with self.transaction() as connection:
-            if dropped:
-                connection.execute("UPDATE log SET dropped = dropped + ?", (dropped,))
+            if dropped or refused:
+                changes = "SET dropped = dropped + ?, refused = refused + ?"
+                connection.execute(f"UPDATE log {changes}", (dropped, refused))
             return sum(_insert(connection, call, parts, hashes) for call, parts, hashes in split)
 
     def state(self) -> LogState:
@@ -180,12 +205,14 @@ class CallLog:
 
     def page_json(self, after: int, max_calls: int, max_bytes: int, dropped: int = 0) -> str:
         """The same page as JSON text, in which each part is written once: `{"log", "oldest", "newest", "dropped",
-        "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. A text that is not UTF-8 is a
-        list of one text with a character for each byte. `dropped` is added to the count of the file."""
+        "refused", "erased", "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. A text that
+        is not UTF-8 is a list of one text with a character for each byte. `dropped` is added to the count of the
+        file. `erased` counts the calls before the first one of the page, or up to `newest`, that were erased."""
         with self.reading() as connection:
             contents: dict[int, bytes] = {}
             places: dict[int, int] = {}
             calls = []
+            first = 0
             for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents):
                 known = dict(zip(_PLAIN, row, strict=False))
                 request = [places.setdefault(part, len(places)) for part in parts]
@@ -193,9 +220,12 @@ class CallLog:
                 call = {"number": number, **known, "is_complete": bool(known["is_complete"])}
                 # One call at a time: a long call into C would hold the interpreter, and with it the server.
                 calls.append(json.dumps({**call, "request": request, "response": response}))
+                first = first or number
             texts = [json.dumps(_text(contents[part])) for part in places]
             state = _state(connection)
+            erased = erasure.count_between(connection, after, first or state.newest + 1)
         numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
+        numbers |= {"refused": state.refused, "erased": erased}
         head = json.dumps({"log": state.log_id, **numbers})
         return f'{head[:-1]}, "texts": [{", ".join(texts)}], "calls": [{", ".join(calls)}]}}'
 
@@ -248,8 +278,91 @@ class CallLog:
         with self.reading() as connection:
             query = "SELECT number FROM calls WHERE ended_ns >= ? ORDER BY number LIMIT 1"
             row = connection.execute(query, (before_ns,)).fetchone()
-            state = _state(connection)
-        return (int(row[0]) if row else state.newest + 1) - state.oldest
+            end = row[0] if row else _state(connection).newest + 1
+            (count,) = connection.execute("SELECT count(*) FROM calls WHERE number < ?", (end,)).fetchone()
+        return int(count)
+
+    def erase(self, request_ids: Iterable[str]) -> int:
+        """Remove these calls and what only they have of request bodies; returns their number. `append` ignores them
+        from now on, also those that are not there. After a crash, to be called again.
+
+        Their bytes are overwritten in the file, and are gone from the write-ahead log after `purge`.
+        """
+        ids = list(dict.fromkeys(request_ids))
+        for start in range(0, len(ids), CALLS_PER_STEP):
+            with self.transaction("erase calls of") as connection:
+                erasure.mark(connection, ids[start : start + CALLS_PER_STEP])
+        removed = 0
+        while True:
+            with self.reading() as connection:
+                if not (going := erasure.find(connection, ids)):
+                    return removed
+                others = erasure.other_users(connection, going)
+            for start in range(0, len(going), CALLS_PER_STEP):
+                some = going[start : start + CALLS_PER_STEP]
+                with self.transaction("erase calls of") as connection:
+                    if (count := erasure.remove(connection, some, others)) is None:
+                        break
+                    connection.execute("UPDATE log SET unpurged = unpurged + ?", (count,))
+                removed += count
+
+    def purge(self, seconds: float = PURGE_SECONDS) -> bool:
+        """Remove the last traces of erased calls from the file and its write-ahead log; False if some may be left, as
+        others were reading an older state for so many seconds, or as the file is large and was compacted recently.
+
+        `secure_delete` overwrites what is removed, but not the copies that SQLite leaves in unused parts of pages
+        when it moves rows. Therefore the file is written anew if calls were erased since the last time. Meanwhile
+        readers go on, and writers wait.
+        """
+        with self.reading() as connection:
+            unpurged, compacted_ns = connection.execute("SELECT unpurged, compacted_ns FROM log").fetchone()
+            is_small = _live_bytes(connection) < COMPACTED_AT_ONCE_BYTES
+        is_due = is_small or time.time_ns() - compacted_ns > COMPACT_NS
+        if unpurged and is_due:
+            with self._lock, self._explained("compact"):
+                self._connected().execute("VACUUM")
+            with self.transaction() as connection:
+                changes = "SET unpurged = unpurged - ?, compacted_ns = ?"
+                connection.execute(f"UPDATE log {changes}", (unpurged, time.time_ns()))
+        until = time.monotonic() + seconds
+        while True:
+            with self._lock, self._explained("purge"):
+                if erasure.empty_wal(self._connected(), int(self._busy_seconds * 1000)):
+                    return is_due or not unpurged
+            if time.monotonic() > until:
+                return False
+            time.sleep(PURGE_PAUSE_SECONDS)
+
+    def erased(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of the calls that were erased."""
+        query = "SELECT 1 FROM erased WHERE request_id = ?"
+        with self.reading() as connection:
+            return {each for each in request_ids if connection.execute(query, (each,)).fetchone()}
+
+    def ids_of(self, conversations: Collection[str], users: Collection[str]) -> list[str]:
+        """The request ids of the calls that name one of these conversations or users, the oldest first."""
+        named = {("conversation", form) for each in conversations for form in (each, as_header(each))}
+        named |= {("user", each) for each in users}
+        found: set[tuple[int, str]] = set()
+        with self.reading() as connection:
+            for column, value in named:
+                query = f"SELECT number, request_id FROM calls WHERE {column} = ? AND {column} <> ''"  # noqa: S608
+                found.update(connection.execute(query, (value,)))
+        return [request_id for _, request_id in sorted(found)]
+
+    def resending(self, request_ids: Iterable[str]) -> dict[str, list[str]]:
+        """By request id, the later calls whose messages begin with all messages of a call, byte for byte. Of bodies
+        without a list of messages there are none."""
+        with self.reading() as connection:
+            sent: dict[int, list[int]] = {}
+            names: dict[int, str] = {}
+            for number, request_id, request in erasure.find(connection, request_ids):
+                contents: dict[int, bytes] = {}
+                parts = _parts(connection, request, contents)
+                if own := parts[messages_in(b"".join(contents[part] for part in parts))]:
+                    sent[number], names[number] = own, request_id
+            found = histories.resending(connection, sent)
+        return {names[number]: ids for number, ids in found.items()}
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._identity != file_identity(self.path):
@@ -297,7 +410,7 @@ def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds
     # With WAL, readers and the writer do not block each other. NORMAL: kill -9 loses nothing, and a power failure at
     # most the last calls.
     _use_wal(connection, busy_seconds)
-    for pragma in ("synchronous = NORMAL", "journal_size_limit = 16000000"):
+    for pragma in ("synchronous = NORMAL", "journal_size_limit = 16000000", "secure_delete = ON"):
         connection.execute(f"PRAGMA {pragma}")
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found > FORMAT:
@@ -310,7 +423,15 @@ def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds
         for name in _ADDED:
             if name not in there:
                 connection.execute(f"ALTER TABLE calls ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
-        connection.execute("INSERT OR IGNORE INTO log VALUES (?, 0, 1)", (secrets.token_hex(8),))
+        there = {name for _, name, *_ in connection.execute("PRAGMA table_info(log)")}
+        for name in _LOG_ADDED:
+            if name not in there:
+                connection.execute(f"ALTER TABLE log ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
+        for index in _INDEXES:
+            connection.execute(index)
+        connection.execute(
+            "INSERT OR IGNORE INTO log (log_id, dropped, only) VALUES (?, 0, 1)", (secrets.token_hex(8),)
+        )
         if found != FORMAT:
             connection.execute(f"PRAGMA user_version = {FORMAT}")
 
@@ -329,7 +450,8 @@ def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
 
 
 def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[bytes], hashes: list[bytes]) -> bool:
-    if connection.execute("SELECT 1 FROM calls WHERE request_id = ?", (call.request_id,)).fetchone():
+    known_id = "SELECT 1 FROM calls WHERE request_id = ?1 UNION ALL SELECT 1 FROM erased WHERE request_id = ?1"
+    if connection.execute(known_id, (call.request_id,)).fetchone():
         return False
     known: dict[bytes, int] = {}
     for start in range(0, len(hashes), HASHES_PER_QUERY):
@@ -373,9 +495,9 @@ def _remove(connection: sqlite3.Connection, oldest: Sequence[tuple[int, bytes]])
 
 
 def _state(connection: sqlite3.Connection) -> LogState:
-    query = f"SELECT log_id, (SELECT min(number) FROM calls), {_NEWEST}, dropped FROM log"  # noqa: S608 - constants
-    log_id, oldest, newest, dropped = connection.execute(query).fetchone()
-    return LogState(log_id, newest + 1 if oldest is None else oldest, newest, dropped)
+    query = f"SELECT log_id, (SELECT min(number) FROM calls), {_NEWEST}, dropped, refused FROM log"  # noqa: S608 - constants
+    log_id, oldest, newest, *counts = connection.execute(query).fetchone()
+    return LogState(log_id, newest + 1 if oldest is None else oldest, newest, *counts)
 
 
 def _live_bytes(connection: sqlite3.Connection) -> int:

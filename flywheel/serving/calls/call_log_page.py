@@ -19,10 +19,12 @@ Text = str | tuple[str]
 
 
 class CallPage(NamedTuple):
-    """Calls with their numbers, and the state of the log they are from."""
+    """Calls with their numbers, and the state of the log they are from. `erased` counts the calls before the first
+    one, or up to the newest number, that were erased there."""
 
     state: LogState
     calls: list[tuple[int, RecordedCall]]
+    erased: int = 0
 
 
 class _CallJson(msgspec.Struct):
@@ -43,6 +45,8 @@ class _CallJson(msgspec.Struct):
     unit: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
     arm: Literal["new", "old", ""] = ""
     unit_kind: Literal["conversation", "session", "fallback", ""] = ""
+    conversation: Name = ""
+    user: Name = ""
 
 
 class _PageJson(msgspec.Struct):
@@ -52,6 +56,8 @@ class _PageJson(msgspec.Struct):
     dropped: Number
     texts: list[Text]
     calls: list[_CallJson]
+    refused: Number = 0
+    erased: Number = 0
 
 
 _decode: Final = msgspec.json.Decoder(_PageJson).decode
@@ -70,7 +76,8 @@ def read_page(text: str | bytes, after: int) -> CallPage:
     numbers = [call.number for call in page.calls]
     if any(later <= earlier for earlier, later in itertools.pairwise([after, *numbers])):
         raise ValueError(f"its calls are not those after number {after}, in their order")
-    if max(numbers, default=0) > page.newest or (not numbers and max(after + 1, page.oldest) <= page.newest):
+    to_come = page.newest - max(after, page.oldest - 1)
+    if max(numbers, default=0) > page.newest or (not numbers and to_come > page.erased):
         raise ValueError(f"its newest call is number {page.newest}, which its calls contradict")
     texts = [_bytes(each) for each in page.texts]
     now, room = time.time_ns(), EXPANSION * PAGE_BYTES
@@ -85,7 +92,7 @@ def read_page(text: str | bytes, after: int) -> CallPage:
         plain |= {"ended_ns": min(call.ended_ns, now), "started_ns": min(call.started_ns, call.ended_ns, now)}
         plain |= {"request": b"".join(texts[place] for place in call.request), "response": _bytes(call.response)}
         calls.append((call.number, RecordedCall(**plain)))
-    return CallPage(LogState(page.log, page.oldest, page.newest, page.dropped), calls)
+    return CallPage(LogState(page.log, page.oldest, page.newest, page.dropped, page.refused), calls, page.erased)
 
 
 def _bytes(text: Text) -> bytes:

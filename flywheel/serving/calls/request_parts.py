@@ -128,6 +128,23 @@ def _ends(text: str) -> Iterator[int]:
             yield end
 
 
+def messages_in(body: bytes) -> slice:
+    """Which of the parts of a body are the elements of its list of messages; none if it has no list, or has more
+    elements than parts."""
+    at = 0
+    try:
+        text = body.decode()
+        scan = JsonScan(text)
+        for key, start, _ in scan.members():
+            if key in LISTS and text[start] == "[":
+                end = at + sum(1 for _ in scan.elements(start))
+                return slice(at, end) if end < MAX_PARTS else slice(0)
+            at += 1
+    except (ValueError, IndexError, RecursionError):
+        pass
+    return slice(0)
+
+
 def packed(numbers: Sequence[int]) -> bytes:
     """Part numbers as run lengths: `first, count` of each run of consecutive numbers, as integers of varying length.
 

@@ -16,7 +16,7 @@ from flywheel.errors import ServeError
 from flywheel.secrets import redact_secrets
 from flywheel.serving import routes
 from flywheel.serving.alias_target import AliasTarget, Split, version_names
-from flywheel.serving.calls.call_log import MAX_PAGE_BYTES
+from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, MAX_PAGE_BYTES
 from flywheel.serving.calls.call_log_page import CallPage, read_page
 from flywheel.serving.replica_addresses import is_name
 from flywheel.system.files import tree_bytes
@@ -117,6 +117,8 @@ T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
 """Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
+ERASED_AT_ONCE = 250
+"""Request ids of one request, which a server accepts whatever their length."""
 MEASURED_AT_ONCE = 4
 """Measurements of tokens at the same time: more would delay the answers to clients."""
 
@@ -297,6 +299,29 @@ class Replica:
             return await asyncio.to_thread(read_page, response.content, after)
         except ValueError as error:
             raise self._not_vllm(attempted, f" and no page of a call log: {error}") from None
+
+    async def erase_calls(self, request_ids: Sequence[str]) -> bool:
+        """Erase calls from the server's log; whether no trace of them is left there. True for a server that keeps no
+        log. A server that cannot say so yet is asked again later. Raises ServeError."""
+        attempted = f"erase calls at {self.url}"
+        is_purged = True
+        # Servers make no other ids.
+        ids = [each for each in request_ids if each.isascii() and 0 < len(each) <= MAX_ID_CHARACTERS]
+        for start in range(0, len(ids), ERASED_AT_ONCE):
+            wanted = {"request_ids": ids[start : start + ERASED_AT_ONCE]}
+            response = await self._call("POST", routes.ERASE_CALLS, attempted, wanted, self._seconds)
+            if response.status_code == 404 and "serving.call_log" in message_of(response):
+                return True
+            if response.status_code in (404, 405):
+                why = "an earlier version of Flywheel runs there, or another program"
+                raise ServeError(attempted, why, "Restart it with `flywheel serve`.").of_condition(
+                    Condition.MISCONFIGURED
+                )
+            purged = self._json(response, attempted).get("purged")
+            if not isinstance(purged, bool):
+                raise self._not_vllm(attempted)
+            is_purged = purged
+        return is_purged
 
     async def point(
         self,

@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall, fits_a_page
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
@@ -99,6 +100,13 @@ class CallInProgress:
         return replace(self.call, response=b"".join(self.chunks))
 
 
+class Erasure(NamedTuple):
+    """How many calls were erased, and whether no trace of them is left in the log's files."""
+
+    erased: int
+    is_purged: bool
+
+
 class CallRecorder:
     """Writes one log. The event loop calls `recorded`; its thread does the rest."""
 
@@ -109,12 +117,14 @@ class CallRecorder:
         self._max_bytes = max_bytes
         self._batch_bytes = min(BATCH_BYTES, max_bytes // 4)
         self._queue: deque[CallInProgress] = deque()
+        self._erasures: deque[tuple[Sequence[str], Future[Erasure]]] = deque()
         self._awake = threading.Event()
         self._is_closing = False
         self._thread: threading.Thread | None = None
         # Only one thread changes each of these numbers, so they need no lock.
         self._queued_bytes = self._taken_bytes = 0
         self._refused = self._lost = self._counted = 0
+        self._not_to_record = self._not_recorded = 0
         self._warned = self._pruned = float("-inf")
 
     @classmethod
@@ -149,6 +159,19 @@ class CallRecorder:
             progress.end()
             self._put(progress)
 
+    def refuse(self) -> None:
+        """Count a request that is not to be recorded."""
+        self._not_to_record += 1
+        self._wake()
+
+    def erase(self, request_ids: Sequence[str]) -> Future[Erasure]:
+        """Have calls erased by the thread that writes, so that no recorded call waits for a lock of the file. Calls
+        that are in the queue or still answered are not recorded. The result may be a CallLogError."""
+        result: Future[Erasure] = Future()
+        self._erasures.append((request_ids, result))
+        self._wake()
+        return result
+
     def close(self) -> None:
         """Write what is queued and stop."""
         self._is_closing = True
@@ -164,6 +187,9 @@ class CallRecorder:
         else:
             self._queued_bytes += call.size
             self._queue.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flywheel-call-log", daemon=True)
             self._thread.start()
@@ -181,9 +207,11 @@ class CallRecorder:
             is_last = self._is_closing
             while self._queue:
                 self._write(list(self._batch()))
+            if self._not_to_record > self._not_recorded or (is_last and self.uncounted):
+                self._write([])
+            while self._erasures:
+                self._erase(*self._erasures.popleft())
             if is_last:
-                if self.uncounted:
-                    self._write([])
                 self._log.close()
                 return
             self._prune()
@@ -199,17 +227,26 @@ class CallRecorder:
         size = sum(call.size for call in batch)
         calls = [call for call in (progress.as_recorded() for progress in batch) if fits_a_page(call)]
         self._lost += len(batch) - len(calls)
-        dropped = self.uncounted
+        dropped, refused = self.uncounted, self._not_to_record
         try:
             with self._log.transaction():
                 # Before it is exceeded: clients can fill the log faster than a timer would empty it.
                 self._log.prune(0, self._max_bytes - size)
-                self._log.append(calls, dropped)
+                self._log.append(calls, dropped, refused - self._not_recorded)
             self._counted += dropped
+            self._not_recorded = refused
         except Exception as error:
             self._lost += len(calls)
             self._warn("requests are served, but not recorded", error)
         self._taken_bytes += size
+
+    def _erase(self, request_ids: Sequence[str], result: Future[Erasure]) -> None:
+        if not result.set_running_or_notify_cancel():
+            return  # The client has left, and asks again.
+        try:
+            result.set_result(Erasure(self._log.erase(request_ids), self._log.purge()))
+        except Exception as error:
+            result.set_exception(error)
 
     def _prune(self) -> None:
         if time.monotonic() - self._pruned < PRUNE_SECONDS:

@@ -17,7 +17,7 @@ from flywheel.errors import CallLogError
 from flywheel.serving import routes
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.serving.alias_target import AliasTarget, texts
-from flywheel.serving.calls.call_log import PAGE_BYTES, CallLog
+from flywheel.serving.calls.call_log import MAX_ID_CHARACTERS, PAGE_BYTES, CallLog
 from flywheel.serving.environment_variables import MAX_ADAPTERS_VARIABLE
 from flywheel.serving.server.alias_table import AliasTable, TargetMismatchError
 from flywheel.serving.server.asgi import answer, answer_json, parsed, route_path, with_body
@@ -152,6 +152,26 @@ class CallEndpoint:
     def _page(log: CallLog, after: int, limit: int, recorder: CallRecorder) -> bytes:
         return log.page_json(after, limit, PAGE_BYTES, recorder.uncounted).encode()
 
+    async def erase(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Erase the calls that the body names. Raises RefusedError."""
+        if scope["method"] != "POST":
+            raise RefusedError(405, "POST erases recorded calls")
+        if self._recorder is None:
+            raise RefusedError(404, "this server records no calls: serving.call_log is false")
+        if (body := await read_body(receive)) is None:
+            return
+        wanted = parsed(body, MAX_BYTES)
+        ids = wanted.get("request_ids") if isinstance(wanted, dict) else None
+        if not isinstance(ids, list) or not all(isinstance(i, str) and 0 < len(i) <= MAX_ID_CHARACTERS for i in ids):
+            raise RefusedError(
+                400, f"expected {{request_ids}}, a list of texts of 1 to {MAX_ID_CHARACTERS} characters"
+            )
+        try:
+            done = await asyncio.wrap_future(self._recorder.erase(ids))
+        except CallLogError as error:
+            raise RefusedError(503, str(error)) from error
+        await answer(send, 200, {"erased": done.erased, "purged": done.is_purged})
+
 
 def _number(given: dict[str, list[str]], name: str, default: int) -> int:
     text = given.get(name, [str(default)])[-1]
@@ -174,6 +194,8 @@ class Management:
         path = route_path(scope)
         if path == routes.CALLS:
             return await self._calls(scope, send)
+        if path == routes.ERASE_CALLS:
+            return await self._calls.erase(scope, receive, send)
         if path.startswith(routes.ADAPTERS) and self._slots.sent is not None:
             if scope["method"] != "PUT":
                 raise RefusedError(405, "PUT sends the files of an adapter")
@@ -181,7 +203,9 @@ class Management:
                 await answer(send, 200, {})
             return
         if path != routes.ALIAS:
-            known = f"{routes.ALIAS}, {routes.ADAPTERS}SHA256, {routes.CALLS} and {routes.READY}"
+            known = (
+                f"{routes.ALIAS}, {routes.ADAPTERS}SHA256, {routes.CALLS}, {routes.ERASE_CALLS} and {routes.READY}"
+            )
             raise RefusedError(404, f"there are only {known}")
         if scope["method"] == "GET":
             await answer(send, 200, self._shown())

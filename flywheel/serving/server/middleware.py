@@ -41,6 +41,7 @@ from flywheel.serving.server.alias_table import AliasTable, listed, not_found, u
 from flywheel.serving.server.asgi import changed, is_json, refuse, route_path, with_body, with_header
 from flywheel.serving.server.authentication import Access, Gate, credential
 from flywheel.serving.server.call_recorder import CallRecorder, credential_of, retries_of
+from flywheel.serving.server.callers import Caller, Exclusions, caller_of
 from flywheel.serving.server.management_endpoints import AdapterSlots, Management
 from flywheel.serving.server.sent_adapters import SECONDS
 from flywheel.serving.server.units import MEMBERS, Assignment, RequestText, assign
@@ -185,6 +186,7 @@ class AliasMiddleware:
         )
         self._limited = Limited(self._let_in, limits, refuse)
         self._recorder = CallRecorder.of_environment()
+        self._exclusions = Exclusions.of_environment()
         self._slots = AdapterSlots.of_environment(app, self._aliases)
         self._sending = self._limited
         if (sent := self._slots.sent) is not None:
@@ -246,14 +248,16 @@ class AliasMiddleware:
     ) -> None:
         """`key` is the client's, which the request to vLLM does not have."""
 
-        sender, assigned = credential_of(key), Assignment("")
+        path = route_path(scope)
+        sender, assigned, caller = credential_of(key), Assignment(""), Caller("", "")
 
         def resolve(model: str, body: RequestText) -> str | None:
-            nonlocal assigned
+            nonlocal assigned, caller
             if why := self._aliases.waiting.get(model):
                 raise RefusedError(503, f"{model} has no answer yet: {why}")
             target = self._aliases.targets.get(model)
             if target is not None:
+                caller = caller_of(scope, path, body)
                 missing = self._aliases.missing.get(model, "")
                 assigned = assign(target, missing, scope, sender, body, self._version)
                 return assigned.version
@@ -265,7 +269,6 @@ class AliasMiddleware:
         request = await read_body(receive)
         if request is None:
             return  # The client disconnected before the end of its request.
-        path = route_path(scope)
         marked = functools.cache(self._new_request_id)  # The same id in the header, the body and the call log.
         # vLLM takes the id of a response from the header, but this path's from the body.
         in_body = (lambda target: f"resp_{marked(target)}") if path == routes.RESPONSES else None
@@ -275,9 +278,13 @@ class AliasMiddleware:
             request_id = marked(target)
             scope = with_header(scope, b"x-request-id", request_id.encode())
             if self._recorder is not None and path in routes.RECORDED:
+                if self._exclusions.refuse(scope, caller):
+                    self._recorder.refuse()
+                    return await with_body(self._app, scope, body, receive, send)
                 call = RecordedCall(
                     request_id, path, self._version(target), sender, retries_of(scope), started_ns,
                     request=request, unit=assigned.unit, arm=assigned.arm, unit_kind=assigned.kind,
+                    conversation=caller.conversation, user=caller.user,
                 )  # fmt: skip
                 return await self._recorder.recorded(call, self._app, scope, body, receive, send)
         elif mark_of(header(scope, b"x-request-id").decode("latin-1")):

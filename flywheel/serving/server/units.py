@@ -23,8 +23,10 @@ NAMED: Final = (("conversation", CONVERSATION_HEADER.encode()), ("session", b"x-
 QUESTIONS: Final = (*LISTS, "prompt")
 """What holds the question, the first of them that is there."""
 FOLLOWED: Final = "previous_response_id"
-MEMBERS: Final = frozenset({*QUESTIONS, FOLLOWED, "user"})
-"""The top-level members of a body by which a request is assigned."""
+USER: Final = "user"
+METADATA: Final = "metadata"
+MEMBERS: Final = frozenset({*QUESTIONS, FOLLOWED, USER, METADATA})
+"""The top-level members of a body by which a request is assigned, or its user known."""
 MAX_MESSAGES: Final = 64
 """So many messages are looked at for the first one of the user."""
 _MAX_SHORT: Final = 1000
@@ -78,7 +80,7 @@ def assign(
     unit, number = digest.digest()[:8].hex(), int.from_bytes(digest.digest()[8:], "big")
     arm = "new" if number < target.split.share * 2**64 else "old"
     version = new if arm == "new" else old
-    mark = mark_of(_short(body.raw(FOLLOWED)))
+    mark = mark_of(short_text(body.raw(FOLLOWED)))
     if followed := next((name for name in (new, old) if mark is not None and mark.version == version_of(name)), ""):
         version, arm = followed, ""
     if version == missing:
@@ -92,7 +94,7 @@ def _key(scope: Scope, credential: str, body: RequestText) -> tuple[str, list[by
         value = header(scope, name).strip()
         if 0 < len(value) <= MAX_HEADER_BYTES:
             return kind, [value]
-    texts = (credential, body.raw("user"), _question(body))
+    texts = (credential, body.raw(USER), _question(body))
     # Bodies may hold halves of surrogate pairs.
     return "fallback", [text.encode("utf-8", "surrogatepass") for text in texts]
 
@@ -106,14 +108,14 @@ def _question(body: RequestText) -> str:
     try:
         for start, end in itertools.islice(JsonScan(text).elements(at), MAX_MESSAGES):
             roles = (text[begin:finish] for key, begin, finish in JsonScan(text).members(start) if key == "role")
-            if _short(next(roles, "")) == "user":
+            if short_text(next(roles, "")) == "user":
                 return text[start:end]
     except (ValueError, IndexError):
         pass  # The server refuses the body.
     return ""
 
 
-def _short(raw: str) -> str:
+def short_text(raw: str) -> str:
     """The value of a short JSON text; empty for anything else."""
     try:
         value = json.loads(raw) if raw[:1] == '"' and len(raw) <= _MAX_SHORT else ""

@@ -32,6 +32,7 @@ from flywheel.serving.environment_variables import (
     BASE_VARIABLE,
     CALL_LOG_VARIABLE,
     CPU_LORA_VARIABLE,
+    EXCLUDED_VARIABLE,
     EXPOSE_VERSIONS_VARIABLE,
     FILE_VARIABLE,
     HOSTS_VARIABLE,
@@ -208,6 +209,9 @@ def command(config: Config, versions: Mapping[str, str] | None = None) -> tuple[
     if serving.call_log is not None:
         kept = {"keep_days": serving.call_log.keep_days, "max_bytes": serving.call_log.max_bytes}
         environment[CALL_LOG_VARIABLE] = json.dumps({"path": str(call_log_file(config).absolute()), **kept})
+    if config.privacy.exclude.users or config.privacy.exclude.conversations:
+        exclude = config.privacy.exclude
+        environment[EXCLUDED_VARIABLE] = json.dumps({"users": exclude.users, "conversations": exclude.conversations})
     if Path(base).is_absolute():
         environment["HF_HUB_OFFLINE"] = "1"
     if is_loopback(serving.host):

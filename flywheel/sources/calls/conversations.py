@@ -178,6 +178,13 @@ _TABLES: Final = (
     "placed_ns INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS found_replies_due ON found_replies (due_ns)",
     "CREATE INDEX IF NOT EXISTS found_replies_placed ON found_replies (placed_ns)",
+    # Whoever erases a call erases what was noted of it: the user's name, and hashes of what was said.
+    "CREATE TRIGGER IF NOT EXISTS erased_is_forgotten AFTER INSERT ON erased BEGIN "
+    "DELETE FROM unplaced WHERE request_id = new.request_id; "
+    "DELETE FROM found_replies WHERE reply = new.request_id "
+    "OR reply IN (SELECT reply FROM answered WHERE request_id = new.request_id); "
+    "DELETE FROM answered WHERE request_id = new.request_id; "
+    "END",
 )
 """`found_replies.due_ns` is null for a reply that was handed on as it is. `placed_ns` is the time of the daemon."""
 
@@ -256,8 +263,10 @@ class Conversations:
         recorded = self._log.find([row[1] for row in rows])
         calls = [_outline(parse(recorded[request_id])) for _, request_id in rows if request_id in recorded]
         with self._log.transaction() as connection:
+            erased = self._log.erased(recorded)  # perhaps since they were read
             for call in calls:
-                self._place(connection, call)
+                if call.call.request_id not in erased:
+                    self._place(connection, call)
             connection.executemany("DELETE FROM unplaced WHERE number = ?", [(number,) for number, _ in rows])
         return len(rows)
 
@@ -445,6 +454,27 @@ def _outline(call: ModelCall) -> _Outline:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         why = call.error or f"its messages cannot be read: {error}"
         return _Outline(msgspec.structs.replace(call, messages=(), answers=(), error=why), [], [], [], [])
+
+
+def extending(log: CallLog, request_ids: Iterable[str]) -> list[str]:
+    """The request ids of later calls that go on from one of these: they resend all of its messages, byte for byte,
+    and its answer, for the same credential and user, and name no other conversation.
+
+    Without the answer, two people who begin with the same words would be taken for one. A call that failed has none:
+    then its messages must have an earlier answer.
+    """
+    found: dict[str, None] = {}
+    for request_id, later_ids in log.resending(request_ids).items():
+        calls = log.find([request_id, *later_ids])
+        given = calls.pop(request_id)
+        outline = _outline(parse(given))
+        for later in calls.values():
+            sender = (later.credential, later.user, later.conversation or given.conversation)
+            beginnings = {value for _, value in _outline(parse(later)).beginnings}
+            goes_on = not beginnings.isdisjoint(outline.ends) if outline.ends else bool(outline.beginnings)
+            if goes_on and sender == (given.credential, given.user, given.conversation or later.conversation):
+                found[later.request_id] = None
+    return list(found)
 
 
 def _skip(call: ModelCall) -> tuple[SkipReason | None, str]:

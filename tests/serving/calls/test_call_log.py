@@ -123,7 +123,7 @@ def test_a_file_of_an_older_version_is_read_and_written_by_both(tmp_path: Path) 
         older.execute("INSERT INTO part_uses VALUES (1, 1)")
         older.execute(INSERT_OLDER, ("fw-1", packed([1]), zlib.compress(b"")))
     with CallLog(path) as log, CallLog(path) as second:
-        assert log.state() == ("c0ffee", 1, 1, 3)
+        assert log.state()[:4] == ("c0ffee", 1, 1, 3)
         assert [(each.request_id, each.request, each.unit, each.arm) for each in stored(log)] == [
             ("fw-1", b"{}", "", "")
         ]
@@ -207,11 +207,11 @@ def test_numbers_are_contiguous_and_repetitions_ignored(tmp_path: Path) -> None:
         assert log.append([call("a"), call("a"), call("b")], dropped=3) == 2
         assert log.append([call("b", b"other"), call("c")]) == 1
         assert [number for number, _ in log.page(0, 10, 10**6)] == [1, 2, 3]
-        assert log.state() == (empty.log_id, 1, 3, 3)
+        assert log.state()[:4] == (empty.log_id, 1, 3, 3)
         assert log.find(["b", "nobody"])["b"].request == call().request
         assert log.sizes(["b", "nobody"]) == {"b": len(call().request) + len(call().response)}
     with CallLog(tmp_path / "calls.db") as log:
-        assert log.state() == (empty.log_id, 1, 3, 3)
+        assert log.state()[:4] == (empty.log_id, 1, 3, 3)
 
 
 def test_pages_are_limited_and_tell_each_part_once(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_calls_are_pruned_by_age(tmp_path: Path) -> None:
         assert log.prune(HOUR_NS, 10**9) == 0
         assert log.prune(2 * HOUR_NS, 10**9) == 20
         assert stored(log) == new
-        assert log.state()[1:] == (21, 40, 0)
+        assert log.state()[1:4] == (21, 40, 0)
         with log.reading() as connection:
             used = {part for (part,) in connection.execute("SELECT part FROM parts")}
             counted = {part for (part,) in connection.execute("SELECT part FROM part_uses")}
@@ -255,10 +255,10 @@ def test_calls_are_pruned_by_age(tmp_path: Path) -> None:
         assert used == counted
         assert len(used) == len({part for each in new for part in parts_of(each.request)})
         assert log.prune(4 * HOUR_NS, 10**9) == 20
-        assert log.state()[1:] == (41, 40, 0)
+        assert log.state()[1:4] == (41, 40, 0)
         assert log.older(4 * HOUR_NS) == 0
         log.append([call("next")])
-        assert log.state()[1:] == (41, 41, 0)
+        assert log.state()[1:4] == (41, 41, 0)
 
 
 def test_calls_are_pruned_by_size(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,10 +21,12 @@ import httpx2
 import openai
 import pytest
 
+from flywheel.conversations import as_header
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
-from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
+from flywheel.serving.client.replica_client import Replica
+from flywheel.serving.environment_variables import CALL_LOG_VARIABLE, EXCLUDED_VARIABLE
 from flywheel.serving.server import call_recorder
 from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.system.server_limits import Message, Receive, Scope, Send
@@ -250,7 +253,7 @@ def test_the_log_is_read_in_pages(server: Server) -> None:
     told = server.recorded(5)
     page = read_page(pages(server, "?after=1&limit=2").content, 1)
     assert page.calls == [(2, told[1]), (3, told[2])]
-    assert page.state[1:] == (1, 5, 0)
+    assert page.state[1:] == (1, 5, 0, 0)
     assert [number for number, _ in read_page(pages(server).content, 0).calls] == [1, 2, 3, 4, 5]
     assert read_page(pages(server, "?after=5").content, 5).calls == []
     assert pages(server).json()["calls"][0]["number"] == 1
@@ -536,3 +539,110 @@ def test_the_log_keeps_its_limit_however_fast_it_is_written(tmp_path: Path, monk
             assert log.state().oldest > 200
     middleware._recorder.close()
     assert max(sizes) <= limit
+
+
+# Erasing and refusing
+
+
+def erase(server: Server, *ids: str, **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{server.url}/flywheel/calls/erase", json={"request_ids": list(ids)}, headers=headers)
+
+
+def test_calls_are_erased_while_requests_are_answered(server: Server) -> None:
+    for at in range(4):
+        server.ask({**CHAT, "seed": at})
+    told = server.recorded(4)
+    with CallLog(server.path) as other, ThreadPoolExecutor(1) as threads:
+        with other.transaction():
+            # Another process writes: the erasure waits for it, and no request waits for the erasure.
+            waiting = threads.submit(erase, server, told[1].request_id, "nobody")
+            assert server.ask().status_code == 200
+        answered = waiting.result()
+    assert (answered.status_code, answered.json()) == (200, {"erased": 1, "purged": True})
+    with CallLog(server.path) as log:
+        wait_for(lambda: log.state().newest == 5, "the last call", seconds=60)
+        assert [number for number, _ in log.page(0, 9, 10**9)] == [1, 3, 4, 5]
+    assert read_page(pages(server, "?after=1&limit=1").content, 1).erased == 1
+
+
+def test_a_call_that_is_erased_before_it_ends_is_never_recorded(server: Server) -> None:
+    server.app.hold.clear()
+    with httpx2.stream("POST", f"{server.url}/v1/chat/completions", json={**CHAT, "stream": True}) as stream:
+        texts = stream.iter_text()
+        request_id = next(texts).split("chatcmpl-")[1].split()[0]
+        assert erase(server, request_id).json() == {"erased": 0, "purged": True}
+        server.app.hold.set()
+        assert len(list(texts)) > 0
+    server.ask()
+    assert [call.request_id == request_id for call in server.recorded(1)] == [False]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"request_ids": "fw-1"}', b'{"request_ids": [1]}', b'{"request_ids": [""]}']
+)
+def test_what_names_no_calls_erases_none(server: Server, body: bytes) -> None:
+    assert httpx2.post(f"{server.url}/flywheel/calls/erase", content=body).status_code == 400
+    assert erase(server, "x" * 201).status_code == 400
+    assert erase(server, *["x" * 200] * 400).status_code == 413
+    assert httpx2.get(f"{server.url}/flywheel/calls/erase").status_code == 405
+
+
+async def test_the_client_erases_in_parts_and_knows_servers_without_a_log(server: Server) -> None:
+    for at in range(3):
+        server.ask({**CHAT, "seed": at})
+    told = [call.request_id for call in server.recorded(3)]
+    async with Replica(server.url) as client:
+        assert await client.erase_calls([*(f"no-{at}" for at in range(600)), *told[:2], "é", ""])
+    with CallLog(server.path) as log:
+        assert [call.request_id for _, call in log.page(0, 9, 10**9)] == told[2:]
+    with running(with_middleware(Scripted())) as url:
+        async with Replica(url) as client:
+            assert await client.erase_calls(told)
+
+
+@pytest.mark.parametrize("value", ["no", "No", "false", "FALSE", "0"])
+def test_a_request_that_refuses_is_answered_and_only_counted(server: Server, value: str) -> None:
+    assert server.ask(**{"X-Flywheel-Record": value}).json()["model"] == BASE
+    assert server.ask(**{"X-Flywheel-Record": "yes"}).status_code == 200
+    server.recorded(1)
+    with CallLog(server.path) as log:
+        wait_for(lambda: log.state().refused == 1, "the count", seconds=60)
+        assert log.state().dropped == 0
+    assert read_page(pages(server).content, 0).state.refused == 1
+
+
+MESSAGES = {"model": "agent", "max_tokens": 9, "messages": CHAT["messages"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/v1/chat/completions", {**CHAT, "user": "ana"}, {}),
+        ("/v1/messages", {**MESSAGES, "metadata": {"x": 1, "user_id": "ana"}}, {}),
+        ("/v1/chat/completions", CHAT, {"x-flywheel-conversation": "c-1"}),
+        ("/v1/chat/completions", CHAT, {"x-flywheel-conversation": as_header("ça")}),
+    ],
+)
+def test_nothing_of_excluded_users_and_conversations_is_recorded(
+    tmp_path: Path, path: str, body: object, headers: dict[str, str]
+) -> None:
+    given = {CALL_LOG_VARIABLE: settings(tmp_path / "calls.db")}
+    given[EXCLUDED_VARIABLE] = json.dumps({"users": ["ana"], "conversations": ["c-1", "ça"]})
+    middleware = with_middleware(Scripted(), **given)
+    with running(middleware) as url:
+        server = Server(Scripted(), tmp_path / "calls.db", url, middleware)
+        assert server.ask(body, path, **headers).status_code == 200
+        named = {**CHAT, "user": "anabel", "metadata": {"user_id": "ana"}}
+        assert server.ask(named, **{"x-flywheel-conversation": "c-11"}).status_code == 200
+        (call,) = server.recorded(1)
+        assert (call.user, call.conversation) == ("anabel", "c-11")
+        with CallLog(server.path) as log:
+            wait_for(lambda: log.state().refused == 1, "the count", seconds=60)
+    middleware._recorder.close()
+
+
+@pytest.mark.parametrize("user", [7, None, "x" * 2000, {"a": 1}])
+def test_a_user_that_is_no_short_text_is_none(server: Server, user: object) -> None:
+    server.ask({**CHAT, "user": user})
+    server.ask({**CHAT, "user": "\ud800a"})
+    assert [call.user for call in server.recorded(2)] == ["", "?a"]

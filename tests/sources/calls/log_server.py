@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -55,6 +56,19 @@ class LogServer:
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                server.requests += 1
+                if server.is_off or self.path != "/flywheel/calls/erase":
+                    status, answer = 404, {"error": "serving.call_log is false"}
+                else:
+                    erased = server.log.erase(body["request_ids"])
+                    status, answer = 200, {"erased": erased, "purged": server.log.purge(0)}
+                self.send_response(status)
+                self.send_header("content-length", str(len(json.dumps(answer))))
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
 
             def log_message(self, *args: object) -> None:
                 pass

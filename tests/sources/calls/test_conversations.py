@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls.conversations import Conversations, FoundReply, rows_of
 from tests.cases import for_each
 from tests.sources.calls.recorded import (
@@ -520,3 +522,53 @@ def test_another_agent_that_goes_on_gives_a_reply_of_its_own_in_the_same_split(t
     first, second, third = (replies.of(call) for call in (plan, done, next_plan))
     assert (first.conversation, third.conversation) == (conversation_of(plan), conversation_of(plan))
     assert (second.conversation, second.root) == (conversation_of(done), conversation_of(plan))
+
+
+def test_what_was_noted_of_an_erased_call_is_erased(tmp_path: Path) -> None:
+    hello = asked([user("hello")], assistant("Hi"), 0, request={"user": "ana"})
+    more = asked([user("hello"), assistant("Hi"), user("more")], assistant("Yes"), 10, request={"user": "ana"})
+    other = asked([user("other")], assistant("No"), 20)
+    new = asked([user("new")], assistant("No"), 30)
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([hello, more, other])
+        conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
+        while conversations.place(at(29)):
+            pass
+        log.append([new])
+        assert conversations.place(at(1)) == 0  # It is listed, and not placed yet.
+        log.erase([hello.request_id, more.request_id, new.request_id])
+        assert log.purge()
+        while conversations.place(LATER_NS):
+            pass
+        assert [reply.id for reply in handed_on(conversations)] == [other.request_id]
+        with log.reading() as connection:
+            answered = connection.execute("SELECT request_id FROM answered").fetchall()
+        assert answered == [(other.request_id,)]
+    assert b"ana" not in (tmp_path / "calls.db").read_bytes()
+
+
+def test_calls_that_go_on_from_a_call_are_found(tmp_path: Path) -> None:
+    begin, answer = [SYSTEM, user("hello")], assistant("Hi")
+    first = asked(begin, answer, 0)
+    second = asked([*begin, answer, user("more")], assistant("Yes"), 10)
+    third = asked([*begin, answer, user("more"), assistant("Yes"), user("bye")], assistant("Bye"), 20)
+    asked_again = chat([*begin, answer, user("more"), assistant("Yes"), user("so")])
+    failed = recorded(asked_again, {"error": {"message": "full"}}, began=25, status=500)
+    retried = asked([*begin, answer, user("more"), assistant("Yes"), user("so"), answer, user("x")], answer, 26)
+    # Others begin with the same words, have another key, user or conversation, or came before.
+    same = asked(begin, assistant("Hi!"), 5)
+    of_same = asked([*begin, assistant("Hi!"), user("more")], answer, 6)
+    of_key = asked([*begin, answer, user("more")], answer, 30, credential="c2")
+    of_user = asked([*begin, answer, user("more")], answer, 31, request={"user": "bo"})
+    named = replace(asked([*begin, answer, user("more")], answer, 32), conversation="c-2")
+    with CallLogCopy(tmp_path / "calls.db") as log:
+        log.append([first, same, of_same, second, third, failed, retried, of_key, of_user, named])
+        extended = [second, third, failed, retried]
+        assert set(log.extending([first.request_id])) == {call.request_id for call in [*extended, named]}
+        assert set(log.extending([second.request_id])) == {call.request_id for call in extended[1:]}
+        assert log.extending([third.request_id]) == []
+        assert log.extending([failed.request_id]) == [retried.request_id]
+        log.erase([first.request_id])
+        log.append([renamed := replace(first, request_id="fw-1", conversation="c-1")])
+        log.append([replace(named, request_id="fw-2"), replace(second, request_id="fw-3")])
+        assert log.extending([renamed.request_id]) == ["fw-3"]

@@ -1,0 +1,313 @@
+"""Erased calls: nothing of them is left in the files, and every other call is as it was, after kill -9 as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flywheel.conversations import as_header
+from flywheel.serving.calls import call_log, erasure
+from flywheel.serving.calls.call_log import CallLog, RecordedCall
+from flywheel.serving.calls.call_log_page import read_page
+from flywheel.serving.calls.request_parts import parts_of
+from tests.serving.calls.test_call_log import call, conversation, stored
+from tests.waiting import wait_for
+
+WINDOW = 12
+"""So many bytes of random data occur elsewhere by chance never."""
+
+
+def windows(content: bytes, step: int = 1) -> set[bytes]:
+    return {content[at : at + WINDOW] for at in range(0, len(content) - WINDOW + 1, step)}
+
+
+def bytes_of(path: Path) -> bytes:
+    files = [path, path.with_name(path.name + "-wal")]
+    return b"\n".join(each.read_bytes() for each in files if each.exists())
+
+
+def inflated(content: bytes) -> Iterator[bytes]:
+    """Every zlib stream, also one that is cut off."""
+    for found in re.finditer(b"\x78", content):
+        with_rest = zlib.decompressobj()
+        try:
+            yield with_rest.decompress(content[found.start() : found.start() + 50_000])
+        except zlib.error:
+            continue
+
+
+def contents_of(calls: Iterable[RecordedCall]) -> set[bytes]:
+    """Responses and parts of requests."""
+    return {part for each in calls for part in [each.response, *parts_of(each.request)]}
+
+
+def only_of(erased: Iterable[RecordedCall], others: Iterable[RecordedCall]) -> list[bytes]:
+    """The contents that only erased calls have."""
+    return [each for each in contents_of(erased) - contents_of(others) if len(each) >= WINDOW]
+
+
+def assert_gone(path: Path, contents: Collection[bytes], others: Iterable[RecordedCall]) -> None:
+    """No piece of these contents is in the file or its write-ahead log, as it is or compressed."""
+    found = bytes_of(path)
+    texts = b"\n".join([found, *inflated(found)])
+    for form, place in ((lambda each: each, texts), (lambda each: zlib.compress(each, 1)[2:], found)):
+        kept = {window for content in contents_of(others) for window in windows(form(content))}
+        for content in contents:
+            assert not any(window in place for window in windows(form(content), WINDOW) - kept)
+
+
+def random_calls(seed: int, shape: list[tuple[int, int, int]]) -> list[RecordedCall]:
+    """Calls of conversations that share beginnings: for each call its conversation, messages and the size of each."""
+    found = []
+    for at, (of, messages, size) in enumerate(shape):
+        texts = [random.Random(f"{seed} {of % 2 if place < 2 else of} {place}") for place in range(messages)]
+        body = {
+            "model": "agent",
+            "messages": [{"role": "user", "content": each.randbytes(size * 37 // 2).hex()} for each in texts],
+        }
+        response = random.Random(f"{seed} {at} answer").randbytes(size * 29).hex().encode()
+        found.append(call(f"fw-{at}", json.dumps(body).encode(), response=response, ended_ns=at + 1))
+    return found
+
+
+def assert_uses_are_right(log: CallLog) -> None:
+    """`last_call` is the last call that has the part, and every part has one."""
+    with log.reading() as connection:
+        uses = dict(connection.execute("SELECT part, last_call FROM part_uses").fetchall())
+        hashes = {part for (part,) in connection.execute("SELECT part FROM parts")}
+        expected: dict[int, int] = {}
+        for number, request in connection.execute("SELECT number, request FROM calls ORDER BY number"):
+            for first, last in call_log.runs(request):
+                expected.update(dict.fromkeys(range(first, last + 1), number))
+    assert uses == expected
+    assert hashes == uses.keys()
+
+
+shapes = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(1, 6), st.sampled_from([1, 3, 20, 150])), min_size=1, max_size=25
+)
+
+
+@given(st.data(), shapes, st.integers(0, 2**32))
+@settings(deadline=None, max_examples=60)
+def test_nothing_of_erased_calls_is_left_and_all_others_are_as_they_were(
+    data: st.DataObject, shape: list[tuple[int, int, int]], seed: int
+) -> None:
+    calls = random_calls(seed, shape)
+    left, gone = list(calls), []
+    with tempfile.TemporaryDirectory() as folder, CallLog(path := Path(folder) / "calls.db") as log:
+        for each in calls:
+            log.append([each])
+        for _ in range(data.draw(st.integers(1, 3))):
+            some = data.draw(st.lists(st.sampled_from(left), unique_by=lambda each: each.request_id)) if left else []
+            assert log.erase(each.request_id for each in some) == len(some)
+            left = [each for each in left if each not in some]
+            gone += some
+            assert stored(log) == left
+            assert_uses_are_right(log)
+        assert log.erase([each.request_id for each in gone]) == 0
+        assert log.purge()
+        assert_gone(path, only_of(gone, left), left)
+        # Pruning goes on with what is left.
+        before = data.draw(st.integers(0, len(calls) + 1))
+        assert log.prune(before, 10**9) == len([each for each in left if each.ended_ns < before])
+        left = [each for each in left if each.ended_ns >= before]
+        assert stored(log) == left
+        assert_uses_are_right(log)
+        log.append(calls)
+        assert {each.request_id for each in stored(log)}.isdisjoint(each.request_id for each in gone)
+
+
+def test_the_file_is_as_small_as_if_the_calls_had_never_been(tmp_path: Path) -> None:
+    one, other = conversation(20, 1), conversation(20, 2)
+    with CallLog(tmp_path / "calls.db") as log, CallLog(tmp_path / "other.db") as expected:
+        log.append([each for pair in zip(one, other, strict=True) for each in pair])
+        expected.append(other)
+        assert log.erase(each.request_id for each in one) == 20
+        assert log.purge()
+        assert log.live_bytes() < 1.1 * expected.live_bytes()
+        assert stored(log) == other
+        assert log.older(10) == 20
+
+
+def test_an_erased_call_never_comes_back(tmp_path: Path) -> None:
+    with CallLog(tmp_path / "calls.db") as log, CallLog(tmp_path / "calls.db") as second:
+        log.append([call("a"), call("b")])
+        # "c" is still in a queue, or in another copy of the log.
+        assert second.erase(["a", "c", "a"]) == 1
+        assert log.append([call("a"), call("c"), call("d")]) == 1
+        assert [each.request_id for each in stored(log)] == ["b", "d"]
+        assert log.erased(["a", "b", "c", "d"]) == {"a", "c"}
+
+
+@pytest.mark.parametrize("meanwhile", ["append", "prune", "erase"])
+def test_what_happens_between_the_look_at_the_parts_and_the_removal_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    calls = conversation(12)
+    with CallLog(tmp_path / "calls.db") as log, CallLog(tmp_path / "calls.db") as second:
+        log.append(calls[:8])
+        other_users = erasure.other_users
+
+        def users(*given: Any) -> dict[int, int]:
+            found = other_users(*given)
+            monkeypatch.setattr(erasure, "other_users", other_users)
+            if meanwhile == "append":
+                second.append([calls[9]])
+            elif meanwhile == "prune":
+                second.prune(0, 0, 100)
+            else:
+                second.erase([calls[6].request_id])
+            return found
+
+        monkeypatch.setattr(erasure, "other_users", users)
+        log.erase([calls[7].request_id])
+        assert stored(log) == {"append": [*calls[:7], calls[9]], "prune": [], "erase": calls[:6]}[meanwhile]
+        assert_uses_are_right(log)
+        log.append(calls)
+        assert_uses_are_right(log)
+
+
+def test_a_server_goes_on_recording_while_calls_are_erased(tmp_path: Path) -> None:
+    path = tmp_path / "calls.db"
+    before, added = conversation(300, 1), conversation(60, 2)
+    with CallLog(path) as log, CallLog(path) as server:
+        log.append(before)
+
+        def record() -> None:
+            for each in added:
+                server.append([each])
+
+        thread = threading.Thread(target=record)
+        thread.start()
+        assert log.erase(each.request_id for each in before) == 300
+        thread.join()
+        assert stored(log) == added
+        assert_uses_are_right(log)
+
+
+def test_a_file_is_not_purged_while_others_read_an_older_state(tmp_path: Path) -> None:
+    path = tmp_path / "calls.db"
+    gone = conversation(5)
+    with CallLog(path) as log, CallLog(path) as reader:
+        log.append(gone)
+        with reader.reading():
+            assert len(stored(reader)) == 5
+            log.erase(each.request_id for each in gone)
+            assert not log.purge(0)
+            assert len(stored(reader)) == 5
+        assert log.purge(0)
+        assert_gone(path, only_of(gone, []), [])
+
+
+def test_a_large_file_is_compacted_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append(conversation(5))
+        monkeypatch.setattr(call_log, "COMPACTED_AT_ONCE_BYTES", 0)
+        log.erase(["fw-0-1"])
+        assert log.purge()
+        assert log.purge()
+        log.erase(["fw-0-2"])
+        assert not log.purge()
+        monkeypatch.setattr(call_log, "COMPACT_NS", 0)
+        assert log.purge()
+
+
+def test_a_page_says_how_many_of_its_numbers_were_erased(tmp_path: Path) -> None:
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([call(f"fw-{at}", ended_ns=at) for at in range(1, 11)])
+        log.erase(["fw-4", "fw-5", "fw-9", "fw-10"])
+        assert [read_page(log.page_json(after, 9, 10**9), after).erased for after in (0, 3, 4, 7, 8, 9)] == [
+            0, 2, 1, 0, 2, 1,
+        ]  # fmt: skip
+        assert read_page(log.page_json(8, 9, 10**9), 8).calls == []
+        log.prune(7, 10**9)
+        page = read_page(log.page_json(0, 9, 10**9), 0)
+        assert ([number for number, _ in page.calls], page.erased) == ([7, 8], 2)
+        older = json.loads(log.page_json(8, 9, 10**9))
+        with pytest.raises(ValueError, match="contradict"):
+            read_page(json.dumps({**older, "erased": 1}), 8)
+
+
+ERASER = """
+import sys
+from pathlib import Path
+from tests.serving.calls.test_call_log import CallLog, conversation
+log = CallLog(Path(sys.argv[1]), busy_seconds=60)
+print("ready", flush=True)
+log.erase([each.request_id for seed in range(0, 40, 2) for each in conversation(30, seed)])
+log.purge()
+"""
+
+
+def test_what_kill_9_leaves_of_an_erasure_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "calls.db"
+    gone = [each for seed in range(0, 40, 2) for each in conversation(30, seed)]
+    kept = [each for seed in range(1, 40, 2) for each in conversation(30, seed)]
+    with CallLog(path) as log:
+        log.append([*gone[:300], *kept, *gone[300:]])
+    eraser = subprocess.Popen([sys.executable, "-c", ERASER, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert eraser.stdout is not None
+        assert eraser.stdout.readline() == b"ready\n"
+        with CallLog(path) as log:
+            wait_for(lambda: log.live_bytes() and len(log.erased(gone[0].request_id for _ in (1,))), "an erasure")
+    finally:
+        os.kill(eraser.pid, signal.SIGKILL)
+        eraser.wait()
+        if eraser.stdout is not None:
+            eraser.stdout.close()
+    every = {each.request_id: each for each in [*kept, *gone]}
+    with CallLog(path) as log:
+        found = stored(log)
+        assert all(each == every[each.request_id] for each in found)
+        assert_uses_are_right(log)
+        assert log.erase(each.request_id for each in gone) == len(found) - len(kept)
+        assert stored(log) == kept
+        assert log.purge()
+        assert_gone(path, only_of(gone, kept)[::50], kept)
+
+
+NAMED = {"conversation": "c-1", "user": "ana"}
+
+
+def test_calls_are_found_by_conversation_and_user(tmp_path: Path) -> None:
+    long = "é" * 9
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([
+            call("a", **NAMED), call("b", conversation="c-2", user="bo"), call("c"),
+            call("d", conversation=as_header(long)),
+        ])  # fmt: skip
+        assert log.ids_of(["c-1"], []) == log.ids_of([], ["ana"]) == ["a"]
+        assert log.ids_of(["c-2", long], ["ana", "a"]) == ["a", "b", "d"]
+        assert log.ids_of([""], [""]) == []
+        assert log.find(["a"])["a"] == call("a", **NAMED)
+        page = log.page_json(0, 9, 10**9)
+        assert [each for _, each in read_page(page, 0).calls] == stored(log)
+        log.erase(["a"])
+        assert log.ids_of(["c-1"], ["ana"]) == []
+
+
+def test_later_calls_that_resend_a_call_are_found(tmp_path: Path) -> None:
+    one, other = conversation(4, 1), conversation(4, 2)
+    with CallLog(tmp_path / "calls.db") as log:
+        log.append([each for pair in zip(one, other, strict=True) for each in pair])
+        log.append([call("text", b'{"input": "hi"}'), call("again", b'{"input": "hi"}'), call("cut", b"{")])
+        assert log.resending([one[1].request_id, other[3].request_id, "text", "cut", "nobody"]) == {
+            one[1].request_id: [each.request_id for each in one[2:]]
+        }
