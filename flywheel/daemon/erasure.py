@@ -28,6 +28,7 @@ from flywheel.errors import StoreError
 from flywheel.records.erasure import ErasedTasks
 from flywheel.records.task import NO_CONVERSATION
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
+from flywheel.sources.calls.conversations import extending
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.otlp import inbox
 from flywheel.store import backup, erasures
@@ -130,8 +131,8 @@ class Eraser:
         await self._store.write(_begin, erasure.id, found)
         await self._end_round()
         erased = await self._store.read(_texts_of, found)
-        calls, pending = await self._erase_calls(found)
         await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
+        calls, pending = await self._erase_calls(found)
         lines = await self._ingestion.erase(set(found.tasks.values()), await self._store.read(_hashes_of, found))
         spans = await asyncio.to_thread(self._erase_spans, found)
         files = await asyncio.to_thread(self._erase_from_rounds, found, erased)
@@ -170,13 +171,13 @@ class Eraser:
     async def purge(self, seconds: float) -> bool:
         """Empty the logs of all databases; False while another process reads one."""
         state = self._config.state_dir
-        paths = [state / STATE_FILE, *_inboxes(state), call_log_copy_path(state)]
         await self._store.release_memory()
 
         def all_purged() -> bool:
             # Each, also where one is busy.
-            done = [purge(path, seconds) for path in paths if path.exists()]
-            return all(done)
+            done = [_in_log(path, CallLog.purge, seconds) for path in self._call_logs()]
+            done += [purge(path, seconds) for path in _inboxes(state)]
+            return all([*done, purge(state / STATE_FILE, seconds, rewrite=True)])
 
         try:
             return await asyncio.to_thread(all_purged)
@@ -193,7 +194,7 @@ class Eraser:
         """The later calls that send these ones' messages again."""
         found: set[str] = set()
         for path in self._call_logs():
-            found.update(*_in_log(path, CallLog.resending, sorted(calls)).values())
+            found.update(_in_log(path, extending, sorted(calls)))
         return found
 
     def _traces_of(self, wanted: Collection[str], user: str, calls: Collection[str]) -> set[str]:
@@ -211,8 +212,10 @@ class Eraser:
         """Erase recorded calls here and on the servers: how many were there, and how many servers still have."""
         ids = sorted(found.calls)
         there = await asyncio.to_thread(self._erase_here, ids)
-        pending: dict[str, int] = {}
-        return there, pending
+        if (puller := self._ingestion.calls) is None or not ids:
+            return there, {}
+        await puller.erase(ids)
+        return there, await puller.finish_erasing()
 
     def _erase_here(self, ids: Sequence[str]) -> int:
         there: set[str] = set()

@@ -128,6 +128,15 @@ class CallLogCopy(CallLog):
             )
         return last < log.newest
 
+    def named(self) -> tuple[set[str], set[str]]:
+        """The conversations and the users that calls name. Only indexes are read."""
+        with self.reading() as connection:
+            conversations, users = (
+                {str(name) for (name,) in connection.execute(f"SELECT DISTINCT {what} FROM calls WHERE {what} <> ''")}  # noqa: S608
+                for what in ("conversation", "user")
+            )
+        return conversations, users
+
     def erase_everywhere(self, request_ids: Collection[str], urls: Iterable[str] = ()) -> int:
         """Erase calls here, and note them for every server that was ever asked and for `urls`: the daemon has them
         erased there when it pulls. Returns how many were here. After a crash, the next pull finishes it."""
@@ -302,6 +311,15 @@ class CallPuller:
     def pending(self) -> dict[str, int]:
         """How many calls are to be erased still, by the URL of the server, or `COPY`."""
         return self.call_log_copy.pending()
+
+    async def finish_erasing(self) -> dict[str, int]:
+        """Have calls erased on all servers that can be reached; how many are pending on others, by URL. Raises
+        CallLogError."""
+        async with self._lock:
+            self._entries = await replica_urls(self._config.serving)
+            await self._finish_erasing()
+        pending = await asyncio.to_thread(self.pending)
+        return {url: count for url, count in pending.items() if url != COPY}
 
     async def _finish_erasing(self) -> None:
         """Have calls erased where that is pending. What fails is attempted again at a later pull."""

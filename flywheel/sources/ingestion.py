@@ -37,7 +37,7 @@ from flywheel.sources.jsonl.reader import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
-from flywheel.store import ledger
+from flywheel.store import erasures, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
@@ -399,7 +399,8 @@ class Ingestion:
         self.calls = CallPuller(store, config) if config.serving.call_log is not None else None
         """Pulls recorded calls; None where none are recorded."""
         found_in = next((source for source in config.sources if isinstance(source, CallsSource)), None)
-        self._finder = ConversationFinder(config, found_in) if found_in is not None else None
+        erase_calls = self.calls.call_log_copy.erase_everywhere if self.calls is not None else None
+        self._finder = ConversationFinder(config, found_in, erase_calls) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
 
     def sources(self) -> list[SourceIngestion]:
@@ -521,6 +522,7 @@ class Ingestion:
             return []
         awaiting = [source for source in self._sources.values() if source.awaits_calls]
         await self.calls.pull(at_once=bool(awaiting))
+        await self._erase_blocked(self.calls)
         traced = [source for source in self._sources.values() if source.connector.type != "calls"]
         if self._finder is not None and all(source.has_passed for source in traced):
             # A long history of traces comes first.
@@ -533,6 +535,7 @@ class Ingestion:
         """Pull recorded calls, and find their conversations. Raises CallLogError and ReceiverError."""
         assert self.calls is not None
         await self.calls.pull(at_once=True, seconds=math.inf)
+        await self._erase_blocked(self.calls)
         await finder.update(self.calls.read_to_ns, final=final, stop=stop)
 
     async def _reopened(self) -> list[SourceIngestion]:
@@ -547,9 +550,20 @@ class Ingestion:
         """Remove the lines of tasks from the task file and those beside it, see `TaskFile.erase`."""
         return await self._task_file.erase(self._store, keys, qa_hashes)
 
+    async def _erase_blocked(self, calls: CallPuller) -> None:
+        """Erase calls that name a conversation that was erased, or a user who is blocked. Raises CallLogError."""
+        if not await self._store.read(erasures.are_there):
+            return
+        conversations, users = await asyncio.to_thread(calls.call_log_copy.named)
+        blocked = await self._store.read(erasures.blocked, conversations, users)
+        ids = await asyncio.to_thread(calls.call_log_copy.ids_of, *blocked)
+        if ids:
+            await self.erase_conversations(ids)
+            await calls.erase(ids)
+
     async def erase_conversations(self, request_ids: Collection[str]) -> set[str]:
-        """Erase the users of conversations that are made of recorded calls; the ids of these. Raises CallLogError and
-        ReceiverError."""
+        """Have no call placed any more that goes on from one of these, which are about to be erased; the ids of the
+        conversations that were made of them. Raises CallLogError and ReceiverError."""
         return await self._finder.erase(request_ids) if self._finder is not None and request_ids else set()
 
     async def export(self) -> None:

@@ -103,6 +103,25 @@ class Pseudonyms:
         return hmac.digest(self._key, message, "sha256")[:16].hex()
 
 
+def are_there(conn: Connection) -> bool:
+    """Whether anything was ever erased."""
+    return bool(conn.execute(select(exists(select(erasures.c.id)))).scalar_one())
+
+
+def blocked(conn: Connection, named: Collection[str], users: Collection[str]) -> tuple[set[str], set[str]]:
+    """Those of these conversations that are erased, and of these users who are blocked."""
+    pseudonyms = Pseudonyms(conn)
+    by_pseudonym = {pseudonyms.of(Kind.CONVERSATION, each): each for each in named}
+    erased = {by_pseudonym[row.pseudonym] for row in _CONVERSATIONS.rows(conn, list(by_pseudonym))}
+    refused = _blocked_users(conn)
+    return erased, {user for user in users if pseudonyms.of(Kind.USER, user) in refused}
+
+
+def _blocked_users(conn: Connection) -> set[str]:
+    of_users = select(erasures.c.pseudonym).where(erasures.c.kind == Kind.USER.value, erasures.c.blocks)
+    return set(conn.execute(of_users).scalars())
+
+
 def users_of(conn: Connection, entries: Iterable[Entry]) -> dict[str, str]:
     """The pseudonyms of the users of some entries, by user; empty for none."""
     users = {entry.user for entry in entries}
@@ -117,7 +136,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
 
     They are stored as erased replies, so that each reply of the source is counted.
     """
-    if not (batch.entries or batch.dead) or not conn.execute(select(exists(select(erasures.c.id)))).scalar_one():
+    if not (batch.entries or batch.dead) or not are_there(conn):
         return batch, 0
     pseudonyms = Pseudonyms(conn)
     rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
@@ -129,14 +148,13 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
     of_traces = {row.trace_id for row in _TRACES.rows(conn, list(traces.values()))}
     erased = {row.pseudonym for row in _CONVERSATIONS.rows(conn, list(named.values()))}
     users = users_of(conn, batch.entries)
-    of_users = select(erasures.c.pseudonym).where(erasures.c.kind == Kind.USER.value, erasures.c.blocks)
-    blocked = set(conn.execute(of_users).scalars())
+    refused = _blocked_users(conn)
 
     def is_erased(row: Entry | DeadRow) -> bool:
         if spans[row.span_id] in there or traces[row.trace_id] in of_traces:
             return True
         return isinstance(row, Entry) and (
-            users[row.user] in blocked or any(named[key] in erased for key in _keys_of(row))
+            users[row.user] in refused or any(named[key] in erased for key in _keys_of(row))
         )
 
     gone = {row.span_id: row for row in rows if is_erased(row)}
@@ -165,7 +183,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
 
 def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[str, int]:
     """Those of these spans whose replies are erased, with the numbers of these."""
-    if not conn.execute(select(exists(select(erasures.c.id)))).scalar_one():
+    if not are_there(conn):
         return {}
     pseudonyms = Pseudonyms(conn)
     by_pseudonym = {pseudonyms.of(Kind.SPAN, span): span for span in spans}

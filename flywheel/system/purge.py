@@ -11,16 +11,26 @@ from typing import Final
 _PAUSE_SECONDS: Final = 0.1
 
 
-def purge(path: Path, seconds: float) -> bool:
+def purge(path: Path, seconds: float, *, rewrite: bool = False) -> bool:
     """Copy the write-ahead log of a database to the file and cut it to nothing, which waits for all reading
     transactions; whether that was possible within some seconds. Raises sqlite3.Error.
 
-    With `secure_delete` in each connection that writes, no file has what was deleted before.
+    With `secure_delete` in each connection that writes, no file has what was deleted before, but for parts of short
+    rows and of keys of indexes: SQLite leaves copies of them in unused parts of pages when it moves rows. To
+    `rewrite` the file (VACUUM) removes these, too; that needs as much space as the file has, and other writers wait.
     """
     until = time.monotonic() + seconds
     with contextlib.closing(sqlite3.connect(path, timeout=1.0, isolation_level=None)) as connection:
         while True:
-            (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            try:
+                if rewrite:
+                    connection.execute("VACUUM")
+                    rewrite = False
+                (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                    raise
+                is_busy = True
             if not is_busy:
                 return True
             if time.monotonic() >= until:

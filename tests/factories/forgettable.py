@@ -90,22 +90,22 @@ def spans() -> list[dict[str, Any]]:
 def calls() -> list[RecordedCall]:
     """Of the call logs: two calls of the conversation, the second with the first in its history, and another one."""
 
-    def call(number: int, *said: str, **named: str) -> RecordedCall:
+    def call(number: int, answered: str, *said: str, **named: str) -> RecordedCall:
         roles = ["system", *("user", "assistant") * 5]
         messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
         body = {"model": "agent", "messages": messages, **({"user": named["user"]} if "user" in named else {})}
-        answer = {"choices": [{"message": {"role": "assistant", "content": said[-1]}}]}
+        answer = {"choices": [{"message": {"role": "assistant", "content": answered}}]}
         return RecordedCall(
             f"fw-{number:032d}", "/v1/chat/completions", "base", started_ns=number, ended_ns=number + 1, status=200,
             is_complete=True, media_type="application/json", request=json.dumps(body).encode(),
             response=json.dumps(answer).encode(), **named,
         )  # fmt: skip
 
-    first = ("You do sums.", f"{PLANTED} in a call")
+    first, answered = ("You do sums.", f"{PLANTED} in a call"), f"{PLANTED} answered"
     return [
-        call(1, *first, conversation=CONVERSATION, user=USER),
-        call(2, *first, f"{PLANTED} answered", f"{PLANTED} asked again"),
-        call(3, "You do sums.", OTHER),
+        call(1, answered, *first, conversation=CONVERSATION, user=USER),
+        call(2, f"{PLANTED} again", *first, answered, f"{PLANTED} asked again", user=USER),
+        call(3, "23", "You do sums.", OTHER),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,29 @@ async def test_nothing_of_an_erased_conversation_is_left_in_the_files_of_the_sta
     assert (books.ends["erased"], books.ends["accepted"], books.replies) == (4, 1, 5)
     await store.close()
     assert planted_in(tmp_path, ids) == {}
+
+
+@pytest.mark.slow
+async def test_nothing_is_left_in_unused_parts_of_pages(tmp_path: Path) -> None:
+    """Short rows and keys of indexes are moved between pages, and SQLite leaves copies of them there."""
+    chance = random.Random(3)
+    store = await Store.open(tmp_path)
+    number = 0
+    for _ in range(60):
+        some = []
+        for _ in range(chance.randint(5, 60)):
+            number += 1
+            ids = {name: f"{chance.random()}" for name in ("span_id", "trace_id", "conversation_id")}
+            if chance.random() < 0.1:
+                ids = {name: f"{WORDS[0]} {value}" for name, value in ids.items()} | {"conversation_id": WORDS[0]}
+            some.append(reply(number, **ids, query=ids["trace_id"], answer="x" * chance.randint(1, 100), history=()))
+        await store.write(put_judged, *some, judge=outspoken)
+    assert await store.write(erase, Kind.CONVERSATION, WORDS[0]) > 100
+    await store.release_memory()
+    assert purge(tmp_path / STATE_FILE, 5.0, rewrite=True)
+    assert planted_in(tmp_path) == {}
+    await store.close()
+    assert planted_in(tmp_path) == {}
 
 
 async def test_without_secure_delete_the_search_would_find_it(tmp_path: Path) -> None:

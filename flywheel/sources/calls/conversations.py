@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from hashlib import blake2b
@@ -178,6 +178,8 @@ _TABLES: Final = (
     "placed_ns INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS found_replies_due ON found_replies (due_ns)",
     "CREATE INDEX IF NOT EXISTS found_replies_placed ON found_replies (placed_ns)",
+    # Hashes of conversations up to an answer. The credential is in them, which nobody else knows.
+    "CREATE TABLE IF NOT EXISTS erased_histories (hash BLOB PRIMARY KEY) WITHOUT ROWID",
     # Whoever erases a call erases what was noted of it: the user's name, and hashes of what was said.
     "CREATE TRIGGER IF NOT EXISTS erased_is_forgotten AFTER INSERT ON erased BEGIN "
     "DELETE FROM unplaced WHERE request_id = new.request_id; "
@@ -244,8 +246,17 @@ class Conversations:
     after `idle_ns` without one.
     """
 
-    def __init__(self, log: CallLog, *, idle_ns: int, wait_ns: int = 0) -> None:
+    def __init__(
+        self,
+        log: CallLog,
+        *,
+        idle_ns: int,
+        wait_ns: int = 0,
+        erase_calls: Callable[[Collection[str]], object] | None = None,
+    ) -> None:
+        """`erase_calls` erases calls wherever they are, by default in the file: those that send erased ones again."""
         self._log = log
+        self._erase_calls = erase_calls or log.erase
         self._idle_ns = idle_ns
         self._wait_ns = wait_ns
         self._is_made = False
@@ -264,10 +275,14 @@ class Conversations:
         calls = [_outline(parse(recorded[request_id])) for _, request_id in rows if request_id in recorded]
         with self._log.transaction() as connection:
             erased = self._log.erased(recorded)  # perhaps since they were read
+            resent = {call.call.request_id for call in calls if _goes_on_from_erased(connection, call)}
             for call in calls:
-                if call.call.request_id not in erased:
+                if call.call.request_id not in erased | resent:
                     self._place(connection, call)
             connection.executemany("DELETE FROM unplaced WHERE number = ?", [(number,) for number, _ in rows])
+        if resent:
+            self.erase(resent)
+            self._erase_calls(resent)
         return len(rows)
 
     def due(self, now_ns: int) -> list[FoundReply]:
@@ -284,20 +299,20 @@ class Conversations:
             connection.executemany("UPDATE found_replies SET due_ns = NULL WHERE reply = ?", ids)
 
     def erase(self, request_ids: Collection[str]) -> set[str]:
-        """Erase what is known of the users of these calls; the ids of their conversations. Hashes stay until they are
-        pruned: by them a call that goes on is still found to belong to the same conversation."""
-        ids, conversations = frozenset(request_ids), set()
+        """Have no call placed any more that goes on from one of these, which are about to be erased; the ids of their
+        conversations."""
+        found: set[str] = set()
         with self._log.transaction() as connection:
             self._prepare(connection)
-            for (content,) in connection.execute("SELECT content FROM found_replies").fetchall():
-                reply = _decode(content)
-                if not ids.isdisjoint(call.request_id for call in reply.calls):
-                    calls = tuple(msgspec.structs.replace(call, error="") for call in reply.calls)
-                    conversations.add(reply.conversation)
-                    left = msgspec.structs.replace(reply, calls=calls, user="", detail="")
-                    values = msgspec.json.encode(left), reply.id
-                    connection.execute("UPDATE found_replies SET content = ?, due_ns = NULL WHERE reply = ?", values)
-        return conversations
+            for call in self._log.find(request_ids).values():
+                ends = [(end,) for end in _outline(parse(call)).ends]
+                connection.executemany("INSERT OR IGNORE INTO erased_histories VALUES (?)", ends)
+            own = "SELECT reply FROM answered WHERE request_id = ? UNION SELECT ?"
+            for request_id in request_ids:
+                for (reply_id,) in connection.execute(own, (request_id, request_id)).fetchall():
+                    if (reply := _reply(connection, reply_id)) is not None:
+                        found.add(reply.conversation)
+        return found
 
     def prune(self, before_ns: int) -> None:
         """Forget calls that were placed before `before_ns`: no later one can continue them any more."""
@@ -399,6 +414,12 @@ class Conversations:
             "INSERT OR REPLACE INTO found_replies VALUES (?, ?, ?, ?)",
             (reply.id, msgspec.json.encode(reply), due_ns, time.time_ns()),
         )
+
+
+def _goes_on_from_erased(connection: Connection, outline: _Outline) -> bool:
+    """Whether a call has the messages and the answer of an erased one before its own."""
+    values = [value for _, value in outline.beginnings]
+    return next(_in_parts(connection, "erased_histories", "hash", values), None) is not None
 
 
 def _next_calls(connection: Connection, before_ns: int) -> list[tuple[int, str]]:
@@ -559,7 +580,13 @@ class ConversationFinder:
     """Finds the replies of one `calls` source. Where traces are read as well, a reply waits for
     `ingest.calls_wait_seconds`, so that its trace comes first."""
 
-    def __init__(self, config: Config, source: CallsSource) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: CallsSource,
+        erase_calls: Callable[[Collection[str]], object] | None = None,
+    ) -> None:
+        """`erase_calls` is that of `Conversations`."""
         traced = any(isinstance(other, StudioSource | OtlpSource) for other in config.sources)
         idle_ns = int(source.idle_minutes * 60e9)
         self._keep_ns = idle_ns + LATE_NS
@@ -568,7 +595,9 @@ class ConversationFinder:
         self._log = CallLog(call_log_copy_path(config.state_dir))
         self.inbox = inbox_of(source, config.state_dir)
         self._inbox = Inbox(self.inbox)
-        self._conversations = Conversations(self._log, idle_ns=idle_ns, wait_ns=self._wait_ns)
+        self._conversations = Conversations(
+            self._log, idle_ns=idle_ns, wait_ns=self._wait_ns, erase_calls=erase_calls
+        )
         self._lock = asyncio.Lock()
 
     async def update(self, pulled_to_ns: int, *, final: bool = False, stop: asyncio.Event | None = None) -> None:

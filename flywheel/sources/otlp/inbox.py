@@ -62,8 +62,9 @@ COLUMN_TYPES: Final = {
 }
 COLUMNS: Final = tuple(COLUMN_TYPES)
 
+_DEFINITION: Final = ", ".join(" ".join(column) for column in COLUMN_TYPES.items())
 _SCHEMA: Final = (
-    f"CREATE TABLE IF NOT EXISTS span_table ({', '.join(' '.join(column) for column in COLUMN_TYPES.items())})",
+    f"CREATE TABLE IF NOT EXISTS span_table ({_DEFINITION})",
     "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
 )
 _PRAGMAS: Final = tuple(
@@ -178,6 +179,15 @@ _BLANK: Final = (
     "WHERE traceId = ? AND attributes <> '{}'"
 )
 """Rows stay: a reader that is beyond the number of the last one would miss the next."""
+_COPY: Final = (
+    f"CREATE TABLE copied ({_DEFINITION})",
+    "INSERT INTO copied (rowid, {0}) SELECT rowid, {0} FROM span_table ORDER BY rowid".format(", ".join(COLUMNS)),  # noqa: S608
+    "DROP TABLE span_table",
+    "ALTER TABLE copied RENAME TO span_table",
+    _SCHEMA[1],
+)
+"""Rows that SQLite has moved leave parts of themselves in unused places of the table's pages, which go with the
+table. Readers rely on the rows' numbers, which VACUUM may change."""
 _NAMED: Final = (
     "SELECT DISTINCT traceId FROM span_table WHERE conversationId IN (SELECT value FROM json_each(:conversations)) "
     "OR (json_valid(attributes) AND (json_extract(attributes, '$.user.id') = :user "
@@ -207,6 +217,8 @@ def erase(inbox: Path, traces: Collection[str]) -> int:
     with _using(inbox, "erase spans from") as connection:
         connection.execute("BEGIN IMMEDIATE")
         erased = sum(connection.execute(_BLANK, (trace,)).rowcount for trace in sorted(traces))
+        for statement in _COPY if erased else ():
+            connection.execute(statement)
         connection.execute("COMMIT")
     return erased
 

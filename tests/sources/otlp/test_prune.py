@@ -1,4 +1,4 @@
-"""Old spans leave the inbox; what a reader's cursor stands on never does."""
+"""Old and erased spans leave the inbox; what a reader's cursor stands on never does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import httpx2
 import pytest
 
 from flywheel.errors import ReceiverError
-from flywheel.sources.otlp.inbox import prune
+from flywheel.sources.otlp.inbox import erase, prune, traces_of
+from flywheel.system.purge import purge
+from tests.factories.planted import WORDS, planted_in
 from tests.sources.otlp.exporting import BEGAN, PROTOBUF, ids, request, span, stored
 
 FOREVER = 2**62
@@ -55,6 +57,26 @@ async def test_an_empty_inbox_and_none(client: httpx2.AsyncClient, inbox: Path, 
     assert stored(inbox) == []
     assert await prune(tmp_path / "none.sqlite", FOREVER) == 0
     assert not (tmp_path / "none.sqlite").exists()
+
+
+async def test_erased_spans_keep_their_row_numbers_and_nothing_else(client: httpx2.AsyncClient, inbox: Path) -> None:
+    said = {"gen_ai.conversation.id": WORDS[0], "user.id": WORDS[1], "text": WORDS[2] * 40}
+    spans = [span(n, said if n % 3 else {"text": "other"}, trace=n % 3) for n in range(1, 400)]
+    body = request(*spans).SerializeToString()
+    assert (await client.post("/v1/traces", content=body, headers=PROTOBUF)).status_code == 200
+    before, others = rowids(inbox), [row for row in stored(inbox) if "other" in str(row)]
+    assert set(planted_in(inbox.parent)) == set(WORDS)
+    by_name, by_user = traces_of(inbox, [WORDS[0]], "", []), traces_of(inbox, [], WORDS[1], [])
+    assert by_name == by_user and len(by_name) == 2
+    assert erase(inbox, by_name) == 266
+    assert erase(inbox, by_name) == 0
+    assert purge(inbox, 5.0)
+    assert planted_in(inbox.parent) == {}
+    assert rowids(inbox) == before
+    assert [row for row in stored(inbox) if "other" in str(row)] == others
+    # The receiver goes on with the connection that it has.
+    await send(client, 1000)
+    assert rowids(inbox) == [*before, before[-1] + 1]
 
 
 async def test_what_is_no_inbox_is_said(tmp_path: Path) -> None:
