@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from flywheel.config import Config
+from flywheel.conversations import as_header
 from flywheel.errors import ServeError
 from flywheel.records.trace import ModelCall
-from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, call_log_copy_path
+from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server_keys import admin_key
@@ -299,6 +300,12 @@ class CallPuller:
         self._erase_at.clear()
         return erased
 
+    async def erase_new(self, request_ids: Collection[str]) -> None:
+        """Erase those of the calls that were not erased before. Raises CallLogError."""
+        erased = await asyncio.to_thread(self.call_log_copy.erased, request_ids)
+        if new := [each for each in request_ids if each not in erased]:
+            await self.erase(new)
+
     def pending(self) -> dict[str, int]:
         """How many calls are to be erased still, by the URL of the server, or `COPY`."""
         return self.call_log_copy.pending()
@@ -380,6 +387,8 @@ class CallPuller:
                     raise ServeError(f"pull calls from {url}", "its log changes while it is read", hint)
                 page = await replica.calls(0, PAGE_CALLS) or page
             more = await asyncio.to_thread(self.call_log_copy.store_page, url, page)
+            # The server's own settings may lack these names.
+            await self.erase_new([call.request_id for _, call in page.calls if self._is_private(call)])
             await asyncio.to_thread(self.prune)
             self._servers = await asyncio.to_thread(self.call_log_copy.servers)
             if server.condition not in ("", OK):
@@ -389,6 +398,11 @@ class CallPuller:
                 return OK
             is_first = False
         return ""
+
+    def _is_private(self, call: RecordedCall) -> bool:
+        names = self._config.privacy.exclude.names
+        forms = {form for each in names.conversations for form in (each, as_header(each))}
+        return call.user in names.users or call.conversation in forms
 
     async def _replica(self, url: str) -> Replica:
         """The client of a server; its key may have been created or changed meanwhile."""

@@ -416,7 +416,9 @@ class Ingestion:
                 models = self._config.models_of(source)
                 self._sources[path] = SourceIngestion(
                     self._store,
-                    JsonlConnector(path, self._jsonl_threads, models, _maker_of(source))
+                    JsonlConnector(
+                        path, self._jsonl_threads, models, _maker_of(source), self._config.privacy.exclude.names
+                    )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
                         path,
