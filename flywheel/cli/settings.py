@@ -71,7 +71,8 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         file = None if path is None else str(path.absolute())
         project = None if root is None else {"root": str(root.folder), "why": root.why}
-        print_json({"file": file, "project": project, "settings": [setting._asdict() for setting in in_effect]})
+        shown = [setting._asdict() for setting in in_effect]
+        print_json({"file": file, "project": project, "settings": shown, "warnings": settings.warnings})
         return
     if root is not None:
         typer.echo(escape_terminal(f"Relative paths start at {root}.", one_line=True))
@@ -80,6 +81,8 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         for setting in in_effect
     ]
     print_rows(stdout(), ("setting", "value", "from"), rows, wide=WIDE, fold=("value",))
+    for warning in settings.warnings:
+        typer.echo(escape_terminal(f"WARNING {warning}", one_line=True))
 
 
 def _trinitys(path: Path) -> list[dict[str, Any]] | None:

@@ -227,6 +227,8 @@ def _until(at: str | None) -> str:
 
 def _source_line(source: SourceStatus) -> str:
     counts = f"{quantity(source.replies, 'reply', 'replies')}, {quantity(source.tasks, 'task')}"
+    if source.private_traces:
+        counts += f", {quantity(source.private_traces, 'private trace')} not stored"
     return f"{short_path(source.path)}: {source_condition(asdict(source))}, {counts}"
 
 
@@ -266,6 +268,10 @@ def _calls(calls: CallsStatus) -> str:
         parts.append(f"{calls.missed:,} were pruned before")
     if calls.dropped:
         parts.append(f"{calls.dropped:,} could not be recorded")
+    if calls.refused:
+        parts.append(f"{calls.refused:,} were not to be recorded")
+    if calls.to_erase:
+        parts.append(f"{calls.to_erase:,} to be erased there")
     return f"calls: {', '.join(parts)}"
 
 

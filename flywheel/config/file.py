@@ -211,6 +211,16 @@ class Config(Section):
         return is_among(key, self._given)
 
     @property
+    def warnings(self) -> list[str]:
+        """What is probably not meant as it is written, for people."""
+        only = [each for each in self.ingest.agents.exclude if each not in self.privacy.exclude.agents]
+        return [
+            f"ingest.agents.exclude names {each}, and privacy.exclude.agents does not: its replies become no tasks, "
+            "but their traces and recorded calls are stored. Name it there too, and there will only be a count."
+            for each in only
+        ]
+
+    @property
     def target(self) -> str:
         """The target whose settings these are; empty for those of the file, see `by_target`."""
         return self._target

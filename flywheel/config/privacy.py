@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flywheel.config.section import Section
+from flywheel.records.privacy import PrivateNames
 
 
 class ExcludeSettings(Section):
@@ -16,6 +17,11 @@ class ExcludeSettings(Section):
     """Agents of which nothing is stored, but a count: exact names, as spans have them. Recorded calls that a trace of
     such an agent names are erased. Replies of an agent that is only in `ingest.agents.exclude` are stored, and become
     no tasks."""
+
+    @property
+    def names(self) -> PrivateNames:
+        """These names, for readers."""
+        return PrivateNames(*map(frozenset, (self.users, self.conversations, self.agents)))
 
 
 class PrivacySettings(Section):

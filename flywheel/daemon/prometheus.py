@@ -88,6 +88,8 @@ def _of_sources(sources: list[SourceStatus]) -> Iterator[Metric]:
     yield of_each("replies", "Replies of a source in the ledger.", lambda source: source.replies)
     yield of_each("tasks", "Replies of a source that became tasks.", lambda source: source.tasks)
     yield of_each("dead", "Rows of a source that could not be understood.", lambda source: source.dead)
+    text = "Traces of which nothing was stored when they were received."
+    yield of_each("private_traces", text, lambda source: source.private_traces)
     skipped = {(each.path, reason): count for each in sources for reason, count in each.skipped.items()}
     yield _gauge("source_skipped", "Replies of a source that became no task.", skipped, "source", "reason")
 
@@ -189,11 +191,14 @@ def _of_replicas(status: Status) -> Iterator[Metric]:
         ("calls_pulled", "calls", "Recorded calls that were pulled from a server."),
         ("calls_missed", "missed", "Recorded calls that a server had pruned before they were pulled."),
         ("calls_dropped", "dropped", "Calls that a server could not record."),
+        ("calls_refused", "refused", "Calls that a server was not to record."),
     ):
         metric = CounterMetricFamily(f"flywheel_{name}", help_text, labels=["replica"])
         for url, each in calls.items():
             metric.add_metric([url], getattr(each, key))
         yield metric
+    to_erase = {url: each.to_erase for url, each in calls.items()}
+    yield _gauge("calls_to_erase", "Recorded calls that are to be erased on a server still.", to_erase, "replica")
 
 
 MEASURED: Final = {

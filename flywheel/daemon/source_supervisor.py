@@ -69,7 +69,9 @@ class SourceSupervisor:
                 from flywheel.sources.otlp.receiver import Receiver
 
                 inbox = inbox_of(source, self._config.state_dir)
-                receiver = Receiver(source.listen, inbox, token_env=source.token_env)
+                receiver = Receiver(
+                    source.listen, inbox, token_env=source.token_env, private=self._config.privacy.exclude.names
+                )
                 self._receivers.append(receiver)
                 await receiver.start()
             elif isinstance(source, JsonlSource):

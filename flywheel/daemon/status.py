@@ -27,7 +27,8 @@ from flywheel.records.round import METRICS_FILE, Comparison
 from flywheel.records.states import ReplyState, RoundState, TaskState
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.replica_addresses import is_name
-from flywheel.sources.call_puller import OFF, PulledServer, pulled_servers
+from flywheel.sources.call_puller import OFF, PulledServer, pending_erasures, pulled_servers
+from flywheel.sources.otlp.inbox import private_traces
 from flywheel.store import (
     claims,
     dead_letters,
@@ -62,7 +63,8 @@ NOT_INSPECTED: Final = ReplicaState("", "", "", None, None)
 
 
 class SourceStatus(Struct, frozen=True):
-    """A source that is configured, or has replies. `schema` is what a Studio database was found to have."""
+    """A source that is configured, or has replies. `schema` is what a Studio database was found to have.
+    `private_traces` counts those of which nothing was stored when they were received."""
 
     path: str
     type: str
@@ -80,6 +82,7 @@ class SourceStatus(Struct, frozen=True):
     dead: int
     erased: int
     configured: bool
+    private_traces: int
 
 
 class LeftOutTasks(Struct, frozen=True):
@@ -150,13 +153,16 @@ class DeploymentStatus(Struct, frozen=True):
 
 
 class CallsStatus(Struct, frozen=True):
-    """What was pulled from the call log of a server; `condition` is empty before it was asked."""
+    """What was pulled from the call log of a server; `condition` is empty before it was asked. `refused` counts the
+    calls that were not to be recorded, `to_erase` those that are to be erased there still."""
 
     condition: str
     error: str
     calls: int
     missed: int
     dropped: int
+    refused: int
+    to_erase: int
 
 
 class ServerStatus(Struct, frozen=True):
@@ -382,11 +388,17 @@ def _servers(config: Config, inspected: Collection[str]) -> list[str]:
 
 def _calls(config: Config, urls: Sequence[str]) -> dict[str, CallsStatus]:
     """What was pulled from the call log of each server."""
-    pulled = pulled_servers(call_log_copy_path(config.state_dir)) if config.serving.call_log is not None else {}
+    path = call_log_copy_path(config.state_dir)
+    pulled, pending = (
+        (pulled_servers(path), pending_erasures(path)) if config.serving.call_log is not None else ({}, {})
+    )
     none = PulledServer("", condition="" if config.serving.call_log is not None else OFF)
     servers = {url: pulled.get(url, none) for url in urls}
     return {
-        url: CallsStatus(server.condition, server.error, server.calls, server.missed, server.dropped)
+        url: CallsStatus(
+            *(server.condition, server.error, server.calls, server.missed, server.dropped, server.refused),
+            to_erase=pending.get(url, 0),
+        )
         for url, server in servers.items()
     }
 
@@ -456,6 +468,7 @@ def _sources(conn: Connection, config: Config) -> list[SourceStatus]:
             restarts=row.generation,
             **asdict(counts.get(row.id, SourceCounts(0, 0, {}, 0))),
             configured=source_of(config, Path(row.path)) is not None,
+            private_traces=private_traces(Path(row.path)) if row.type == "otlp" else 0,
         )
         for row in ledger.all_sources(conn)
     ]

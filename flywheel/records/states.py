@@ -49,6 +49,8 @@ class SkipReason(StrEnum):
     """another source has the same model calls: their trace, or the calls alone"""
     AGENT_EXCLUDED = "agent_excluded"
     """the configuration excludes this agent"""
+    PRIVATE = "private"
+    """its trace refuses recording, or `privacy.exclude` names its user, conversation or agent: it is only counted"""
     IN_TASK_FILE = "in_task_file"
     """it stands in the task file that AgentJet wrote, and was judged there"""
     REFUSED = "refused"

@@ -278,7 +278,8 @@ class Batch(Struct, frozen=True):
     A reader may leave the rows of `traces` unparsed; extraction replaces them by entries. Without a cursor, as in a
     re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
     by kind of the traces without an agent. `call_references` are the request ids that the traces name,
-    `calls` those of their calls that were pulled.
+    `calls` those of their calls that were pulled. `private_calls` are the request ids that private traces name: these
+    calls are to be erased.
     """
 
     cursor: Cursor | None
@@ -293,6 +294,7 @@ class Batch(Struct, frozen=True):
     kinds: dict[str, int] = {}
     call_references: tuple[str, ...] = ()
     calls: dict[str, ModelCall] = {}
+    private_calls: tuple[str, ...] = ()
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -303,6 +305,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
         dead=tuple(row for batch in batches for row in batch.dead),
         checkpoints=tuple(checkpoint for batch in batches for checkpoint in batch.checkpoints),
         warnings=tuple(warning for batch in batches for warning in batch.warnings),
+        private_calls=tuple(call for batch in batches for call in batch.private_calls),
         rows=sum(batch.rows for batch in batches),
     )
 

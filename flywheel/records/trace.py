@@ -14,6 +14,7 @@ from typing import Any, Final, TypedDict
 from msgspec import Struct
 
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.states import SkipReason
 
 ChatMessage = dict[str, Any]
@@ -111,6 +112,20 @@ class Reply(Struct, frozen=True):
     skip: SkipReason | None = None
     skip_detail: str = ""
 
+    def without_content(self) -> Reply:
+        """What is stored of a private reply: that it exists."""
+        return Reply(
+            span_id=self.span_id,
+            trace_id=self.trace_id,
+            conversation_id="",
+            agent="",
+            query="",
+            answer="",
+            started_at=self.started_at,
+            ended_at=self.ended_at,
+            skip=SkipReason.PRIVATE,
+        )
+
 
 class ModelAnswer(Struct, frozen=True):
     """One choice of a response. `tool_calls` are in the OpenAI chat form, with arguments as text."""
@@ -195,11 +210,13 @@ class Checkpoint(Struct, frozen=True):
 
 
 class ReplySelection(Struct, frozen=True):
-    """Agents, by name, whose replies become tasks although another agent called them, or never; trained models."""
+    """Agents, by name, whose replies become tasks although another agent called them, or never; trained models; and
+    of whom nothing is stored."""
 
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()
     models: TrainedModels = ANY_MODEL
+    private: PrivateNames = NOBODY
 
 
 def reasoning_of(message: ChatMessage) -> str:

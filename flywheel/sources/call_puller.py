@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from flywheel.config import Config
+from flywheel.conversations import as_header
 from flywheel.errors import ServeError
 from flywheel.records.trace import ModelCall
-from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, call_log_copy_path
+from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.replica_addresses import replica_urls
 from flywheel.serving.server_keys import admin_key
@@ -55,8 +56,8 @@ class PulledServer:
     """How far the log of one server was read, and what of it is missing.
 
     `after` is the number of the last call that was read of the log `log_id`. `calls` counts those that were stored,
-    `missed` those that the server had pruned before, and `dropped` those that it could not record. `condition` is
-    empty before the first answer.
+    `missed` those that the server had pruned before, and `dropped` those that it could not record.
+    `refused` counts those that were not to be recorded. `condition` is empty before the first answer.
     """
 
     url: str
@@ -68,9 +69,12 @@ class PulledServer:
     log_dropped: int = 0
     condition: str = ""
     error: str = ""
+    refused: int = 0
 
 
 _SERVERS: Final = f"SELECT {', '.join(PulledServer.__slots__)} FROM servers"  # noqa: S608 - constants
+
+_PENDING: Final = "SELECT url, count(*) FROM pending_erasures GROUP BY url"
 
 
 def pulled_servers(path: Path) -> dict[str, PulledServer]:
@@ -84,6 +88,16 @@ def pulled_servers(path: Path) -> dict[str, PulledServer]:
     return {row[0]: PulledServer(*row) for row in rows}
 
 
+def pending_erasures(path: Path) -> dict[str, int]:
+    """How many calls are to be erased still, as `CallLogCopy.pending` says, for a look at the file beside the process
+    that writes it. Nothing, if there is no such file or it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            return dict(connection.execute(_PENDING).fetchall())
+    except sqlite3.Error:
+        return {}
+
+
 class CallLogCopy(CallLog):
     """The calls of all servers in one file; a call that is pulled twice is stored once."""
 
@@ -94,6 +108,8 @@ class CallLogCopy(CallLog):
         "CREATE TABLE IF NOT EXISTS pending_erasures (url TEXT NOT NULL, request_id TEXT NOT NULL, "
         "PRIMARY KEY (url, request_id)) WITHOUT ROWID",
     )
+
+    added_columns: ClassVar = (("servers", "refused", "INTEGER NOT NULL DEFAULT 0"),)
 
     def servers(self) -> dict[str, PulledServer]:
         """Every server that was ever asked, by URL."""
@@ -124,6 +140,7 @@ class CallLogCopy(CallLog):
                     server.dropped + max(0, log.dropped - (server.log_dropped if is_same else 0)),
                     log.dropped,
                     OK,
+                    refused=log.refused,
                 ),
             )
         return last < log.newest
@@ -148,9 +165,8 @@ class CallLogCopy(CallLog):
 
     def pending(self) -> dict[str, int]:
         """How many calls are to be erased still, by the URL of the server, or `COPY` for this file itself."""
-        query = "SELECT url, count(*) FROM pending_erasures GROUP BY url"
         with self.reading() as connection:
-            return dict(connection.execute(query).fetchall())
+            return dict(connection.execute(_PENDING).fetchall())
 
     def pending_of(self, url: str, limit: int) -> list[str]:
         """Request ids of some of the calls that are to be erased there."""
@@ -177,7 +193,7 @@ class CallLogCopy(CallLog):
         """Note the condition of a server that gave no page."""
         with self.transaction() as connection:
             connection.execute(
-                "INSERT INTO servers VALUES (?, '', 0, 0, 0, 0, 0, ?, ?) "
+                "INSERT INTO servers VALUES (?, '', 0, 0, 0, 0, 0, ?, ?, 0) "
                 "ON CONFLICT (url) DO UPDATE SET condition = excluded.condition, error = excluded.error",
                 (url, condition, error),
             )
@@ -308,6 +324,12 @@ class CallPuller:
         self._erase_at.clear()
         return erased
 
+    async def erase_new(self, request_ids: Collection[str]) -> None:
+        """Erase those of the calls that were not erased before. Raises CallLogError."""
+        erased = await asyncio.to_thread(self.call_log_copy.erased, request_ids)
+        if new := [each for each in request_ids if each not in erased]:
+            await self.erase(new)
+
     def pending(self) -> dict[str, int]:
         """How many calls are to be erased still, by the URL of the server, or `COPY`."""
         return self.call_log_copy.pending()
@@ -388,7 +410,8 @@ class CallPuller:
             if (page := await replica.calls(server.after, PAGE_CALLS)) is None:
                 return OFF
             state = page.state
-            is_same = (state.log_id, state.newest, state.dropped) == (server.log_id, server.after, server.log_dropped)
+            told = (state.log_id, state.newest, state.dropped, state.refused)
+            is_same = told == (server.log_id, server.after, server.log_dropped, server.refused)
             if is_same and server.condition == OK:
                 return OK
             if server.after and (state.log_id != server.log_id or state.newest < server.after):
@@ -398,6 +421,8 @@ class CallPuller:
                     raise ServeError(f"pull calls from {url}", "its log changes while it is read", hint)
                 page = await replica.calls(0, PAGE_CALLS) or page
             more = await asyncio.to_thread(self.call_log_copy.store_page, url, page)
+            # The server's own settings may lack these names.
+            await self.erase_new([call.request_id for _, call in page.calls if self._is_private(call)])
             await asyncio.to_thread(self.prune)
             self._servers = await asyncio.to_thread(self.call_log_copy.servers)
             if server.condition not in ("", OK):
@@ -407,6 +432,11 @@ class CallPuller:
                 return OK
             is_first = False
         return ""
+
+    def _is_private(self, call: RecordedCall) -> bool:
+        names = self._config.privacy.exclude.names
+        forms = {form for each in names.conversations for form in (each, as_header(each))}
+        return call.user in names.users or call.conversation in forms
 
     async def _replica(self, url: str) -> Replica:
         """The client of a server; its key may have been created or changed meanwhile."""

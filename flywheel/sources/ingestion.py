@@ -35,6 +35,7 @@ from flywheel.sources.calls.conversations import ConversationFinder
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
+from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import erasures, ledger
@@ -55,6 +56,8 @@ FULL_SCAN_SHARE: Final = 0.2
 DEFECT: Final = "defect"
 """Condition of a source that a defect of Flywheel keeps from being read."""
 NO_COUNTS: Final = SourceCounts(0, 0, {}, 0)
+_WITH_INBOX: Final = frozenset({"otlp", ledger.CALLS})
+"""Types of sources whose file is Flywheel's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +282,10 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
+        if recorded.erased_calls and self._calls is not None:
+            await self._calls.erase_new(recorded.erased_calls)
+        if recorded.erased_traces and self.connector.type in _WITH_INBOX:
+            await asyncio.to_thread(inbox.erase, self.path, recorded.erased_traces, rewrite=False)
         total.add(recorded)
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
@@ -407,8 +414,8 @@ class Ingestion:
         """The sources that exist now, including each file of a JSONL directory. A path named twice is one source."""
         for source in self._config.sources:
             if isinstance(source, OtlpSource | CallsSource):
-                inbox = inbox_of(source, self._config.state_dir)
-                paths = [inbox] if inbox.exists() else []  # the receiver, or the first reply in a call, creates it
+                own = inbox_of(source, self._config.state_dir)
+                paths = [own] if own.exists() else []  # the receiver, or the first reply in a call, creates it
             elif isinstance(source, JsonlSource):
                 try:
                     paths = files_of(source.path.absolute())
@@ -422,7 +429,9 @@ class Ingestion:
                 models = self._config.models_of(source)
                 self._sources[path] = SourceIngestion(
                     self._store,
-                    JsonlConnector(path, self._jsonl_threads, models, _maker_of(source))
+                    JsonlConnector(
+                        path, self._jsonl_threads, models, _maker_of(source), self._config.privacy.exclude.names
+                    )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
                         path,

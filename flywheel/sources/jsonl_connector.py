@@ -22,6 +22,7 @@ from sqlalchemy import Connection
 
 from flywheel.errors import SourceError
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl.reader import JsonlReader, is_listed
@@ -160,13 +161,14 @@ class JsonlConnector:
         threads: Executor,
         models: TrainedModels = ANY_MODEL,
         make: Callable[[], None] | None = None,
+        private: PrivateNames = NOBODY,
     ) -> None:
         """`make` writes the file if it is missing."""
         self.path = path
         self._make = make
         self._not_made: tuple[SourceError, float] | None = None
         self.progress = Progress()
-        self._reader = JsonlReader(path, models)
+        self._reader = JsonlReader(path, models, private)
         self._threads = threads
         self._last: asyncio.Future[Any] | None = None
 

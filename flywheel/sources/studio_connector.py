@@ -172,7 +172,9 @@ class StudioConnector:
         self.reader = StudioReader(path, config.ingest, call_sizes=calls.sizes if calls is not None else None)
         self._calls = calls
         agents = config.ingest.agents
-        self.selection = ReplySelection(frozenset(agents.include), frozenset(agents.exclude), models)
+        self.selection = ReplySelection(
+            frozenset(agents.include), frozenset(agents.exclude), models, config.privacy.exclude.names
+        )
         self._store = store
         self._shares = shares or SharedLimits()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
@@ -206,7 +208,7 @@ class StudioConnector:
         producer = asyncio.create_task(self._produce(batches, queue))
         try:
             while group := await self._next_group(queue):
-                yield joined(group) if len(group) > 1 else group[0]
+                yield await self._without_private_calls(joined(group) if len(group) > 1 else group[0])
             await producer
         except BaseException:
             producer.cancel()
@@ -242,7 +244,7 @@ class StudioConnector:
 
         try:
             while (batch := await self.in_thread(next_batch)) is not None:
-                yield batch
+                yield await self._without_private_calls(batch)
         finally:
             await self.in_thread(batches.close)
 
@@ -314,6 +316,12 @@ class StudioConnector:
         if batch is None or not batch.call_references or self._calls is None:
             return batch
         return replace(batch, calls=self._calls.calls_of(batch.call_references))
+
+    async def _without_private_calls(self, batch: Batch) -> Batch:
+        """The batch, when the recorded calls that private traces name are erased: after a crash, it is read again."""
+        if batch.private_calls and self._calls is not None:
+            await self._calls.erase_new(batch.private_calls)
+        return replace(batch, private_calls=())
 
     async def _next_group(self, queue: BoundedQueue[Future[Batch]]) -> list[Batch]:
         """The next batches, to be stored in one transaction; none at the end."""

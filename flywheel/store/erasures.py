@@ -131,13 +131,13 @@ def users_of(conn: Connection, entries: Iterable[Entry]) -> dict[str, str]:
     return {user: pseudonyms.of(Kind.USER, user) if user else "" for user in users}
 
 
-def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, int]:
-    """A batch without what was erased or belongs to an erased conversation, and how many rows are new of that.
+def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, list[Entry | DeadRow]]:
+    """A batch without what was erased or belongs to an erased conversation, and the rows of that which are new.
 
     They are stored as erased replies, so that each reply of the source is counted.
     """
     if not (batch.entries or batch.dead) or not are_there(conn):
-        return batch, 0
+        return batch, []
     pseudonyms = Pseudonyms(conn)
     rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
     spans = {row.span_id: pseudonyms.of(Kind.SPAN, row.span_id) for row in rows}
@@ -159,7 +159,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
 
     gone = {row.span_id: row for row in rows if is_erased(row)}
     if not gone:
-        return batch, 0
+        return batch, []
     # What is known under its own id is about to be erased.
     known = {row.span_id for row in _KNOWN.rows(conn, list(gone), source)}
     new = [row for span, row in gone.items() if spans[span] not in there and span not in known]
@@ -178,7 +178,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
         record(conn, replies.name, [str(number)], None, ReplyState.ERASED)
     entries = tuple(entry for entry in batch.entries if entry.span_id not in gone)
     dead = tuple(row for row in batch.dead if row.span_id not in gone)
-    return replace(batch, entries=entries, dead=dead), len(new)
+    return replace(batch, entries=entries, dead=dead), new
 
 
 def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[str, int]:

@@ -176,13 +176,16 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class Recorded:
-    """What a batch changed. `re_extracted` counts known replies that changed."""
+    """What a batch changed. `re_extracted` counts known replies that changed. Of `erased` replies, which are counted
+    and not stored, `erased_traces` and `erased_calls` (request ids) are still where they came from."""
 
     new_tasks: int = 0
     new_replies: int = 0
     re_extracted: int = 0
     dead: int = 0
     erased: int = 0
+    erased_traces: set[str] = field(default_factory=set)
+    erased_calls: set[str] = field(default_factory=set)
     skipped: Counter[str] = field(default_factory=Counter)
     warnings: list[str] = field(default_factory=list)
 
@@ -255,7 +258,12 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
     batch, erased = without_erased(conn, source, batch)
-    done = Recorded(warnings=list(batch.warnings), erased=erased)
+    done = Recorded(
+        erased=len(erased),
+        erased_traces={row.trace_id for row in erased},
+        erased_calls={call for row in erased if isinstance(row, Entry) for call in row.calls},
+        warnings=list(batch.warnings),
+    )
     found: Sequence[Entry] = batch.entries
     if any(entry.asked_alias or entry.follows for entry in found):
         found = enriched(conn, found)

@@ -21,6 +21,7 @@ from flywheel.config import Config
 from flywheel.errors import CallLogError, SourceError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
+from flywheel.records.privacy import PrivateNames
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
 from flywheel.records.task import Batch
@@ -148,7 +149,7 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                 elif await asyncio.to_thread(is_listed, source.path):
                     met = before
                 else:
-                    met = await _compare_file(store, redact, audit, number)
+                    met = await _compare_file(store, redact, audit, number, config.privacy.exclude.names)
                 audit.gone = len(before - met)
             except (SourceError, CallLogError) as error:
                 audit.condition = error.condition if isinstance(error, SourceError) else "failing"
@@ -308,9 +309,11 @@ def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
     return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
 
 
-async def _compare_file(store: Store, redact: Redactor | None, audit: SourceAudit, source: int | None) -> set[int]:
+async def _compare_file(
+    store: Store, redact: Redactor | None, audit: SourceAudit, source: int | None, private: PrivateNames
+) -> set[int]:
     """Compare a JSONL file; returns the numbers of the replies in the ledger that were found in the file."""
-    tasks, renamed = await _read_file(store, redact, audit.path, source, Cursor())
+    tasks, renamed = await _read_file(store, redact, audit.path, source, Cursor(), private)
     if source is None:
         audit.not_read_yet = len(tasks)
         return set()
@@ -320,7 +323,7 @@ async def _compare_file(store: Store, redact: Redactor | None, audit: SourceAudi
             # No other line has its own id now: it is the line stored under that id, with different content.
             tasks[own] = tasks.pop(name)
     replies = {name: reply for name, reply in held.replies.items() if name in tasks}
-    unread, _ = await _read_file(store, redact, audit.path, source, held.cursor)
+    unread, _ = await _read_file(store, redact, audit.path, source, held.cursor, private)
     audit.missing = [name for name in tasks if name not in replies and name not in unread]
     audit.in_ledger = len(replies)
     audit.not_read_yet = len(tasks) - audit.in_ledger - len(audit.missing)
@@ -329,7 +332,12 @@ async def _compare_file(store: Store, redact: Redactor | None, audit: SourceAudi
 
 
 async def _read_file(
-    store: Store, redact: Redactor | None, path: Path, source: int | None, cursor: Cursor
+    store: Store,
+    redact: Redactor | None,
+    path: Path,
+    source: int | None,
+    cursor: Cursor,
+    private: PrivateNames,
 ) -> tuple[dict[str, int | None], dict[str, str]]:
     """What a pass from the cursor on would store: content hashes by id, None for a dead line.
 
@@ -338,7 +346,7 @@ async def _read_file(
     contents: dict[str, int | None] = {}
     renamed: dict[str, str] = {}
     ids = TaskIds(redact)
-    reader = JsonlReader(path)
+    reader = JsonlReader(path, private=private)
     try:
         batches = reader.read(cursor, final=True)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:

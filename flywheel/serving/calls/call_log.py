@@ -59,11 +59,16 @@ _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS part_uses (part INTEGER PRIMARY KEY, last_call INTEGER NOT NULL)",
     *erasure.TABLES,
 )
-_ADDED: Final = ("unit", "arm", "unit_kind", "conversation", "user")
-"""Columns of `calls` that older files lack. They are added with a default, so older versions still read the file."""
-_LOG_ADDED: Final = ("refused", "unpurged", "compacted_ns")
-"""The same of `log`: calls that were not to be recorded, calls that were erased since the file was last compacted,
-and when that was."""
+Column = tuple[str, str, str]
+"""A column that older files lack, by table and name, with its type. It has a default: older versions go on with the
+file."""
+_ADDED: Final[tuple[Column, ...]] = (
+    *(("calls", name, "TEXT NOT NULL DEFAULT ''") for name in ("unit", "arm", "unit_kind", "conversation", "user")),
+    ("log", "refused", "INTEGER NOT NULL DEFAULT 0"),
+    # Calls that were erased since the file was last compacted, and when that was.
+    ("log", "unpurged", "INTEGER NOT NULL DEFAULT 0"),
+    ("log", "compacted_ns", "INTEGER NOT NULL DEFAULT 0"),
+)
 _INDEXES: Final = (
     "CREATE INDEX IF NOT EXISTS calls_conversation ON calls (conversation) WHERE conversation <> ''",
     "CREATE INDEX IF NOT EXISTS calls_user ON calls (user) WHERE user <> ''",
@@ -136,6 +141,8 @@ class CallLog:
 
     extra_tables: ClassVar[Sequence[str]] = ()
     """Statements for the tables of a subclass."""
+    added_columns: ClassVar[Sequence[Column]] = ()
+    """Columns that older tables of a subclass lack."""
 
     def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
@@ -373,7 +380,8 @@ class CallLog:
                 self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
             )
             try:
-                _prepare(connection, [*_TABLES, *self.extra_tables], self._busy_seconds)
+                tables, columns = [*_TABLES, *self.extra_tables], [*_ADDED, *self.added_columns]
+                _prepare(connection, tables, columns, self._busy_seconds)
             except BaseException:
                 connection.close()
                 raise
@@ -406,7 +414,9 @@ def _ending(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds: float) -> None:
+def _prepare(
+    connection: sqlite3.Connection, tables: Iterable[str], columns: Iterable[Column], busy_seconds: float
+) -> None:
     # With WAL, readers and the writer do not block each other. NORMAL: kill -9 loses nothing, and a power failure at
     # most the last calls.
     _use_wal(connection, busy_seconds)
@@ -419,14 +429,9 @@ def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds
     with _ending(connection):
         for table in tables:
             connection.execute(table)
-        there = {name for _, name, *_ in connection.execute("PRAGMA table_info(calls)")}
-        for name in _ADDED:
-            if name not in there:
-                connection.execute(f"ALTER TABLE calls ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
-        there = {name for _, name, *_ in connection.execute("PRAGMA table_info(log)")}
-        for name in _LOG_ADDED:
-            if name not in there:
-                connection.execute(f"ALTER TABLE log ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
+        for table, name, kind in columns:
+            if name not in {name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")}:
+                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         for index in _INDEXES:
             connection.execute(index)
         connection.execute(

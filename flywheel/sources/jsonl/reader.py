@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from flywheel.errors import SourceError
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.record import LineError, entry_of_line
@@ -251,9 +252,10 @@ class JsonlReader:
 
     schema = "jsonl"
 
-    def __init__(self, path: Path, models: TrainedModels = ANY_MODEL) -> None:
+    def __init__(self, path: Path, models: TrainedModels = ANY_MODEL, private: PrivateNames = NOBODY) -> None:
         self.path = path
         self._models = models
+        self._private = private
         self._file: JsonlFile | None = None
         self._longest_read_ms = 0.0
         self._unfinished: tuple[int, int] | None = None
@@ -355,7 +357,7 @@ class JsonlReader:
                 if not line.whole:
                     raise LineError(f"it is longer than {MAX_LINE >> 20} MiB")
                 if line.text.strip():
-                    entries.append(entry_of_line(line.text, self.path, now, self._models))
+                    entries.append(entry_of_line(line.text, self.path, now, self._models, self._private))
             except LineError as error:
                 dead.append(self._dead(line, str(error)))
             except Exception as error:

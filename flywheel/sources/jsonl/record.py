@@ -24,6 +24,7 @@ from msgspec.structs import asdict, replace
 from flywheel.errors import ConfigError
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.states import SkipReason
 from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
 from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolDefinition, get_path
@@ -193,15 +194,21 @@ class JsonlEntry(Entry, frozen=True, gc=False):
     otherwise: str = ""
 
 
-def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModels = ANY_MODEL) -> JsonlEntry:
+def entry_of_line(
+    text: bytes, source: Path, now: datetime, models: TrainedModels = ANY_MODEL, private: PrivateNames = NOBODY
+) -> JsonlEntry:
     """The task that a line holds, or why it is skipped. Raises LineError.
 
     The same line is the same task whenever and wherever it is read. `now` is the time of a line without one. `models`
-    says whose tasks are trained on.
+    says whose tasks are trained on, and `private` of whom only a count is kept.
     """
     line = _parsed(text)
     content = _content(line)
     reply, otherwise = _reply(line, text, now)
+    if private.cover(users=(reply.user,), conversations=(reply.conversation_id,), agents=(reply.agent,)):
+        # Its time may be that of now, so its hash says nothing.
+        counted = replace(entry_of(reply.without_content(), str(source)), key=reply.span_id, content=0)
+        return JsonlEntry(**asdict(counted), otherwise="")
     task = _task(line, reply, source)
     entry = replace(
         entry_of(reply, str(source), models),

@@ -6,6 +6,8 @@ Spans are on disk when `store` returns. A span that is sent again updates its ro
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import re
 import sqlite3
@@ -25,6 +27,8 @@ Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
 
 BUSY_SECONDS: Final = 5.0
+PURGE_MS: Final = 20
+"""How long the write-ahead log's emptying waits for readers, in milliseconds."""
 PRUNED_AT_ONCE: Final = 500
 """Rows that one transaction of `prune` deletes. A concurrent write waits for a few milliseconds."""
 
@@ -66,13 +70,33 @@ _DEFINITION: Final = ", ".join(" ".join(column) for column in COLUMN_TYPES.items
 _SCHEMA: Final = (
     f"CREATE TABLE IF NOT EXISTS span_table ({_DEFINITION})",
     "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
+    # Hashes of the ids of private traces: their spans may arrive in any order, and are sent again.
+    "CREATE TABLE IF NOT EXISTS private_traces (number INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL UNIQUE)",
 )
 _PRAGMAS: Final = tuple(
     f"PRAGMA {pragma}" for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON")
 )
+MAX_PRIVATE_TRACES: Final = 100_000
+"""Private traces that are remembered, the newest. A span that arrives later is stored as that of any trace."""
+_NOTE_PRIVATE: Final = (
+    # An ignored insert would count as well.
+    "INSERT INTO private_traces (hash) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM private_traces WHERE hash = ?1)"
+)
 _STORE: Final = (
     f"INSERT INTO span_table ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "  # noqa: S608 - constants
     f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
+)
+# Rows of a private trace stay, without content: a reader finds its place by them.
+_KEPT: Final = {"id", "traceId", "spanId", "kind", "startTimeUnixNano", "endTimeUnixNano"}
+_EMPTY: Final = {"varchar": "''", "json": "'{}'", "integer": "0", "float": "0"}
+_BLANK: Final = (
+    "UPDATE span_table SET "  # noqa: S608 - constants
+    + ", ".join(
+        f"{name} = {_EMPTY[kind.split()[0]] if 'NOT NULL' in kind else 'NULL'}"
+        for name, kind in COLUMN_TYPES.items()
+        if name not in _KEPT
+    )
+    + " WHERE traceId = ?"
 )
 # The last row is never deleted: SQLite would reuse its number for another span, which a reader beyond that number
 # would never read.
@@ -112,9 +136,13 @@ class Inbox:
         async with self._lock, self._explained("open"):
             await self._connected()
 
-    async def store(self, rows: Sequence[Row]) -> None:
-        """Insert or update the rows in one transaction, which is on disk on return. Raises ReceiverError."""
-        transaction = asyncio.create_task(self._store(rows))
+    async def store(self, rows: Sequence[Row], private: Collection[str] = ()) -> None:
+        """Insert or update the rows in one transaction, which is on disk on return. Raises ReceiverError.
+
+        Rows of the traces in `private` are not stored, nor those that arrive later; what was stored of them before is
+        overwritten.
+        """
+        transaction = asyncio.create_task(self._store(rows, private))
         try:
             await asyncio.shield(transaction)
         except asyncio.CancelledError:
@@ -126,16 +154,23 @@ class Inbox:
         async with self._lock:
             await self._disconnect()
 
-    async def _store(self, rows: Sequence[Row]) -> None:
+    async def _store(self, rows: Sequence[Row], private: Collection[str]) -> None:
         async with self._lock, self._explained("write to"):
             connection = await self._connected()
             await connection.execute("BEGIN IMMEDIATE")
             try:
-                await connection.executemany(_STORE, rows)
+                if private:
+                    await _note_private(connection, private)
+                await connection.executemany(_STORE, await _not_private(connection, rows))
                 await connection.commit()
             except BaseException:
                 await connection.rollback()
                 raise
+            if private:
+                # Without waiting for readers: a later checkpoint overwrites the rest.
+                await connection.execute(f"PRAGMA busy_timeout = {PURGE_MS}")
+                await connection.execute_fetchall("PRAGMA wal_checkpoint(TRUNCATE)")
+                await connection.execute(f"PRAGMA busy_timeout = {int(self._busy_seconds * 1000)}")
 
     async def _connected(self) -> aiosqlite.Connection:
         if self._connection is not None and self._identity != file_identity(self.path):
@@ -172,13 +207,6 @@ class Inbox:
             raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
 
 
-_BLANK: Final = (
-    "UPDATE span_table SET name = '', attributes = '{}', events = '[]', links = '[]', status = '{}', "
-    "resource = '{}', scope = '{}', traceState = NULL, serviceName = NULL, operationName = NULL, "
-    "instrumentationName = NULL, instrumentationVersion = NULL, model = NULL, conversationId = NULL "
-    "WHERE traceId = ? AND attributes <> '{}'"
-)
-"""Rows stay: a reader that is beyond the number of the last one would miss the next."""
 _COPY: Final = (
     f"CREATE TABLE copied ({_DEFINITION})",
     "INSERT INTO copied (rowid, {0}) SELECT rowid, {0} FROM span_table ORDER BY rowid".format(", ".join(COLUMNS)),  # noqa: S608
@@ -209,15 +237,21 @@ def traces_of(inbox: Path, conversations: Collection[str], user: str, request_id
     return found
 
 
-def erase(inbox: Path, traces: Collection[str]) -> int:
+def erase(inbox: Path, traces: Collection[str], *, rewrite: bool = True) -> int:
     """Erase what the spans of these traces hold; returns how many had something. Raises ReceiverError.
 
-    Their rows stay until they are pruned, with the ids and times of the spans.
+    Their rows stay until they are pruned, with the ids and times of the spans. Spans that arrive later are not
+    stored. Only if all spans are written anew (`rewrite`), no copies are left in unused places of the file.
     """
     with _using(inbox, "erase spans from") as connection:
+        for statement in _SCHEMA:
+            connection.execute(statement)
         connection.execute("BEGIN IMMEDIATE")
-        erased = sum(connection.execute(_BLANK, (trace,)).rowcount for trace in sorted(traces))
-        for statement in _COPY if erased else ():
+        is_there = "SELECT 1 FROM span_table WHERE traceId = ?"
+        there = [trace for trace in traces if connection.execute(is_there, (trace,)).fetchone()]
+        connection.executemany(_NOTE_PRIVATE, [(_hash(trace),) for trace in there])
+        erased = sum(connection.execute(f"{_BLANK} AND attributes <> '{{}}'", (trace,)).rowcount for trace in there)
+        for statement in _COPY if erased and rewrite else ():
             connection.execute(statement)
         connection.execute("COMMIT")
     return erased
@@ -232,6 +266,41 @@ def _using(inbox: Path, attempt: str) -> Iterator[sqlite3.Connection]:
     except sqlite3.Error as error:
         hint = "Run the command again when the cause is removed."
         raise ReceiverError(f"{attempt} the inbox {inbox}", str(error), hint, retryable=True) from error
+
+
+async def _note_private(connection: aiosqlite.Connection, trace_ids: Collection[str]) -> None:
+    """Remember these traces, and overwrite what is stored of them."""
+    await connection.executemany(_NOTE_PRIVATE, [(_hash(trace_id),) for trace_id in trace_ids])
+    oldest = "SELECT max(number) - ? FROM private_traces"
+    await connection.execute(f"DELETE FROM private_traces WHERE number <= ({oldest})", (MAX_PRIVATE_TRACES,))  # noqa: S608
+    await connection.executemany(_BLANK, [(trace_id,) for trace_id in trace_ids])
+
+
+async def _not_private(connection: aiosqlite.Connection, rows: Sequence[Row]) -> list[Row]:
+    """Those of the rows whose traces are not private."""
+    at = COLUMNS.index("traceId")
+    private = set()
+    for trace_id in {row[at] for row in rows}:
+        query = "SELECT 1 FROM private_traces WHERE hash = ?"
+        if await connection.execute_fetchall(query, (_hash(trace_id),)):
+            private.add(trace_id)
+    return [row for row in rows if row[at] not in private]
+
+
+def _hash(trace_id: str) -> bytes:
+    return hashlib.blake2b(trace_id.encode(), digest_size=16).digest()
+
+
+def private_traces(inbox: Path) -> int:
+    """How many traces of an inbox were private, for a look at the file beside the process that writes it. 0, if there
+    is no such file or it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{inbox.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            query = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'private_traces'), 0)"
+            (count,) = connection.execute(query).fetchone()
+    except sqlite3.Error:
+        return 0
+    return int(count)
 
 
 async def prune(inbox: Path, before_ns: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from google.rpc import code_pb2
 
 from flywheel.config.ingest import host_and_port
 from flywheel.errors import ReceiverError
+from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.sources.otlp.decoding import (
     WINDOWS,
     Body,
@@ -69,22 +70,25 @@ _CODES: Final = {
 
 
 class TracesEndpoint:
-    """An ASGI app. It decodes requests in `executor` and passes the rows to `store`.
+    """An ASGI app. It decodes requests in `executor` and passes the rows to `store`, with the ids of traces that are
+    `private` or refuse recording.
 
     With a `token`, requests need the header `Authorization: Bearer TOKEN`.
     """
 
     def __init__(
         self,
-        store: Callable[[Sequence[Row]], Awaitable[None]],
+        store: Callable[[Sequence[Row], Collection[str]], Awaitable[None]],
         executor: Executor,
         limits: ServerLimits,
         *,
         token: str | None = None,
+        private: PrivateNames = NOBODY,
     ) -> None:
         self._store = store
         self._executor = executor
         self._token = token
+        self._private = private
         self._max_body = limits.body_bytes
         self._free = asyncio.Semaphore(DECODED_AT_ONCE)
         self._failing = False
@@ -121,10 +125,11 @@ class TracesEndpoint:
         loop = asyncio.get_running_loop()
         try:
             rows = await loop.run_in_executor(
-                self._executor, lambda: rows_of(request_of(inflated(body, compression, self._max_body), encoding))
+                self._executor,
+                lambda: rows_of(request_of(inflated(body, compression, self._max_body), encoding), self._private),
             )
             if rows.accepted:
-                await self._store(rows.accepted)
+                await self._store(rows.accepted, rows.private)
         except UndecodableError as error:
             raise RefusedError(400, str(error)) from error
         except TooLargeError as error:
@@ -165,14 +170,21 @@ class Receiver:
     """Receives at `listen` (HOST:PORT; port 0 lets the system choose one) and stores into `inbox`.
 
     `token_env` names the environment variable with the token that senders must send. Without it, every client that
-    reaches the address may send.
+    reaches the address may send. Of `private` users, conversations and agents only a count is stored.
     """
 
     def __init__(
-        self, listen: str, inbox: Path, *, token_env: str | None = None, busy_seconds: float = BUSY_SECONDS
+        self,
+        listen: str,
+        inbox: Path,
+        *,
+        token_env: str | None = None,
+        busy_seconds: float = BUSY_SECONDS,
+        private: PrivateNames = NOBODY,
     ) -> None:
         self._listen = listen
         self._token_env = token_env
+        self._private = private
         self._inbox = Inbox(inbox, busy_seconds=busy_seconds)
         self._thread: ThreadPoolExecutor | None = None
         self._server: BackgroundServer | None = None
@@ -198,7 +210,7 @@ class Receiver:
         self._address = (host, bound.getsockname()[1])
         # With a token, by any name.
         limits = LIMITS if token is None else replace(LIMITS, hosts=None)
-        app = TracesEndpoint(self._inbox.store, self._thread, limits, token=token).app
+        app = TracesEndpoint(self._inbox.store, self._thread, limits, token=token, private=self._private).app
         self._server = BackgroundServer(app, bound, f"the receiver at {self.url}", limits, stop_seconds=STOP_SECONDS)
         log.info("receiving spans at %s", self.url)
 

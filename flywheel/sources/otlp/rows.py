@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.trace import LATEST_NS, get_path
 from flywheel.sources.otlp.conventions import TEXTS, Nested, put, translate
 from flywheel.sources.otlp.decoding import MAX_VALUES
@@ -25,6 +26,10 @@ from flywheel.sources.spans.span import UNKNOWN
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
 """Operations by the `span.kind` of AgentScope before 1.0.9."""
+_CONVERSATIONS: Final = (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id"))
+_USERS: Final = (("user", "id"), ("enduser", "id"))
+_AGENT: Final = (("gen_ai", "agent", "name"), ("metadata", "name"))
+_INVOKE: Final = "invoke_agent"
 _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
 """Attributes below `gen_ai` that may stand in `gen_ai.client.inference.operation.details` events instead."""
 
@@ -62,7 +67,7 @@ def operation(attributes: Nested) -> str | None:
 
 def conversation(attributes: Nested) -> str:
     """The id of the conversation of a span; `unknown` without one."""
-    for path in (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id")):
+    for path in _CONVERSATIONS:
         if (name := get_path(attributes, *path)) not in (None, "", {}, []):
             return str(name)
     return UNKNOWN
@@ -82,9 +87,11 @@ class SpanError(ValueError):
 
 @dataclass(slots=True)
 class Rows:
-    """The spans of a request: the rows to store, and the number of rejected spans with the first reasons."""
+    """The spans of a request: the rows to store, the ids of private traces, of which none may be stored, and the
+    number of rejected spans with the first reasons."""
 
     accepted: list[Row] = field(default_factory=list)
+    private: set[str] = field(default_factory=set)
     rejected: int = 0
     reasons: list[str] = field(default_factory=list)
 
@@ -94,8 +101,9 @@ class Rows:
         return "; ".join((*self.reasons, *([f"and {more} more"] if more else [])))
 
 
-def rows_of(request: ExportTraceServiceRequest) -> Rows:
-    """Convert every span of a request to a row, or reject it."""
+def rows_of(request: ExportTraceServiceRequest, names: PrivateNames = NOBODY) -> Rows:
+    """Convert every span of a request to a row, or reject it. Traces are private that refuse recording, or are of one
+    of these names."""
     rows = Rows()
     nested = _Nesting()
     for of_resource in request.resource_spans:
@@ -108,7 +116,10 @@ def rows_of(request: ExportTraceServiceRequest) -> Rows:
             }
             for span in of_scope.spans:
                 try:
-                    rows.accepted.append(_row(span, resource, scope, nested))
+                    attributes = nested(span.attributes)
+                    rows.accepted.append(_row(span, attributes, resource, scope, nested))
+                    if _is_private(attributes, span.name, names):
+                        rows.private.add(span.trace_id.hex())
                 except SpanError as error:
                     rows.rejected += 1
                     if len(rows.reasons) < _SHOWN_REASONS:
@@ -158,10 +169,25 @@ class _Nesting:
         return value
 
 
-def _row(span: Span, resource: Nested, scope: Nested, nested: _Nesting) -> Row:
+def _is_private(attributes: Nested, name: str, names: PrivateNames) -> bool:
+    """Whether a span says that its trace is private, by its complete and translated attributes."""
+    if is_refusal(get_path(attributes, "flywheel", "record")):
+        return True
+    if names == NOBODY:
+        return False
+    named = [str(get_path(attributes, *path)) for path in _AGENT]
+    if operation(attributes) == _INVOKE:
+        named.append(name.removeprefix(f"{_INVOKE} "))
+    return names.cover(
+        users=[str(get_path(attributes, *path)) for path in _USERS],
+        conversations=[str(get_path(attributes, *path)) for path in _CONVERSATIONS],
+        agents=named,
+    )
+
+
+def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested: _Nesting) -> Row:
     span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
-    attributes = nested(span.attributes)
     events = [_event(event, nested) for event in span.events]
     complete(attributes, events)
     translate(attributes, span.name, nested.loaded)

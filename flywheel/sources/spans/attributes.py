@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
 from flywheel.sources.spans.messages import (
@@ -150,6 +151,19 @@ def user_id(span: Span) -> str:
     """The user, if the application names one by OpenTelemetry's attributes."""
     people = (span.attributes.user, span.attributes.enduser)
     return next((str(person.id) for person in people if person.id != ""), "")
+
+
+def is_private(span: Span, names: PrivateNames) -> bool:
+    """Whether nothing of the span's trace may be stored."""
+    if span.attributes.flywheel.record != NOTHING and is_refusal(value_of(span.attributes.flywheel.record)):
+        return True
+    if names == NOBODY:
+        return False
+    return names.cover(
+        users=(user_id(span), span.call.user if span.call is not None else ""),
+        conversations=(span.conversation_id,),
+        agents=(agent_name(span) if span.kind is SpanKind.AGENT else span.attributes.gen_ai.agent.name,),
+    )
 
 
 def input_messages(span: Span) -> list[Message]:

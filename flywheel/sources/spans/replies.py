@@ -56,8 +56,11 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
     dead = list(batch.dead)
     kinds: Counter[str] = Counter()
     replies: list[Reply] = []
+    private: dict[str, None] = {}
     for rows, is_open in batch.traces:
-        own, bad = replies_of(generation, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls)
+        own, bad = replies_of(
+            generation, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls, private=private
+        )
         replies += own
         dead += bad
         if len(replies) >= _GROUP:
@@ -65,7 +68,14 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
             replies.clear()
     entries += _entries(replies, source, selection.models, dead)
     return replace(
-        batch, traces=(), call_references=(), calls={}, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds)
+        batch,
+        traces=(),
+        call_references=(),
+        calls={},
+        entries=tuple(entries),
+        dead=tuple(dead),
+        kinds=dict(kinds),
+        private_calls=tuple(private),
     )
 
 
@@ -90,11 +100,13 @@ def replies_of(
     is_open: bool,
     kinds: Counter[str],
     calls: Mapping[str, ModelCall] = NO_CALLS,
+    private: dict[str, None] | None = None,
 ) -> tuple[list[Reply], list[DeadRow]]:
     """The replies and dead rows of one trace, from its packed rows by number.
 
     `is_open` if spans are missing that may still arrive. `kinds` counts the spans of traces without an agent.
-    `calls` are recorded calls by request id.
+    `calls` are recorded calls by request id. Of a private trace only its replies and dead rows are counted, and the
+    request ids of its calls are added to `private`.
     """
     spans: dict[str, Span] = {}
     dead: list[DeadRow] = []
@@ -105,6 +117,32 @@ def replies_of(
         else:
             spans[span.span_id] = span
     spans = with_calls(spans, calls)
+    told = [*spans.values()]
+    replies, dead = _replies_of(spans, dead, rows, selection, is_open=is_open, kinds=kinds)
+    if any(_is_private(span, selection) for span in (*told, *spans.values())):
+        if private is not None:
+            private |= {span.request_id: None for span in told if span.request_id}
+        replies = [reply.without_content() for reply in replies]
+        dead = [replace(row, error="it cannot be read, and is private", excerpt="") for row in dead]
+    return replies, dead
+
+
+def _is_private(span: Span, selection: ReplySelection) -> bool:
+    try:
+        return at.is_private(span, selection.private)
+    except _BAD_CONTENT:
+        return True  # Its names cannot be read.
+
+
+def _replies_of(
+    spans: dict[str, Span],
+    dead: list[DeadRow],
+    rows: Mapping[int, bytes],
+    selection: ReplySelection,
+    *,
+    is_open: bool,
+    kinds: Counter[str],
+) -> tuple[list[Reply], list[DeadRow]]:
     tree = Tree(spans, {row.span_id for row in dead})
     if not tree.is_plain and (cyclic := tree.cyclic()):
         for span in cyclic:

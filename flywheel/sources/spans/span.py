@@ -102,13 +102,14 @@ class AgentScope(Struct, frozen=True):
     agent: Pause = Pause()
 
 
-class FoundInCalls(Struct, frozen=True):
-    """An agent that was found in recorded calls, without a trace: the conversation whose split it takes, and why its
-    reply becomes no task, if so."""
+class FlywheelAttributes(Struct, frozen=True):
+    """Of an agent that was found in recorded calls, without a trace: the conversation whose split it takes, and why
+    its reply becomes no task, if so. Of any span: whether its trace may be stored."""
 
     root_conversation: str = ""
     skip: str = ""
     detail: str = ""
+    record: Raw = NOTHING
 
 
 class Person(Struct, frozen=True):
@@ -129,7 +130,7 @@ class Attributes(Function, frozen=True):
     metadata: Raw = NOTHING
     user: Person = Person()
     enduser: Person = Person()
-    flywheel: FoundInCalls = FoundInCalls()
+    flywheel: FlywheelAttributes = FlywheelAttributes()
 
 
 class SpanKind(StrEnum):

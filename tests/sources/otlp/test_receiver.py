@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -105,7 +105,7 @@ async def test_clients_that_stall_in_their_bodies_keep_nobody_waiting(inbox: Pat
 async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
     kept: list[Row] = []
 
-    async def store(rows: Sequence[Row]) -> None:
+    async def store(rows: Sequence[Row], private: Collection[str]) -> None:
         kept.extend(rows)
 
     go_on = asyncio.Event()
