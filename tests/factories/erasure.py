@@ -128,6 +128,7 @@ def put_erasable_round(directory: Path, *, is_over: bool = True) -> None:
         append_jsonl(directory / "partial.jsonl", [{"weights": "w", **rollout(GONE, 0, 0, 7)}])
         with (directory / "rollouts.jsonl").open("ab") as file:
             file.write(json_line(rollout(GONE, 3, 0, 0))[:-40])
+        (directory / "usage.jsonl").write_text(f'{{"calls": 1}}\n{{"calls": "{TEXTS[GONE].partition(chr(10))[0]}')
         write_json(directory / IDENTITY_FILE, {"tasks": "0" * 64})
 
 

@@ -104,6 +104,7 @@ def test_a_probe_keeps_the_texts_of_other_tasks_with_their_figures() -> None:
 def test_a_probe_that_does_not_say_whose_its_texts_are_is_removed() -> None:
     unknown = put_probe().model_copy(update={"tasks": []})
     assert without_tasks(unknown, {"t-other"}) is None
+    assert without_tasks(put_probe().model_copy(update={"tasks": ["t-other"]}), {"t-another"}) is None
     assert without({"probe": unknown.model_dump(mode="json")}, KEYS) == {"probe": None}
     assert without({"probe": {"texts": [[1, 2]], "shape": "of another version"}}, KEYS) == {"probe": None}
     none: dict[str, Any] = {"probe": None}
