@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 from sqlalchemy import Connection, Row, select, update
 
+from flywheel.daemon import evaluation_log
 from flywheel.errors import StoreError
 from flywheel.records.erasure import ERASED, REMOVED, ErasedTasks, tasks_named_in, without
 from flywheel.records.round import (
@@ -40,6 +41,7 @@ from flywheel.system.lock import alone_in
 from flywheel.training.data.rollout_file import write_index
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, clear
 
+ROUNDS_DIR: Final = "rounds"
 EMPTIED: Final = b"The log was removed: texts of tasks of this round were erased.\n"
 WITHOUT_TEXTS: Final = frozenset({ADAPTER_DIR, CANDIDATE_DIR, CHECKPOINTS_DIR, SYNC_DIR})
 """Folders that have weights and no tasks."""
@@ -47,9 +49,21 @@ _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
 """What `whole_file` leaves of a file if its process is killed."""
 
 
+def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path]) -> int:
+    """Erase tasks from the files of all rounds and evaluations of a state, none of which runs; the number of files
+    that have changed. `used` are the directories of rounds that are known to have had one (`directories_with`).
+
+    Raises LockedError and StoreError, as `erase_from_round`; what is left is done when it is run again.
+    """
+    found = {Path(each) for each in used}
+    for folder in (state_dir / ROUNDS_DIR, state_dir / evaluation_log.FOLDER):
+        found |= {each for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else set()
+    return sum(erase_from_round(each, erased, used=each in used) for each in sorted(found))
+
+
 def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False) -> int:
     """Erase tasks from the files of a round that does not run; the number of files that have changed. It may be done
-    again at any time.
+    again at any time. An evaluation (`flywheel evaluate`) has the same files.
 
     `used` says that the round had one of them, also if its specification does not name it any more (retention
     removes tasks from it, and the rounds of `round_samples` are known). Raises LockedError while a worker runs, and
@@ -64,11 +78,6 @@ def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False
     except OSError as error:
         why = f"{error.filename or directory}: {error.strerror or error}"
         raise StoreError(attempted, why, "Let this user write there, and run it again.", retryable=True) from error
-
-
-def erase_from_evaluation(directory: Path, erased: ErasedTasks) -> int:
-    """The same for the directory of an evaluation (`flywheel evaluate`)."""
-    return erase_from_round(directory, erased)
 
 
 UNPROVABLE: Final = "its probe was made of prompts whose texts were erased, and the others are too few to prove it"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flywheel.daemon.evaluation_answers import answers_in
-from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_evaluation, erase_from_round
+from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_files, erase_from_round
 from flywheel.errors import LockedError, StoreError
 from flywheel.records.erasure import ERASED as ERASED_SENTENCE
 from flywheel.records.erasure import ErasedTasks
@@ -256,9 +256,24 @@ def test_stored_answers_of_an_evaluation(tmp_path: Path) -> None:
     write_json(tmp_path / "result.json", result.model_dump(mode="json"))
     lines = [rollout(task.task_id, 0, number, 1) for number, task in enumerate(tasks)]
     (tmp_path / "answers.jsonl").write_bytes(b"".join(map(json_line, lines)))
-    assert erase_from_evaluation(tmp_path, ERASED) == 3
+    assert erase_from_round(tmp_path, ERASED) == 3
     assert_nothing_left(tmp_path)
     answers = answers_in(tmp_path)
     assert (set(answers.by_task), answers.left_out) == ({STAYS_HELD_OUT}, {STAYS: "long"})
     assert [answer.line for answer in answers.every] == [lines[1]]
-    assert erase_from_evaluation(tmp_path, ERASED) == 0
+    assert erase_from_round(tmp_path, ERASED) == 0
+
+
+def test_all_rounds_and_evaluations_of_a_state(tmp_path: Path) -> None:
+    """Those that name the tasks, and those that the state says had one."""
+    named, debug, known = (tmp_path / "rounds" / name for name in ("r0001", "debug", "r0003"))
+    evaluation, elsewhere = tmp_path / "evaluations" / "0123", tmp_path / "moved" / "r0004"
+    for each in (named, debug, evaluation, elsewhere):
+        put_erasable_round(each)
+    known.mkdir()
+    (known / "worker.log").write_text(TEXTS[GONE])
+    (tmp_path / "evaluations" / "held-out.jsonl").write_text("{}\n")
+    assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) > 40
+    assert_nothing_left(tmp_path)
+    assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) == 0
+    assert erase_from_files(tmp_path / "none", ERASED, []) == 0
