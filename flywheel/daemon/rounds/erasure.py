@@ -42,6 +42,8 @@ from flywheel.training.data.rollout_file import write_index
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, clear
 
 ROUNDS_DIR: Final = "rounds"
+TRACKING_DIR: Final = "tracking"
+"""Where trackers have their files unless `tracking.dir` says otherwise."""
 EMPTIED: Final = b"The log was removed: texts of tasks of this round were erased.\n"
 WITHOUT_TEXTS: Final = frozenset({ADAPTER_DIR, CANDIDATE_DIR, CHECKPOINTS_DIR, SYNC_DIR})
 """Folders that have weights and no tasks."""
@@ -56,7 +58,8 @@ def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path
     Raises LockedError and StoreError, as `erase_from_round`; what is left is done when it is run again.
     """
     found = {Path(each) for each in used}
-    for folder in (state_dir / ROUNDS_DIR, state_dir / evaluation_log.FOLDER):
+    # Of the trackers, the gate's decisions on this machine have sentences.
+    for folder in (state_dir / name for name in (ROUNDS_DIR, evaluation_log.FOLDER, TRACKING_DIR)):
         found |= {each for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else set()
     return sum(erase_from_round(each, erased, used=each in used) for each in sorted(found))
 
