@@ -38,6 +38,7 @@ from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import adapters, events, round_samples, rounds, tasks
 from flywheel.system.files import json_line, whole_file, write_atomic, write_json
 from flywheel.system.lock import alone_in
+from flywheel.training.data.rollout import system_prompts_of
 from flywheel.training.data.rollout_file import write_index
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, clear
 
@@ -162,7 +163,7 @@ def _erase(directory: Path, erased: ErasedTasks) -> int:
         changed += 1
     objects, lists = _json_files(directory)
     # Results count the system prompts of all rollouts: before these are rewritten, it is known which stay.
-    prompts = _system_prompts(directory / ROLLOUTS_FILE, erased)
+    prompts = _system_prompts(directory, erased)
     changed += sum(_erase_from_object(path, erased, prompts) for path in objects if path.name != SPEC_FILE)
     changed += sum(_erase_from_lines(path, erased) for path in lists)
     return changed + sum(_erase_from_object(path, erased, prompts) for path in objects if path.name == SPEC_FILE)
@@ -261,11 +262,16 @@ def _erase_from_object(path: Path, erased: ErasedTasks, system_prompts: frozense
     return True
 
 
-def _system_prompts(rollouts: Path, erased: ErasedTasks) -> frozenset[str]:
-    """Those that rollouts of other tasks have; none without the file."""
-    found: set[str] = set()
+def _system_prompts(directory: Path, erased: ErasedTasks) -> frozenset[str]:
+    """Those with which other tasks asked the policy: of their prompts, and of the rollouts of the user's agent."""
+    found = {""}  # That there was none.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for task in orjson.loads((directory / SPEC_FILE).read_bytes())["train"]:
+            if task["task_id"] not in erased.keys:
+                found.update(system_prompts_of(task["prompt"]))
+    rollouts = directory / ROLLOUTS_FILE
     for line in _lines(rollouts) if rollouts.exists() else ():
         value = _parsed(line)
-        if isinstance(value, dict) and without(value, erased) is not REMOVED:
+        if isinstance(value, dict) and value.get("task_id") not in erased.keys:
             found.update(value.get("system_prompts", ()))
     return frozenset(found | {text[:LONGEST_SYSTEM_PROMPT] for text in found})

@@ -112,7 +112,12 @@ def test_what_reads_a_round_reads_it_afterwards(directory: Path) -> None:
     assert set(spec.pool.candidates) == {STAYS, STAYS_HELD_OUT}
     result = RoundResult.model_validate_json((directory / "result.json").read_bytes())
     assert result.sampling is not None and result.comparison is not None and result.probe is not None
-    assert [each.text for each in result.sampling.system_prompts] == [f"You talk to a person who said {TEXTS[STAYS]}"]
+    # One is of the rollouts, one of the prompts of the tasks, and one says that there was none.
+    assert [each.text for each in result.sampling.system_prompts] == [
+        f"You talk to a person who said {TEXTS[STAYS]}",
+        "Be brief.",
+        "",
+    ]
     assert (result.reason, result.released, result.without_gradient) == (ERASED_SENTENCE, [STAYS], [STAYS])
     assert [each.task_id for each in result.comparison.scores] == [STAYS, STAYS_HELD_OUT]
     assert (result.probe.tasks, result.probe.places) == ([STAYS_HELD_OUT], [(0, 1), (0, 2), (0, 3), (0, 4)])
