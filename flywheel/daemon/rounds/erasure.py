@@ -36,7 +36,7 @@ from flywheel.serving.client.weight_verification import can_prove
 from flywheel.store import rounds as store_rounds
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import adapters, events, round_samples, rounds, tasks
-from flywheel.system.files import json_line, whole_file, write_atomic, write_json
+from flywheel.system.files import json_line, torn_line, whole_file, write_atomic, write_json
 from flywheel.system.lock import alone_in
 from flywheel.training.data.rollout import system_prompts_of
 from flywheel.training.data.rollout_file import write_index
@@ -231,8 +231,9 @@ def _erase_from_lines(path: Path, erased: ErasedTasks) -> bool:
     """Rewrite a file of lines without erased tasks, and without an incomplete last line; whether it has changed."""
     is_rollouts, index = path.name == ROLLOUTS_FILE, path.with_name(ROLLOUT_INDEX_FILE)
     has_index = is_rollouts and index.exists()
-    size = sum(map(len, _lines(path)))
-    changes = size < path.stat().st_size or any(_left(line, erased) is not line for line in _lines(path))
+    with path.open("rb") as file:
+        is_torn = bool(torn_line(file))
+    changes = is_torn or any(_left(line, erased) is not line for line in _lines(path))
     if changes:
         if has_index:
             # Of the rollouts before. Without its lines, the rollouts are read as a whole.
