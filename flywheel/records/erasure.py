@@ -6,14 +6,15 @@ other reply of a pair). Records of erased tasks are removed whole, and records o
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from pydantic import ValidationError
 
 from flywheel.records.round import Probe, Recording
+from flywheel.records.task import TaskLine, trace_parts
 
 BY_TASK: Final = frozenset({"left_out", "inexact", "candidates"})
 """Fields with an object that has one entry per task, by its id."""
@@ -38,6 +39,19 @@ class ErasedTasks:
 
     keys: frozenset[str]
     texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, lines: Iterable[TaskLine]) -> Self:
+        """Those of the lines of the task file. System prompts are no texts of a task: others have them, too."""
+        keys, texts = set(), dict[str, None]()
+        for line in lines:
+            keys.add(line["task_id"])
+            messages = (*line["init_messages"], *line["prompt"], *trace_parts(line).steps)
+            said = (message.get("content") for message in messages if message.get("role") != "system")
+            thought = line["metadata"].get("answer_reasoning")
+            every = (line["main_query"], line["answer"], thought, *said)
+            texts |= dict.fromkeys(text for text in every if isinstance(text, str) and text)
+        return cls(frozenset(keys), tuple(texts))
 
     def quoted_in(self, sentence: str) -> bool:
         """Whether a sentence has a whole text, or at least `2 * PIECE - 1` bytes of one, whatever the white space."""

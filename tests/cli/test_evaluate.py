@@ -17,7 +17,11 @@ import pytest
 from junitparser import JUnitXml
 
 from flywheel.daemon import evaluation_log
+from flywheel.daemon.evaluation import is_evaluation
+from flywheel.daemon.evaluation_answers import answers_in
+from flywheel.daemon.rounds.erasure import erase_from_files
 from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_USAGE
+from flywheel.records.erasure import ErasedTasks
 from flywheel.store import gate_tests
 from tests.cli.conftest import Ran, Run
 from tests.cli.filter_bench import Bench
@@ -195,6 +199,32 @@ def test_a_run_that_was_killed_goes_on(evaluate: Callable[..., Ran], endpoint: E
     assert "40 accepted" in ran.out
     assert bench.judge.calls <= 40 + 3
     assert len(endpoint.requests) - asked <= 40 - judged + 6
+
+
+def test_the_stored_answers_of_a_task_can_be_erased(
+    evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
+) -> None:
+    """Of an evaluation that ended, and of one that was stopped."""
+    benchmark(bench, 30)
+    endpoint.reply = lambda request, before: says(f"good: {question(request)}") if before < 6 else (403, {})
+    assert evaluate().code == EXIT_UNAVAILABLE
+    benchmark(bench, 10)
+    endpoint.reply = lambda request, _: says(f"good: \\boxed{{1}} to {question(request)}")
+    assert evaluate().code == 0
+    state = next(bench.folder.rglob("evaluations")).parent
+    gone = "What is 3 plus 1?"
+
+    def files_with(text: str) -> list[str]:
+        return [path.name for path in state.glob("evaluations/*/*") if text in path.read_text()]
+
+    assert {"spec.json", "answers.jsonl"} <= set(files_with(gone))
+    before = files_with("What is 4 plus 1?")
+    assert erase_from_files(state, ErasedTasks(frozenset({"t3"}), (gone,)), []) >= 3
+    assert files_with(gone) == []
+    assert set(files_with("What is 4 plus 1?")) == {*before} - {"partial.jsonl"}
+    [ended] = [path for path in (state / "evaluations").iterdir() if path.is_dir() and is_evaluation(path)]
+    answers = answers_in(ended)
+    assert len(answers.every) == 9 and "t3" not in answers.by_task
 
 
 def test_two_models_are_compared_on_the_same_tasks(

@@ -59,15 +59,14 @@ def rollout(task: str, step: int, group: int, seed: int) -> dict[str, Any]:
         "step": step, "task_id": task, "group": group, "seed": seed, "steps": [{"role": "tool", "content": text}],
         "answer": f"{text}!", "truncated": False, "reward": seed % 2, "criteria": criteria, "error": text,
         "missed": False, "advantage": 0.5, "dropped": None, "turns": 1, "forks": 0, "calls": [], "verdict": None,
-        "system_prompts": ["Be brief.", f"You talk to a person who said {text}"], "samples": [sample],
+        "system_prompts": [f"You talk to a person who said {text}"], "samples": [sample],
     }  # fmt: skip
 
 
 def put_erasable_round(directory: Path, *, is_over: bool = True) -> None:
     """Write the files of a round, which is over or whose worker has died."""
-    prompts = [
-        SystemPrompt(text=f"You talk to a person who said {TEXTS[task]}", rollouts=4) for task in (GONE, STAYS)
-    ]
+    said = (f"You talk to a person who said {TEXTS[task]}" for task in (GONE, STAYS))
+    prompts = [SystemPrompt(text=text, rollouts=4) for text in (*said, "Be brief.", "")]
     candidates = {task: Candidate(number, user=TEXTS[task]) for number, task in enumerate(TEXTS)}
     shared = {f"{task}'s call": ToolResult(TEXTS[task], task_id=task) for task in TEXTS}
     spec = round_spec(
@@ -128,6 +127,7 @@ def put_erasable_round(directory: Path, *, is_over: bool = True) -> None:
         append_jsonl(directory / "partial.jsonl", [{"weights": "w", **rollout(GONE, 0, 0, 7)}])
         with (directory / "rollouts.jsonl").open("ab") as file:
             file.write(json_line(rollout(GONE, 3, 0, 0))[:-40])
+        (directory / "usage.jsonl").write_text(f'{{"calls": 1}}\n{{"calls": "{TEXTS[GONE].partition(chr(10))[0]}')
         write_json(directory / IDENTITY_FILE, {"tasks": "0" * 64})
 
 

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from flywheel.records.erasure import ERASED, REMOVED, ErasedTasks, without, without_tasks
 from flywheel.records.round import Probe, Recording
+from flywheel.records.task import task_line
 from tests.factories.erasure import GONE_HELD_OUT, STAYS_HELD_OUT, put_probe
+from tests.factories.trace import reply
+from tests.training.recorded.recordings import call, steps
 
 KEYS = ErasedTasks(frozenset({"a", "b"}))
 names = st.sampled_from(["a", "b", "c", "d"])
@@ -78,6 +81,15 @@ def test_a_sentence_that_quotes_a_task_is_replaced_and_another_is_not() -> None:
     assert without(record, erased) is record, "it is what another task says"
 
 
+def test_the_texts_of_a_task_are_all_that_was_said_but_system_prompts() -> None:
+    line = task_line(reply(1, query="Where?", answer="Here.", trajectory=steps((call("look", {}), "a map"))), "/a")
+    line["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where, please?"}]
+    found = ErasedTasks.of([line])
+    assert found.keys == {line["task_id"]}
+    assert {"Where?", "Here.", "a map", "Where, please?"} <= set(found.texts)
+    assert "Be brief." not in found.texts and "" not in found.texts
+
+
 def test_system_prompts_are_those_of_rollouts_that_are_left() -> None:
     value = {"sampling": {"system_prompts": [{"text": "x", "rollouts": 2}, {"text": "y", "rollouts": 3}]}}
     assert without(value, KEYS) is value
@@ -104,6 +116,7 @@ def test_a_probe_keeps_the_texts_of_other_tasks_with_their_figures() -> None:
 def test_a_probe_that_does_not_say_whose_its_texts_are_is_removed() -> None:
     unknown = put_probe().model_copy(update={"tasks": []})
     assert without_tasks(unknown, {"t-other"}) is None
+    assert without_tasks(put_probe().model_copy(update={"tasks": ["t-other"]}), {"t-another"}) is None
     assert without({"probe": unknown.model_dump(mode="json")}, KEYS) == {"probe": None}
     assert without({"probe": {"texts": [[1, 2]], "shape": "of another version"}}, KEYS) == {"probe": None}
     none: dict[str, Any] = {"probe": None}

@@ -28,7 +28,9 @@ def test_the_pages_of_a_round_without_its_erased_tasks(own_state: Config) -> Non
     erased = ErasedTasks(frozenset(gone), tuple(asked[task] for task in gone))
     assert erase_from_round(directory, erased) > 0
     keys = ", ".join(f"'{task}'" for task in gone)
-    execute(own_state.state_dir / "state.db", f"UPDATE tasks SET state = 'erased', payload = '{{}}' WHERE key IN ({keys})")
+    execute(
+        own_state.state_dir / "state.db", f"UPDATE tasks SET state = 'erased', payload = '{{}}' WHERE key IN ({keys})"
+    )
     in_thread(_erase_from_state(own_state, erased))
 
     pages = client(own_state)

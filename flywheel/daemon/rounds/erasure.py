@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 from sqlalchemy import Connection, Row, select, update
 
+from flywheel.daemon import evaluation_log
 from flywheel.errors import StoreError
 from flywheel.records.erasure import ERASED, REMOVED, ErasedTasks, tasks_named_in, without
 from flywheel.records.round import (
@@ -35,11 +36,15 @@ from flywheel.serving.client.weight_verification import can_prove
 from flywheel.store import rounds as store_rounds
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import adapters, events, round_samples, rounds, tasks
-from flywheel.system.files import json_line, whole_file, write_atomic, write_json
+from flywheel.system.files import json_line, torn_line, whole_file, write_atomic, write_json
 from flywheel.system.lock import alone_in
+from flywheel.training.data.rollout import system_prompts_of
 from flywheel.training.data.rollout_file import write_index
 from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, clear
 
+ROUNDS_DIR: Final = "rounds"
+TRACKING_DIR: Final = "tracking"
+"""Where trackers have their files unless `tracking.dir` says otherwise."""
 EMPTIED: Final = b"The log was removed: texts of tasks of this round were erased.\n"
 WITHOUT_TEXTS: Final = frozenset({ADAPTER_DIR, CANDIDATE_DIR, CHECKPOINTS_DIR, SYNC_DIR})
 """Folders that have weights and no tasks."""
@@ -47,9 +52,22 @@ _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
 """What `whole_file` leaves of a file if its process is killed."""
 
 
+def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path]) -> int:
+    """Erase tasks from the files of all rounds and evaluations of a state, none of which runs; the number of files
+    that have changed. `used` are the directories of rounds that are known to have had one (`directories_with`).
+
+    Raises LockedError and StoreError, as `erase_from_round`; what is left is done when it is run again.
+    """
+    found = {Path(each) for each in used}
+    # Of the trackers, the gate's decisions on this machine have sentences.
+    for folder in (state_dir / name for name in (ROUNDS_DIR, evaluation_log.FOLDER, TRACKING_DIR)):
+        found |= {each for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else set()
+    return sum(erase_from_round(each, erased, used=each in used) for each in sorted(found))
+
+
 def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False) -> int:
     """Erase tasks from the files of a round that does not run; the number of files that have changed. It may be done
-    again at any time.
+    again at any time. An evaluation (`flywheel evaluate`) has the same files.
 
     `used` says that the round had one of them, also if its specification does not name it any more (retention
     removes tasks from it, and the rounds of `round_samples` are known). Raises LockedError while a worker runs, and
@@ -64,11 +82,6 @@ def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False
     except OSError as error:
         why = f"{error.filename or directory}: {error.strerror or error}"
         raise StoreError(attempted, why, "Let this user write there, and run it again.", retryable=True) from error
-
-
-def erase_from_evaluation(directory: Path, erased: ErasedTasks) -> int:
-    """The same for the directory of an evaluation (`flywheel evaluate`)."""
-    return erase_from_round(directory, erased)
 
 
 UNPROVABLE: Final = "its probe was made of prompts whose texts were erased, and the others are too few to prove it"
@@ -150,7 +163,7 @@ def _erase(directory: Path, erased: ErasedTasks) -> int:
         changed += 1
     objects, lists = _json_files(directory)
     # Results count the system prompts of all rollouts: before these are rewritten, it is known which stay.
-    prompts = _system_prompts(directory / ROLLOUTS_FILE, erased)
+    prompts = _system_prompts(directory, erased)
     changed += sum(_erase_from_object(path, erased, prompts) for path in objects if path.name != SPEC_FILE)
     changed += sum(_erase_from_lines(path, erased) for path in lists)
     return changed + sum(_erase_from_object(path, erased, prompts) for path in objects if path.name == SPEC_FILE)
@@ -218,8 +231,9 @@ def _erase_from_lines(path: Path, erased: ErasedTasks) -> bool:
     """Rewrite a file of lines without erased tasks, and without an incomplete last line; whether it has changed."""
     is_rollouts, index = path.name == ROLLOUTS_FILE, path.with_name(ROLLOUT_INDEX_FILE)
     has_index = is_rollouts and index.exists()
-    size = sum(map(len, _lines(path)))
-    changes = size < path.stat().st_size or any(_left(line, erased) is not line for line in _lines(path))
+    with path.open("rb") as file:
+        is_torn = bool(torn_line(file))
+    changes = is_torn or any(_left(line, erased) is not line for line in _lines(path))
     if changes:
         if has_index:
             # Of the rollouts before. Without its lines, the rollouts are read as a whole.
@@ -249,11 +263,16 @@ def _erase_from_object(path: Path, erased: ErasedTasks, system_prompts: frozense
     return True
 
 
-def _system_prompts(rollouts: Path, erased: ErasedTasks) -> frozenset[str]:
-    """Those that rollouts of other tasks have; none without the file."""
-    found: set[str] = set()
+def _system_prompts(directory: Path, erased: ErasedTasks) -> frozenset[str]:
+    """Those with which other tasks asked the policy: of their prompts, and of the rollouts of the user's agent."""
+    found = {""}  # That there was none.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for task in orjson.loads((directory / SPEC_FILE).read_bytes())["train"]:
+            if task["task_id"] not in erased.keys:
+                found.update(system_prompts_of(task["prompt"]))
+    rollouts = directory / ROLLOUTS_FILE
     for line in _lines(rollouts) if rollouts.exists() else ():
         value = _parsed(line)
-        if isinstance(value, dict) and without(value, erased) is not REMOVED:
+        if isinstance(value, dict) and value.get("task_id") not in erased.keys:
             found.update(value.get("system_prompts", ()))
     return frozenset(found | {text[:LONGEST_SYSTEM_PROMPT] for text in found})

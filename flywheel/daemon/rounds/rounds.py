@@ -170,7 +170,8 @@ class Rounds:
         self._with_worker = asyncio.Lock()
         self._deciding = asyncio.Lock()
         self._finishing = asyncio.Lock()
-        self._cancelled = ""
+        self._cancelled: dict[str, str] = {}
+        """Why a round ends, by its name: the next one may begin before its worker has."""
         self._trackers = Trackers(Path(sys.executable))
         self._reported: dict[str, str] = {}
         self._noted_supplies: dict[str, tuple[int, int, str]] = {}
@@ -282,8 +283,8 @@ class Rounds:
     async def _finish_live(self) -> RoundState | None:
         while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
             state = RoundState(row.state)
-            if self._cancelled:
-                await self._fail(row, state, self._cancelled)
+            if row.name in self._cancelled:
+                await self._fail(row, state, self._cancelled[row.name])
             elif await _has_erased(self._store, row):
                 # The request for it came before this process, or while the round was planned.
                 await _stop_workers(row)
@@ -334,14 +335,14 @@ class Rounds:
         code: int | None = None
         try:
             stopped = self._stopping.is_set() and not self._detaching.is_set()
-            if worker is not None and (stopped or self._cancelled):
+            if worker is not None and (stopped or row.name in self._cancelled):
                 await worker.stop()
             elif worker is not None:
                 self._trackers.begin(Path(row.dir), self._config.tracking.of_round(row.name, self._config.state_dir))
                 watch = WorkerWatch(row.name, worker, usage)
                 code = await watch.follow(self._config.daemon.round_timeout_seconds, self._detaching)
-            if self._cancelled:
-                await self._fail(row, RoundState.TRAINING, self._cancelled)
+            if row.name in self._cancelled:
+                await self._fail(row, RoundState.TRAINING, self._cancelled[row.name])
                 return
             if self._detaching.is_set():
                 if worker is not None:
@@ -496,7 +497,7 @@ class Rounds:
         return await self._cancel(row, why)
 
     async def _cancel(self, row: Row[Any], why: str) -> str:
-        self._cancelled = why
+        self._cancelled[row.name] = why
         try:
             if self._worker is not None:
                 await self._worker.stop()
@@ -508,7 +509,7 @@ class Rounds:
                 if left is not None and left.name == row.name:
                     await self._fail(left, RoundState(left.state), why)
         finally:
-            self._cancelled = ""
+            self._cancelled.pop(row.name, None)
         return str(row.name)
 
     async def _reject(self, row: Row[Any], why: str) -> None:

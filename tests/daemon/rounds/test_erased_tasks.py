@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, select, update
 
+from flywheel.daemon import service as service_module
 from flywheel.daemon.rounds.rounds import end_round_with_erased
+from flywheel.daemon.service import Service
 from flywheel.records.round import SPEC_FILE, GateTest
 from flywheel.records.states import RoundState, TaskState
 from flywheel.records.tool_calls import SharedRecordings, ToolResult
 from flywheel.store import rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
-from flywheel.store.samples import replayable
+from flywheel.store.samples import candidates, replayable
 from flywheel.system.files import write_json
 from tests.daemon.rounds.test_passed import by_hand, passes
 from tests.daemon.rounds.test_rounds import Wheel, leave_result, put_more_tasks, wheel
@@ -81,6 +83,31 @@ async def test_the_worker_of_a_round_with_an_erased_task_is_stopped(
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
+async def test_a_daemon_that_runs_ends_the_round_and_begins_the_next(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has to ask it for that."""
+    monkeypatch.setattr(service_module, "RETRY_SECONDS", 0.2)
+    works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
+
+    async def begun(count: int) -> bool:
+        started = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+        return len(started) == count and await wheel.state(f"r{count:04d}") == "training"
+
+    service = Service(wheel.config, wheel.store)
+    running = asyncio.create_task(service.run())
+    try:
+        await until(lambda: begun(1), "the first worker")
+        gone = (await samples(wheel))[0]
+        await wheel.store.write(erase, [gone])
+        await until(lambda: begun(2), "the worker of the next round")
+        assert (await wheel.row()).reason == rounds.HAS_ERASED
+        assert gone not in await samples(wheel, "r0002")
+    finally:
+        service.stop()
+        await running
+
+
 async def test_a_worker_without_a_daemon_is_stopped(wheel: Wheel) -> None:
     directory = await wheel.started()
     await wheel.store.write(erase, (await samples(wheel))[:1])
@@ -136,6 +163,8 @@ async def test_nothing_takes_an_erased_task(wheel: Wheel) -> None:
         ).scalars().all()
     )  # fmt: skip
     await wheel.store.write(erase, [consumed, held_out, chosen[0]])
+    free = await wheel.store.read(candidates, scope)
+    assert {row.id for row in free} == {*chosen[1:]}
     assert await wheel.store.read(replayed) == before - {consumed}
     row = await wheel.store.write(
         lambda conn: rounds.plan(

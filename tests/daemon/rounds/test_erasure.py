@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flywheel.daemon.evaluation_answers import answers_in
-from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_evaluation, erase_from_round
+from flywheel.daemon.rounds.erasure import EMPTIED, erase_from_files, erase_from_round
 from flywheel.errors import LockedError, StoreError
 from flywheel.records.erasure import ERASED as ERASED_SENTENCE
 from flywheel.records.erasure import ErasedTasks
@@ -52,7 +54,7 @@ def directory(tmp_path: Path) -> Path:
 
 def assert_nothing_left(directory: Path) -> None:
     files = contents(directory)
-    assert {mark for mark in MARKS if places_of(mark, files)} == set()
+    assert {mark for mark in (*MARKS, GONE) if places_of(mark, files)} == set()
 
 
 def of_others(files: dict[str, bytes]) -> dict[str, list[Any]]:
@@ -110,7 +112,12 @@ def test_what_reads_a_round_reads_it_afterwards(directory: Path) -> None:
     assert set(spec.pool.candidates) == {STAYS, STAYS_HELD_OUT}
     result = RoundResult.model_validate_json((directory / "result.json").read_bytes())
     assert result.sampling is not None and result.comparison is not None and result.probe is not None
-    assert [each.text for each in result.sampling.system_prompts] == [f"You talk to a person who said {TEXTS[STAYS]}"]
+    # One is of the rollouts, one of the prompts of the tasks, and one says that there was none.
+    assert [each.text for each in result.sampling.system_prompts] == [
+        f"You talk to a person who said {TEXTS[STAYS]}",
+        "Be brief.",
+        "",
+    ]
     assert (result.reason, result.released, result.without_gradient) == (ERASED_SENTENCE, [STAYS], [STAYS])
     assert [each.task_id for each in result.comparison.scores] == [STAYS, STAYS_HELD_OUT]
     assert (result.probe.tasks, result.probe.places) == ([STAYS_HELD_OUT], [(0, 1), (0, 2), (0, 3), (0, 4)])
@@ -149,11 +156,17 @@ def test_files_keep_their_permissions(directory: Path) -> None:
     assert stat.S_IMODE((directory / "result.json").stat().st_mode) == 0o640
 
 
+def marks(directory: Path) -> dict[Path, tuple[int, int, int]]:
+    """By which a file is recognised that was written again: inode, size, and time of the last change."""
+    found = {path: path.stat() for path in directory.rglob("*")}
+    return {path: (each.st_ino, each.st_size, each.st_mtime_ns) for path, each in found.items()}
+
+
 def test_a_round_that_has_no_erased_task_is_not_touched(directory: Path) -> None:
     (directory / "worker.log").write_text("as it was")
-    before = {path: path.stat() for path in directory.rglob("*")}
+    before = marks(directory)
     assert erase_from_round(directory, ErasedTasks(frozenset({"t-other"}), ("another text of a user",))) == 0
-    assert {path: path.stat() for path in directory.rglob("*")} == before
+    assert marks(directory) == before
     assert erase_from_round(directory / "none", ERASED) == 0
 
 
@@ -213,15 +226,25 @@ erase_from_round(Path(sys.argv[2]), ERASED)
 
 
 @pytest.mark.slow
-def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("removed", "places"), [((), 14), (("stages", "selection.jsonl", "result.json"), 8)])
+def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run_again(
+    tmp_path: Path, removed: Sequence[str], places: int
+) -> None:
+    """Also of a directory with few files: those that are left to do must be found again."""
+
+    def put(directory: Path) -> None:
+        put_erasable_round(directory, is_over=False)
+        for name in removed:
+            shutil.rmtree(path) if (path := directory / name).is_dir() else path.unlink()
+
     whole = tmp_path / "whole"
-    put_erasable_round(whole, is_over=False)
+    put(whole)
     readable = contents(whole)
     erase_from_round(whole, ERASED)
     place = 0
     while True:
         directory = tmp_path / str(place)
-        put_erasable_round(directory, is_over=False)
+        put(directory)
         command = [sys.executable, "-c", KILLED, str(place), str(directory)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert ran.returncode in (0, -9), ran.stderr
@@ -233,7 +256,7 @@ def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run
         erase_from_round(directory, ERASED)
         assert contents(directory) == contents(whole)
         place += 1
-    assert place >= 14, "it was killed nowhere"
+    assert place >= places, "it was killed nowhere"
 
 
 def test_stored_answers_of_an_evaluation(tmp_path: Path) -> None:
@@ -244,9 +267,29 @@ def test_stored_answers_of_an_evaluation(tmp_path: Path) -> None:
     write_json(tmp_path / "result.json", result.model_dump(mode="json"))
     lines = [rollout(task.task_id, 0, number, 1) for number, task in enumerate(tasks)]
     (tmp_path / "answers.jsonl").write_bytes(b"".join(map(json_line, lines)))
-    assert erase_from_evaluation(tmp_path, ERASED) == 3
+    assert erase_from_round(tmp_path, ERASED) == 3
     assert_nothing_left(tmp_path)
     answers = answers_in(tmp_path)
     assert (set(answers.by_task), answers.left_out) == ({STAYS_HELD_OUT}, {STAYS: "long"})
     assert [answer.line for answer in answers.every] == [lines[1]]
-    assert erase_from_evaluation(tmp_path, ERASED) == 0
+    assert erase_from_round(tmp_path, ERASED) == 0
+
+
+def test_all_rounds_and_evaluations_of_a_state(tmp_path: Path) -> None:
+    """Those that name the tasks, and those that the state says had one."""
+    named, debug, known = (tmp_path / "rounds" / name for name in ("r0001", "debug", "r0003"))
+    evaluation, elsewhere = tmp_path / "evaluations" / "0123", tmp_path / "moved" / "r0004"
+    for each in (named, debug, evaluation, elsewhere):
+        put_erasable_round(each)
+    known.mkdir()
+    (known / "worker.log").write_text(TEXTS[GONE])
+    (tmp_path / "evaluations" / "held-out.jsonl").write_text("{}\n")
+    (decisions := tmp_path / "tracking" / "r0001").mkdir(parents=True)
+    write_json(decisions / "decision.json", {"outcome": "failed", "reason": TEXTS[GONE]})
+    (decisions / "wandb.log").write_text("as it was")
+    assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) > 40
+    assert_nothing_left(tmp_path)
+    assert json.loads((decisions / "decision.json").read_bytes()) == {"outcome": "failed", "reason": ERASED_SENTENCE}
+    assert (decisions / "wandb.log").read_text() == "as it was"
+    assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) == 0
+    assert erase_from_files(tmp_path / "none", ERASED, []) == 0

@@ -365,3 +365,9 @@ async def test_a_round_of_another_parent_goes_on(wheel: Wheel) -> None:
     await wheel.rounds.plan("test")
     assert await wheel.rounds.cancel("r0000", WHY) is None
     assert await wheel.state("r0002") == "planned"
+
+
+async def test_a_round_whose_worker_is_still_being_stopped_ends_no_other(wheel: Wheel) -> None:
+    wheel.rounds._cancelled["r0000"] = WHY
+    leave_result(wheel, await wheel.started())
+    assert await wheel.rounds.finish_live() is PROMOTED

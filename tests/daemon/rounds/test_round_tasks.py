@@ -165,6 +165,7 @@ async def test_people_say_which_reply_of_a_pair_is_the_better_one(tmp_path: Path
     spec = await planned_round(store, made(tmp_path, training={"stages": ["dpo"]}))
     pairs = [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in spec.train]
     assert pairs == [("people's", "judge's")] * 2
+    assert {(task.reply_task_id, task.rejected_task_id) for task in spec.train} == {(_id(second), _id(first))}
 
 
 async def test_the_reasoning_of_an_answer_is_imitated_with_it(tmp_path: Path, store: Store) -> None:
@@ -234,6 +235,13 @@ async def test_results_of_other_traces_are_those_on_which_two_conversations_agre
     assert len(spec.train) == 2 and len(spec.held_out) == 2
     assert spec.shared.results == {key(SUM): ToolResult("3")}
     assert spec.shared_gate.results == {key(SUM): ToolResult("3"), key({}, other): ToolResult("x")}
+    # Each says whose it is: it is removed with that task.
+    assert {each.task_id for each in spec.shared.results.values()} < {_id(each) for each in train}
+    assert spec.shared_gate.results[key({}, other)].task_id in {_id(each) for each in both}
+
+
+def _id(one: Reply) -> str:
+    return task_id(one.trace_id, one.span_id)
 
 
 async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path: Path, store: Store) -> None:

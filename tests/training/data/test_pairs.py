@@ -97,7 +97,8 @@ def test_a_group_with_many_misses_is_left_out() -> None:
 )
 def test_recorded_pairs(worse: RecordedReply | None, longest: int, reason: str | None, tmp_path: Path) -> None:
     task = round_task("t-1", reply=({"role": "assistant", "content": "7"},))
-    task = task.model_copy(update={"rejected": ({"role": "assistant", "content": "8"},)})
+    worse_reply = ({"role": "assistant", "content": "8"},)
+    task = task.model_copy(update={"rejected": worse_reply, "rejected_task_id": "t-worse"})
     better = RecordedReply("t-1", (Sample((5, 7), (False, True)),))
     made = Pairs()
     made.add_recorded([task], {"t-1": better}, {} if worse is None else {"t-1": worse}, longest)
@@ -113,6 +114,7 @@ def test_recorded_pairs(worse: RecordedReply | None, longest: int, reason: str |
         [{"role": "assistant", "content": "8"}],
     )
     assert line["source"] == "recorded"
+    assert (line["task_id"], line["chosen_task_id"], line["rejected_task_id"]) == ("t-1", "t-1", "t-worse")
     assert line["prompt"][-1]["role"] == "user"
 
 
