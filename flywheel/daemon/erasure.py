@@ -21,8 +21,7 @@ import orjson
 from sqlalchemy import Connection, LargeBinary, Row, cast, select
 
 from flywheel.config import Config
-from flywheel.daemon import evaluation_log
-from flywheel.daemon.rounds.erasure import erase_from_evaluation, erase_from_results, erase_from_round
+from flywheel.daemon.rounds.erasure import erase_from_files, erase_from_results
 from flywheel.daemon.rounds.rounds import end_round_with_erased
 from flywheel.errors import StoreError
 from flywheel.records.erasure import ErasedTasks
@@ -135,7 +134,8 @@ class Eraser:
         calls, pending = await self._erase_calls(found)
         lines = await self._ingestion.erase(set(found.tasks.values()), await self._store.read(_hashes_of, found))
         spans = await asyncio.to_thread(self._erase_spans, found)
-        files = await asyncio.to_thread(self._erase_from_rounds, found, erased)
+        used = {Path(each) for each in found.rounds.values()}
+        files = await asyncio.to_thread(erase_from_files, self._config.state_dir, erased, used) if found.tasks else 0
         backups = await self._tell_backups()
         done = {
             "calls": calls,
@@ -227,15 +227,6 @@ class Eraser:
     def _erase_spans(self, found: Touched) -> int:
         return sum(inbox.erase(path, found.traces) for path in _inboxes(self._config.state_dir))
 
-    def _erase_from_rounds(self, found: Touched, erased: ErasedTasks) -> int:
-        if not erased.keys:
-            return 0
-        state, used = self._config.state_dir, {Path(each) for each in found.rounds.values()}
-        rounds = used | {path for path in (state / "rounds").glob("*/") if path.is_dir()}
-        changed = sum(erase_from_round(path, erased, used=path in used) for path in sorted(rounds))
-        evaluations = sorted(path for path in (state / evaluation_log.FOLDER).glob("*/") if path.is_dir())
-        return changed + sum(erase_from_evaluation(path, erased) for path in evaluations)
-
     async def _tell_backups(self) -> list[str]:
         """Write beside each known backup what was erased; the folders that could not be written."""
         known = await self._store.read(noted, backup.FOLDERS_NOTE)
@@ -281,19 +272,8 @@ def _lines(conn: Connection, found: Touched) -> list[dict[str, Any]]:
 
 
 def _hashes_of(conn: Connection, found: Touched) -> set[str]:
-    return {line["metadata"]["qa_hash"] for line in _lines(conn, found) if line}
+    return {line["metadata"]["qa_hash"] for line in _lines(conn, found)}
 
 
 def _texts_of(conn: Connection, found: Touched) -> ErasedTasks:
-    texts = tuple(dict.fromkeys(text for line in _lines(conn, found) for text in _said(line)))
-    return ErasedTasks(frozenset(found.tasks.values()), texts)
-
-
-def _said(line: dict[str, Any]) -> list[str]:
-    """Question, answer, and what the messages of a task say."""
-    if not line:
-        return []
-    messages = [*line["prompt"], *orjson.loads(line["metadata"]["trajectory_json"])]
-    said = [each.get("content") for each in messages if each.get("role") != "system"]
-    said += [line["main_query"], line["answer"]]
-    return [text for text in said if isinstance(text, str) and text]
+    return ErasedTasks.of(_lines(conn, found))
