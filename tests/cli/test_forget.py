@@ -9,13 +9,24 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from tests.cli.conftest import Run
 from tests.cli.test_documented_json import compare, documented
-from tests.factories.forgettable import CONVERSATION, LEFT, OTHER, USER, QuotingJudge, finish, write_forgettable
+from tests.factories.forgettable import (
+    CONVERSATION,
+    LEFT,
+    OTHER,
+    USER,
+    QuotingJudge,
+    calls,
+    finish,
+    write_forgettable,
+)
 from tests.factories.planted import WORDS, planted_in
 from tests.factories.state import execute
 from tests.factories.trace import write_lines
@@ -139,6 +150,36 @@ def test_a_restore_applies_what_was_erased_since(flywheel: Run, config: Path, tm
     shutil.rmtree(tmp_path / "backup")
     gone = flywheel("forget", "--conversation", "another", "-c", config)
     assert gone.code == 0 and "the backup in" in gone.out
+
+
+def test_calls_that_go_on_with_it_are_erased_when_they_come(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    """By the header, by the user, and where neither is said, by the history that they send again."""
+    own = f"sources=[{{type: jsonl, path: {tmp_path}/lines.jsonl}}, {{type: calls}}]"
+    ingest = "ingest", "-c", config, "--set", own, "--set", "serving.urls=[http://127.0.0.1:1]"
+    assert flywheel(*ingest).code == 0
+    assert flywheel("forget", "--user", USER, "--block", "-c", config, "--set", own).code == 0
+    with CallLog(call_log_copy_path(tmp_path / "state")) as log:
+        first, second, _ = calls()
+        more = replace(second, request_id="fw-4", user="")
+        named = replace(first, request_id="fw-5", user="")
+        of_user = replace(first, request_id="fw-6", conversation="")
+        assert log.append([first, more, named, of_user]) == 3, "an erased call was stored again"
+    assert left_in(tmp_path / "state") != {}
+    for _ in range(2):  # The second one purges what the first has erased.
+        assert flywheel(*ingest).code == 0
+    assert left_in(tmp_path / "state") == {}
+    with CallLog(call_log_copy_path(tmp_path / "state")) as log:
+        assert list(log.sizes([f"fw-{number:032d}" for number in range(9)] + ["fw-4", "fw-5", "fw-6"])) == [
+            f"fw-{3:032d}"
+        ]
+
+
+def test_a_server_that_cannot_be_asked_is_named(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    away = "--set", "serving.urls=[http://127.0.0.1:1]"
+    ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config, *away)
+    assert ran.code == 0, ran.err
+    assert "http://127.0.0.1:1 could not be asked: 2 calls there are erased when it can be reached" in ran.out
+    assert left_in(tmp_path / "state") == {}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from tests.factories.trace import write_lines
 
 CONVERSATION: Final = f"conversation {WORDS[0]} {WORDS[2]}"
 USER: Final = f"user {WORDS[1]}"
+BEGAN: Final = time.time_ns() - 3600 * 10**9
 LISTEN: Final = "127.0.0.1:4399"
 PLANTED: Final = " ".join(WORDS)
 OTHER: Final = "What is 20 plus 3?"
@@ -96,7 +98,7 @@ def calls() -> list[RecordedCall]:
         body = {"model": "agent", "messages": messages, **({"user": named["user"]} if "user" in named else {})}
         answer = {"choices": [{"message": {"role": "assistant", "content": answered}}]}
         return RecordedCall(
-            f"fw-{number:032d}", "/v1/chat/completions", "base", started_ns=number, ended_ns=number + 1, status=200,
+            f"fw-{number:032d}", "/v1/chat/completions", "base", started_ns=BEGAN + number, ended_ns=BEGAN + number + 1, status=200,
             is_complete=True, media_type="application/json", request=json.dumps(body).encode(),
             response=json.dumps(answer).encode(), **named,
         )  # fmt: skip
