@@ -90,7 +90,8 @@ def test_status_says_what_each_server_serves_and_what_is_wrong(
     gone = "http://127.0.0.1:9"
     config.write_text(config.read_text().replace(f"- {url}", f"- {url}\n  - {gone}"))
     state = flywheel("status", "--json", "-c", config).json
-    not_pulled = {"condition": "", "error": "", "calls": 0, "missed": 0, "dropped": 0}
+    counts = dict.fromkeys(("calls", "missed", "dropped", "refused", "to_erase"), 0)
+    not_pulled = {"condition": "", "error": "", **counts}
     unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None, "calls": not_pulled}
     assert state["replicas"] == [{"url": url, **unknown}, {"url": gone, **unknown}]
     assert re.search(

@@ -254,3 +254,13 @@ def test_parameters_of_a_filter_are_checked_by_its_type(kind: str, tmp_path: Pat
     assert not accepts("filters", {"id": "c", "filters": [wrong]})
     assert accepts("filters", {"id": "c", "filters": [{**wrong, "enabled": False}]})
     assert not accepts("filters", {"id": "c", "filters": [{"type": f"{kind}s"}]})
+
+
+def test_an_agent_that_is_stored_and_becomes_no_task_is_a_warning(flywheel: Run, tmp_path: Path) -> None:
+    file = tmp_path / "flywheel.yaml"
+    file.write_text("ingest: {agents: {exclude: [A, B]}}\nprivacy: {exclude: {agents: [B]}}\n")
+    (warning,) = flywheel("config", "show", "--json").json["warnings"]
+    assert "ingest.agents.exclude names A, and privacy.exclude.agents does not" in warning
+    assert f"WARNING {warning}" in " ".join(flywheel("config", "show").out.split())
+    file.write_text("privacy: {exclude: {agents: [B]}}\n")
+    assert flywheel("config", "show", "--json").json["warnings"] == []

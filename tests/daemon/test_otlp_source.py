@@ -17,7 +17,7 @@ from flywheel.errors import ConfigError, ReceiverError
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
 from tests.daemon.following import Following, exported, status
-from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
+from tests.sources.otlp.exporting import PROTOBUF, fixture, request, request_of, span
 from tests.sources.studio.writer import labels
 from tests.waiting import until
 
@@ -54,6 +54,31 @@ async def test_spans_are_received_closed_and_made_into_tasks(tmp_path: Path) -> 
     assert sorted(lines) == sorted(wanted)
     (source,) = (await status(config))["sources"]
     assert (source["type"], source["condition"]) == ("otlp", "ok")
+
+
+async def test_a_daemon_stores_nothing_of_private_traces_but_their_number(tmp_path: Path) -> None:
+    raw = {
+        "state": {"dir": "state"},
+        "sources": [{"type": "otlp", "listen": LISTEN}],
+        "ingest": {"settle_seconds": 0},
+        "privacy": {"exclude": {"conversations": ["secret-talk"]}},
+    }
+    config = parse(raw, "test", tmp_path)
+    messages = [{"role": "user", "parts": [{"type": "text", "content": "swordfish?"}]}]
+    asked = {"gen_ai.operation.name": "invoke_agent", "gen_ai.input.messages": messages}
+    answered = asked | {"gen_ai.output.messages": [{**messages[0], "role": "assistant"}]}
+    async with Following(config) as following:
+        url = following._sources._receivers[0].url
+        async with httpx2.AsyncClient() as client:
+            for spans in (
+                [span(1, {**answered, "flywheel.record": False}, trace=1)],
+                [span(2, {**answered, "session.id": "secret-talk"}, trace=2)],
+                [span(3, answered, trace=3)],
+            ):
+                await client.post(url, content=request(*spans).SerializeToString(), headers=PROTOBUF)
+        await until(lambda: len(exported(config)) == 1, "the task of what may be stored")
+    (source,) = (await status(config))["sources"]
+    assert (source["replies"], source["private_traces"]) == (1, 2)
 
 
 async def test_an_address_where_nothing_was_received_yet_is_no_trouble(tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ async def test_what_the_middleware_records_is_what_the_tasks_hold(tmp_path: Path
     middleware._recorder.close()
     assert all(is_exact(exported(config)[f"a{number}"], number) for number in range(5))
     (found,) = (await status(config))["replicas"]
-    assert found["calls"] == {"condition": "ok", "error": "", "calls": 5, "missed": 0, "dropped": 0}
+    counts = {"calls": 5, "missed": 0, "dropped": 0, "refused": 0, "to_erase": 0}
+    assert found["calls"] == {"condition": "ok", "error": "", **counts}
 
 
 async def is_included(following: Following) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -13,7 +14,17 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
 from flywheel.sources import call_puller
-from flywheel.sources.call_puller import COPY, OFF, OK, RECORDING_NS, CallLogCopy, CallPuller, PulledServer
+from flywheel.sources.call_puller import (
+    COPY,
+    OFF,
+    OK,
+    RECORDING_NS,
+    CallLogCopy,
+    CallPuller,
+    PulledServer,
+    pending_erasures,
+    pulled_servers,
+)
 from flywheel.store.kernel.database import Store
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
@@ -309,3 +320,26 @@ async def test_an_erased_call_is_not_pulled_from_another_copy_of_the_log(tmp_pat
             await puller.pull(at_once=True)
             assert pulled(puller, told) == told[1:]
             assert [call for _, call in b.log.page(0, 99, 10**9)] == told[1:]
+
+
+async def test_refused_calls_are_counted_and_an_older_copy_goes_on(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        a.log.append(calls(0, 2))
+        config = config_of(tmp_path, a)
+        path = call_log_copy_path(config.state_dir)
+        async with puller_of(config) as puller:
+            await puller.pull()
+        with contextlib.closing(sqlite3.connect(path)) as older, older:
+            older.execute("ALTER TABLE servers DROP COLUMN refused")
+            older.execute("DROP TABLE pending_erasures")
+        assert (pulled_servers(path), pending_erasures(path)) == ({}, {})
+        async with puller_of(config) as puller:
+            await puller.pull()
+            assert server_of(puller, a).refused == 0
+            a.log.append([], refused=3)
+            await puller.pull()
+            assert (server_of(puller, a).refused, counts(puller, a)) == (3, (2, 0, 0, OK))
+            a.stop()
+            await puller.erase(["fw-1"])
+            assert pulled_servers(path)[a.url].refused == 3
+            assert pending_erasures(path)[a.url] == 1

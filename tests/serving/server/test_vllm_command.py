@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
+from flywheel.config.privacy import ExcludeSettings, PrivacySettings
 from flywheel.errors import ConfigError, ServeError
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.vllm_command import alias_file
@@ -275,6 +276,20 @@ def test_the_call_log_is_announced_with_its_place(
         vllm_command.serve(make(port=free_port(), call_log=False))
     assert "recorded" not in caplog.text
     assert "FLYWHEEL_CALL_LOG" not in started[-1]
+
+
+@pytest.mark.training
+def test_the_server_knows_of_whom_nothing_is_recorded(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
+    vllm_command.serve(make(port=free_port()))
+    assert "FLYWHEEL_NOT_RECORDED" not in started[-1]
+    names = ExcludeSettings(users=["ana"], conversations=["c-1"], agents=["A"])
+    privacy = {"privacy": PrivacySettings(exclude=names)}
+    vllm_command.serve(make(port=free_port()).model_copy(update=privacy))
+    assert json.loads(started[-1]["FLYWHEEL_NOT_RECORDED"]) == {"users": ["ana"], "conversations": ["c-1"]}
 
 
 def save(config: Config, entries: Any) -> None:
