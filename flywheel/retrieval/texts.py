@@ -1,0 +1,74 @@
+"""What is compared: the text of a conversation and the text of a tool. Plain text, without models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from flywheel.errors import ConfigError
+from flywheel.records.similarity import terms
+from flywheel.records.tool_calls import functions_by_name
+from flywheel.records.trace import ChatMessage, ToolDefinition
+
+MOST_CHARACTERS: Final = 2_000
+"""Of a conversation. Encoders read a few hundred tokens, and old messages say little about the next call."""
+MOST_OF_A_RESULT: Final = 500
+"""Characters of a tool's result, which can be a whole document."""
+_CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def query_text(messages: Sequence[ChatMessage]) -> str:
+    """The conversation so far, the newest message first, so that an encoder cuts off the oldest. System prompts are
+    the same in every conversation and are left out. `messages` have the OpenAI chat form."""
+    found: list[str] = []
+    for message in reversed(messages):
+        if message.get("role") not in ("system", "developer"):
+            text = _content(message.get("content"))
+            found.append(text[:MOST_OF_A_RESULT] if message.get("role") == "tool" else text)
+    return "\n".join(filter(None, found))[:MOST_CHARACTERS]
+
+
+def _content(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def tool_text(function: Mapping[str, Any]) -> str:
+    """The words of a function's name, its description, and its parameters with theirs."""
+    found = [_spaced_name(str(function.get("name"))), _string(function.get("description"))]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    for name, about in (properties if isinstance(properties, Mapping) else {}).items():
+        found.append(
+            f"{_spaced_name(name)} {_string(about.get('description') if isinstance(about, Mapping) else '')}"
+        )
+    return "\n".join(text.strip() for text in found if text.strip())
+
+
+def _spaced_name(name: str) -> str:
+    return " ".join(re.split(r"[\W_]+", _CAMEL.sub(" ", name)))
+
+
+def _string(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def words_of(text: str) -> list[str]:
+    """The words that BM25 counts, in lower case; of scripts without spaces, pairs of characters."""
+    return terms(_CAMEL.sub(" ", text))
+
+
+def tools_by_name(tools: Iterable[ToolDefinition]) -> dict[str, ToolDefinition]:
+    """Tools by the names of their functions; of two with the same name, the last. Raises ConfigError."""
+    found: dict[str, ToolDefinition] = {}
+    for number, tool in enumerate(tools, 1):
+        names = functions_by_name((tool,)) if isinstance(tool, Mapping) else {}
+        if not names:
+            hint = 'Give definitions in the OpenAI chat form: {"type": "function", "function": {"name": …}}.'
+            raise ConfigError("index tools", f"tool {number} has no name", hint)
+        found[next(iter(names))] = tool
+    return found
