@@ -38,8 +38,10 @@ def installed(attempted: str) -> ModuleType:
     """The module `sentence_transformers`. Raises ConfigError."""
     try:
         import sentence_transformers
+        from transformers.utils import logging as transformers_log
     except ImportError as error:
         raise ConfigError(attempted, f"the package {error.name} is not installed", INSTALL) from error
+    transformers_log.disable_progress_bar()
     module: ModuleType = sentence_transformers
     return module
 

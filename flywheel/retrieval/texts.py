@@ -13,20 +13,31 @@ from flywheel.records.trace import ChatMessage, ToolDefinition
 
 MOST_CHARACTERS: Final = 2_000
 """Of a conversation. Encoders read a few hundred tokens, and old messages say little about the next call."""
+MOST_MESSAGES: Final = 8
 MOST_OF_A_RESULT: Final = 500
 """Characters of a tool's result, which can be a whole document."""
 _CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def query_text(messages: Sequence[ChatMessage]) -> str:
-    """The conversation so far, the newest message first, so that an encoder cuts off the oldest. System prompts are
-    the same in every conversation and are left out. `messages` have the OpenAI chat form."""
+def query_texts(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """The texts of the conversation so far, the newest first. System prompts are the same in every conversation and
+    are left out. `messages` have the OpenAI chat form."""
     found: list[str] = []
+    room = MOST_CHARACTERS
     for message in reversed(messages):
         if message.get("role") not in ("system", "developer"):
-            text = _content(message.get("content"))
-            found.append(text[:MOST_OF_A_RESULT] if message.get("role") == "tool" else text)
-    return "\n".join(filter(None, found))[:MOST_CHARACTERS]
+            most = min(room, MOST_OF_A_RESULT) if message.get("role") == "tool" else room
+            if text := _content(message.get("content"))[:most].strip():
+                found.append(text)
+                room -= len(text)
+        if room <= 0 or len(found) == MOST_MESSAGES:
+            break
+    return tuple(found)
+
+
+def encoded_query(texts: Sequence[str]) -> str:
+    """What an encoder reads. It cuts off the end, which is the oldest."""
+    return "\n".join(texts)
 
 
 def _content(content: object) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from flywheel.errors import ConfigError
 from flywheel.records.tool_calls import functions_by_name
 from flywheel.records.trace import ChatMessage, ToolDefinition
 from flywheel.retrieval import encoder
-from flywheel.retrieval.texts import query_text, tool_text, tools_by_name, words_of
+from flywheel.retrieval.texts import encoded_query, query_texts, tool_text, tools_by_name, words_of
 
 RECORD: Final = "retrieval.json"
 """Beside a trained encoder: how it was trained and measured, and the method that answers."""
@@ -39,6 +39,7 @@ class Ranking:
 
     def __init__(self, texts: Sequence[str], method: Method, vectors: np.ndarray | None = None) -> None:
         self.method = method
+        self._size = len(texts)
         self._bm25 = None
         self._vectors = np.empty((0, 0), np.float32) if vectors is None else vectors
         if method is not Method.ENCODER:
@@ -52,25 +53,31 @@ class Ranking:
                 self._bm25 = bm25s.BM25()
                 self._bm25.index(words, show_progress=False)
 
-    def best(self, query: str, vector: np.ndarray | None, k: int) -> list[int]:
-        """The positions of at most `k` texts, the best first. `vector` is the query's, of shape (dimensions,).
+    def best(self, query: Sequence[str], vector: np.ndarray | None, k: int) -> list[int]:
+        """The positions of at most `k` texts, the best first. `query` are the texts of a conversation, the newest
+        first, and `vector` is theirs, of shape (dimensions,).
 
-        BM25 finds only texts that have a word in common with the query. Equal texts keep their order.
+        BM25 finds only texts that have a word in common with the query, and equal ones in their order. Each message
+        counts half as much as the next newer one: earlier requests are mostly done.
         """
         depth = max(k, DEPTH)
         rankings = []
-        if self._bm25 is not None and (words := words_of(query)):
-            rankings.append(_top(self._bm25.get_scores(words), depth, above=0.0))
+        if self._bm25 is not None:
+            scores = np.zeros(self._size, np.float32)
+            for age, text in enumerate(query):
+                if words := words_of(text):
+                    scores += self._bm25.get_scores(words) * 0.5**age
+            rankings.append(_top(scores, depth, above=0.0))
         if self.method is not Method.BM25:
             assert vector is not None
             rankings.append(_top(self._vectors @ vector, depth))
         if len(rankings) == 1:
             return list(map(int, rankings[0][:k]))
-        scores: dict[int, float] = {}
+        fused: dict[int, float] = {}
         for ranking in rankings:
             for rank, position in enumerate(ranking.tolist(), 1):
-                scores[position] = scores.get(position, 0.0) + 1 / (FUSED_RANK + rank)
-        return sorted(scores, key=lambda position: (-scores[position], position))[:k]
+                fused[position] = fused.get(position, 0.0) + 1 / (FUSED_RANK + rank)
+        return sorted(fused, key=lambda position: (-fused[position], position))[:k]
 
 
 def _top(scores: np.ndarray, k: int, above: float = -np.inf) -> np.ndarray:
@@ -113,22 +120,29 @@ class ToolIndex:
         `messages` have the OpenAI chat form. BM25 finds no tool without a word of the conversation, so it can find
         fewer than `k`.
         """
-        text = query_text(messages)
-        if k < 1 or not self._tools or not text:
+        query = query_texts(messages)
+        if k < 1 or not self._tools or not query:
             return []
-        vector = None if self._model is None else encoder.query_vectors(self._model, [text])[0]
-        return [self._tools[position] for position in self._ranking.best(text, vector, k)]
+        vector = None if self._model is None else encoder.query_vectors(self._model, [encoded_query(query)])[0]
+        return [self._tools[position] for position in self._ranking.best(query, vector, k)]
 
 
 def method_of(directory: Path) -> Method:
     """The method that answers with what is in a directory. Raises ConfigError."""
+    return Method(record_in(directory).get("method", Method.FUSION))
+
+
+def record_in(directory: Path) -> dict[str, Any]:
+    """The record of a directory that `flywheel retrieval train` wrote; empty for another. Raises ConfigError."""
     if not directory.is_dir():
-        hint = "Name the directory that `flywheel retrieval train --out` wrote, or use None for BM25."
-        raise ConfigError(f"index tools with {directory}", "there is no such directory", hint)
+        hint = "Name the directory that `flywheel retrieval train --out` wrote, or leave it out for BM25."
+        raise ConfigError(f"use the encoder in {directory}", "there is no such directory", hint)
     try:
-        return Method(json.loads((directory / RECORD).read_text(encoding="utf-8"))["method"])
+        record: dict[str, Any] = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        Method(record["method"])
     except FileNotFoundError:
-        return Method.FUSION
+        return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "Train again with `flywheel retrieval train`."
         raise ConfigError(f"read {directory / RECORD}", f"it is damaged ({error})", hint) from error
+    return record

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import flywheel
 from flywheel.errors import ConfigError
-from flywheel.retrieval.texts import MOST_CHARACTERS, query_text, tool_text
+from flywheel.retrieval.texts import MOST_CHARACTERS, MOST_MESSAGES, query_texts, tool_text
 from flywheel.retrieval.tool_index import RECORD, Method, Ranking, method_of
 
 Json = dict[str, Any]
@@ -77,28 +77,39 @@ def test_equal_scores_keep_their_order(k: int, seed: int) -> None:
     scores = np.random.default_rng(seed).integers(0, 4, 30).astype(np.float32)
     ranking = Ranking(["t"] * 30, Method.ENCODER, scores[:, None])
     expected = sorted(range(30), key=lambda place: (-scores[place], place))[:k]
-    assert ranking.best("", np.ones(1, np.float32), k) == expected
+    assert ranking.best((), np.ones(1, np.float32), k) == expected
 
 
 def test_fusion_prefers_what_both_rankings_have_early() -> None:
     texts = ["apple pear", "apple", "pear", "plum"]
     vectors = np.array([[0.8], [0.9], [0.1], [1.0]], np.float32)
     one = np.ones(1, np.float32)
-    assert Ranking(texts, Method.BM25).best("apple pear", None, 4) == [0, 1, 2]
-    assert Ranking(texts, Method.ENCODER, vectors).best("apple pear", one, 4) == [3, 1, 0, 2]
+    assert Ranking(texts, Method.BM25).best(("apple pear",), None, 4) == [0, 1, 2]
+    assert Ranking(texts, Method.ENCODER, vectors).best(("apple pear",), one, 4) == [3, 1, 0, 2]
     # 1/61 + 1/63, 1/62 + 1/62, 1/63 + 1/64 and 1/61.
-    assert Ranking(texts, Method.FUSION, vectors).best("apple pear", one, 4) == [0, 1, 2, 3]
+    assert Ranking(texts, Method.FUSION, vectors).best(("apple pear",), one, 4) == [0, 1, 2, 3]
     # Without a word in common, the encoder alone answers.
-    assert Ranking(texts, Method.FUSION, vectors).best("zebra", one, 4) == [3, 1, 0, 2]
+    assert Ranking(texts, Method.FUSION, vectors).best(("zebra",), one, 4) == [3, 1, 0, 2]
 
 
 def test_a_query_is_the_conversation_from_its_end() -> None:
     result = {"role": "tool", "content": "r" * 3000}
     parts = {"role": "user", "content": [{"type": "text", "text": "newest"}, {"type": "image_url"}]}
     call = {"role": "assistant", "content": None, "tool_calls": []}
-    assert query_text([{"role": "system", "content": "s"}, user("old"), call, parts]) == "newest\nold"
-    text = query_text([user("o" * 3000), result, parts])
-    assert text.startswith("newest\n" + "r" * 500 + "\no") and len(text) == MOST_CHARACTERS
+    assert query_texts([{"role": "system", "content": "s"}, user("old"), call, parts]) == ("newest", "old")
+    found = query_texts([user("o" * 3000), result, parts])
+    assert found[:2] == ("newest", "r" * 500) and sum(map(len, found)) == MOST_CHARACTERS
+    assert query_texts([user(str(number)) for number in range(20)]) == tuple(
+        map(str, range(19, 19 - MOST_MESSAGES, -1))
+    )
+
+
+def test_the_newest_message_counts_most() -> None:
+    index = flywheel.ToolIndex(None, TOOLS)
+    assert index.search([user("the weather"), user("now my seat")], 2) == [BOOK, WEATHER]
+    assert index.search([user("my seat"), user("now the weather")], 2) == [WEATHER, BOOK]
+    # What the newest message does not say, the one before does.
+    assert index.search([user("my seat"), user("yes!")], 2) == [BOOK]
 
 
 def test_the_text_of_a_tool_survives_odd_definitions() -> None:
