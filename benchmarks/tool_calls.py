@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
 
 from flywheel.records.trace import Reply
+from flywheel.retrieval.texts import words_of
 
 DataSet = Literal["disjoint", "overlap"]
 DATA_SETS: Final[tuple[DataSet, ...]] = ("disjoint", "overlap")
@@ -105,3 +106,10 @@ def replies(data_set: DataSet, conversations: int, seed: int) -> Iterator[Reply]
             )
             history += [{"role": "user", "content": query}, {"role": "assistant", "content": "Done."}]
             number += 1
+
+
+def words() -> set[str]:
+    """All words of both data sets, for the vocabulary of a tiny encoder."""
+    found = {word for data_set in DATA_SETS for one in tools(data_set).values() for word in words_of(json.dumps(one))}
+    synonyms = (each for text in (ACTIONS, OBJECTS) for _, others in _synonyms(text) for each in others)
+    return found.union(*(words_of(text) for text in (*synonyms, *FORMS, "done")))

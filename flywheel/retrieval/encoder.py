@@ -5,45 +5,42 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from flywheel.errors import ConfigError
+from flywheel.training.packages import missing_of
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-INSTALL: Final = "Install them: pip install 'agentscope-flywheel[retrieval]'."
+TRAINING: Final = ("accelerate", "bm25s", "datasets", "sentence_transformers")
+"""The packages of the extra."""
+
+
+def require(attempted: str, *packages: str) -> None:
+    """Raises ConfigError if a package is not installed."""
+    if missing := missing_of(packages):
+        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise ConfigError(attempted, why, "Run: pip install 'agentscope-flywheel[retrieval]'.")
 
 
 def load_model(name: str | os.PathLike[str]) -> SentenceTransformer:
     """The model in a directory, or of that name on a hub, in float32. A model without a pooling of its own gets the
     mean of its tokens. Raises ConfigError."""
     attempted = f"load the encoder {os.fspath(name)}"
-    sentence_transformers = installed(attempted)
+    require(attempted, "sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging as transformers_log
+
+    transformers_log.disable_progress_bar()
+    folder = Path(name).expanduser()
     try:
-        model: SentenceTransformer = sentence_transformers.SentenceTransformer(
-            str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else os.fspath(name),
-            model_kwargs={"dtype": "float32"},
-        )
+        return SentenceTransformer(str(folder if folder.is_dir() else name), model_kwargs={"dtype": "float32"})
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "Name a directory that sentence-transformers loads, or a model of a hub that can be reached."
         raise ConfigError(attempted, " ".join(str(error).split())[:300], hint) from error
-    return model
-
-
-def installed(attempted: str) -> ModuleType:
-    """The module `sentence_transformers`. Raises ConfigError."""
-    try:
-        import sentence_transformers
-        from transformers.utils import logging as transformers_log
-    except ImportError as error:
-        raise ConfigError(attempted, f"the package {error.name} is not installed", INSTALL) from error
-    transformers_log.disable_progress_bar()
-    module: ModuleType = sentence_transformers
-    return module
 
 
 def query_vectors(model: SentenceTransformer, texts: Sequence[str]) -> np.ndarray:

@@ -43,7 +43,7 @@ class Calls:
 
     Attributes:
         pairs: By the split of their conversation.
-        tools: The text of each offered tool, as the newest task defines it.
+        tools: The text of each offered tool, as the task that was added last defines it.
         called: The names that each conversation calls anywhere, with success or not.
     """
 

@@ -43,11 +43,9 @@ class Ranking:
         self._bm25 = None
         self._vectors = np.empty((0, 0), np.float32) if vectors is None else vectors
         if method is not Method.ENCODER:
-            try:
-                import bm25s
-            except ImportError as error:
-                why = f"the package {error.name} is not installed"
-                raise ConfigError("index tools", why, encoder.INSTALL) from error
+            encoder.require("index tools", "bm25s")
+            import bm25s
+
             words = [words_of(text) for text in texts]
             if any(words):
                 self._bm25 = bm25s.BM25()

@@ -30,6 +30,8 @@ VLLM_ARCHITECTURES: Final = frozenset({
 })  # fmt: skip
 """Those of embedding models of one vector per text in vLLM 0.32. MPNetModel is none of them."""
 
+NO_CALLS: Final = "`flywheel tasks` lists the tasks; the results of their calls must be recorded."
+
 
 def train_encoder(calls: Calls, base: str, out: Path, options: EncoderOptions, negatives: int) -> dict[str, Any]:
     """Train `base` on the training split of calls, measure it on the others, and write the directory `out`: with the
@@ -38,13 +40,15 @@ def train_encoder(calls: Calls, base: str, out: Path, options: EncoderOptions, n
     Returns what is written to `RECORD`. Raises ConfigError and TrainError.
     """
     attempted = f"train an encoder in {out}"
+    encoder.require(attempted, *encoder.TRAINING)
     if out.exists():
         raise ConfigError(attempted, "it exists", "Name another directory with --out, or remove it.")
     trained = trained_tools(calls.tools, options.seed)
     rows = training_rows(calls, trained, negatives, options.seed)
     if not rows:
         why = "no accepted task of the training split calls a tool with success"
-        raise TrainError(attempted, why, "`flywheel tasks` lists the tasks; those with tools need their results.")
+        raise TrainError(attempted, why, NO_CALLS)
+    _require_held_out(calls)
     model = encoder.load_model(base)
     before = vectors_of(model, calls)
     train(model, rows, options)
@@ -95,12 +99,16 @@ def vectors_of(model: SentenceTransformer, calls: Calls) -> Vectors:
 
 
 def measured(calls: Calls, encoders: Mapping[str, Vectors], trained: frozenset[str], seed: int) -> dict[str, Any]:
-    pairs, against = calls.pairs[Split.HELD_OUT], NEW if NEW in encoders else Method.BM25.value
-    if not pairs:
-        why = "no accepted task of the held-out split calls a tool with success"
-        raise TrainError("measure retrieval", why, "`flywheel tasks` lists the tasks; those with tools need results.")
+    _require_held_out(calls)
+    against = NEW if NEW in encoders else Method.BM25.value
     methods = methods_of(list(calls.tools.values()), encoders)
-    return evaluate(pairs, list(calls.tools), methods, trained, against=against, seed=seed)
+    return evaluate(calls.pairs[Split.HELD_OUT], list(calls.tools), methods, trained, against=against, seed=seed)
+
+
+def _require_held_out(calls: Calls) -> None:
+    if not calls.pairs[Split.HELD_OUT]:
+        why = "no accepted task of the held-out split calls a tool with success"
+        raise TrainError("measure retrieval", why, NO_CALLS)
 
 
 def _write(out: Path, model: SentenceTransformer | None, record: Mapping[str, Any], attempted: str) -> None:
