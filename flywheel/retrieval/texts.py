@@ -9,27 +9,27 @@ from typing import Any, Final
 from flywheel.errors import ConfigError
 from flywheel.records.similarity import terms
 from flywheel.records.tool_calls import functions_by_name
-from flywheel.records.trace import ChatMessage, ToolDefinition
+from flywheel.records.trace import ChatMessage, ToolDefinition, is_reminder
 
 MOST_CHARACTERS: Final = 2_000
 """Of a conversation. Encoders read a few hundred tokens, and old messages say little about the next call."""
 MOST_MESSAGES: Final = 8
-MOST_OF_A_RESULT: Final = 500
-"""Characters of a tool's result, which can be a whole document."""
 _CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def query_texts(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """The texts of the conversation so far, the newest first. System prompts are the same in every conversation and
-    are left out. `messages` have the OpenAI chat form."""
+    """What the user and the assistant said so far, the newest first. `messages` have the OpenAI chat form.
+
+    System prompts and the reminders of frameworks are the same in every conversation, and results of tools mostly
+    repeat what was asked for: they are left out.
+    """
     found: list[str] = []
     room = MOST_CHARACTERS
     for message in reversed(messages):
-        if message.get("role") not in ("system", "developer"):
-            most = min(room, MOST_OF_A_RESULT) if message.get("role") == "tool" else room
-            if text := _content(message.get("content"))[:most].strip():
-                found.append(text)
-                room -= len(text)
+        text = _content(message.get("content")).strip() if message.get("role") in ("user", "assistant") else ""
+        if text and not is_reminder(text):
+            found.append(text[:room])
+            room -= len(text)
         if room <= 0 or len(found) == MOST_MESSAGES:
             break
     return tuple(found)

@@ -24,6 +24,9 @@ DEPTH: Final = 100
 FUSED_RANK: Final = 60
 """The constant of reciprocal rank fusion (Cormack, Clarke and Büttcher 2009)."""
 
+OLDER: Final = 0.25
+"""What a message counts for BM25 beside the next newer one."""
+
 
 class Method(StrEnum):
     BM25 = "bm25"
@@ -55,8 +58,8 @@ class Ranking:
         """The positions of at most `k` texts, the best first. `query` are the texts of a conversation, the newest
         first, and `vector` is theirs, of shape (dimensions,).
 
-        BM25 finds only texts that have a word in common with the query, and equal ones in their order. Each message
-        counts half as much as the next newer one: earlier requests are mostly done.
+        BM25 finds only texts that have a word in common with the query, and equal ones in their order. A message
+        counts less than the next newer one, since earlier requests are mostly done.
         """
         depth = max(k, DEPTH)
         rankings = []
@@ -64,7 +67,7 @@ class Ranking:
             scores = np.zeros(self._size, np.float32)
             for age, text in enumerate(query):
                 if words := words_of(text):
-                    scores += self._bm25.get_scores(words) * 0.5**age
+                    scores += self._bm25.get_scores(words) * OLDER**age
             rankings.append(_top(scores, depth, above=0.0))
         if self.method is not Method.BM25:
             assert vector is not None

@@ -48,10 +48,11 @@ OFFERED = tuple(map(tool, ("book_flight", "book_hotel", "pay_bill", "get_weather
 
 
 def test_a_pair_is_the_conversation_before_a_call_with_a_result() -> None:
-    steps = (*called(("get_weather", "sunny")), *called(("book_flight", "done")))
+    said = {"role": "assistant", "content": "It is sunny."}
+    steps = (*called(("get_weather", "sunny")), said, *called(("book_flight", "done")))
     [first, second] = with_calls(reply(1, trajectory=steps, tools=OFFERED, query="Fly if sunny")).pairs[Split.TRAIN]
     assert (first.tool, first.query, first.conversation) == ("get_weather", ("Fly if sunny",), "conversation-1")
-    assert (second.tool, second.query) == ("book_flight", ("sunny", "Fly if sunny"))
+    assert (second.tool, second.query) == ("book_flight", ("It is sunny.", "Fly if sunny"))
     assert first.offered == {"book_flight", "book_hotel", "pay_bill", "get_weather"}
 
 

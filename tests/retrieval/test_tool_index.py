@@ -96,13 +96,15 @@ def test_fusion_prefers_what_both_rankings_have_early() -> None:
     assert Ranking(texts, Method.FUSION, vectors).best(("zebra",), one, 4) == [3, 1, 0, 2]
 
 
-def test_a_query_is_the_conversation_from_its_end() -> None:
-    result = {"role": "tool", "content": "r" * 3000}
+def test_a_query_is_what_was_said_from_the_end() -> None:
+    result = {"role": "tool", "content": "done"}
+    reminder = user("<system-reminder>It is noon</system-reminder>")
     parts = {"role": "user", "content": [{"type": "text", "text": "newest"}, {"type": "image_url"}]}
     call = {"role": "assistant", "content": None, "tool_calls": []}
-    assert query_texts([{"role": "system", "content": "s"}, user("old"), call, parts]) == ("newest", "old")
-    found = query_texts([user("o" * 3000), result, parts])
-    assert found[:2] == ("newest", "r" * 500) and sum(map(len, found)) == MOST_CHARACTERS
+    said = {"role": "assistant", "content": "said"}
+    told = [{"role": "system", "content": "s"}, user("old"), said, parts, reminder, call, result]
+    assert query_texts(told) == ("newest", "said", "old")
+    assert sum(map(len, query_texts([user("older"), user("o" * 3000), parts]))) == MOST_CHARACTERS
     assert query_texts([user(str(number)) for number in range(20)]) == tuple(
         map(str, range(19, 19 - MOST_MESSAGES, -1))
     )
@@ -145,7 +147,7 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(ConfigError, match=r"bm25s is not installed.*agentscope-flywheel\[retrieval\]"):
         flywheel.ToolIndex(None, TOOLS)
-    with pytest.raises(ConfigError, match="bm25s.* not installed"):
+    with pytest.raises(ConfigError, match=r"bm25s.* not installed"):
         train_encoder(Calls(), "base", tmp_path / "out", EncoderOptions(), 4)
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match=r"sentence_transformers is not installed.*\[retrieval\]"):
