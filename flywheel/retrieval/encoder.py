@@ -27,8 +27,8 @@ def require(attempted: str, *packages: str) -> None:
 
 
 def load_model(name: str | os.PathLike[str]) -> SentenceTransformer:
-    """The model in a directory, or of that name on a hub, in float32. A model without a pooling of its own gets the
-    mean of its tokens. Raises ConfigError."""
+    """The model in a directory, or of that name on a hub, in float32. For a model without a pooling of its own,
+    sentence-transformers chooses one. Raises ConfigError."""
     attempted = f"load the encoder {os.fspath(name)}"
     require(attempted, "sentence_transformers")
     from sentence_transformers import SentenceTransformer

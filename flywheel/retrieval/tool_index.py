@@ -25,7 +25,7 @@ FUSED_RANK: Final = 60
 """The constant of reciprocal rank fusion (Cormack, Clarke and Büttcher 2009)."""
 
 OLDER: Final = 0.25
-"""What a message counts for BM25 beside the next newer one."""
+"""What a word of a message counts for BM25 beside one of the next newer message."""
 
 
 class Method(StrEnum):
@@ -58,16 +58,18 @@ class Ranking:
         """The positions of at most `k` texts, the best first. `query` are the texts of a conversation, the newest
         first, and `vector` is theirs, of shape (dimensions,).
 
-        BM25 finds only texts that have a word in common with the query, and equal ones in their order. A message
-        counts less than the next newer one, since earlier requests are mostly done.
+        BM25 finds only texts that have a word in common with the query, and equal ones in their order. A word
+        counts once, in the newest message that has it, and less in an older one: earlier requests are mostly done.
         """
         depth = max(k, DEPTH)
         rankings = []
         if self._bm25 is not None:
             scores = np.zeros(self._size, np.float32)
+            said: set[str] = set()
             for age, text in enumerate(query):
-                if words := words_of(text):
-                    scores += self._bm25.get_scores(words) * OLDER**age
+                if new := list(dict.fromkeys(word for word in words_of(text) if word not in said)):
+                    scores += self._bm25.get_scores(new) * OLDER**age
+                    said.update(new)
             rankings.append(_top(scores, depth, above=0.0))
         if self.method is not Method.BM25:
             assert vector is not None

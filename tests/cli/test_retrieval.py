@@ -13,6 +13,7 @@ from benchmarks.tool_calls import DataSet, replies, words
 from flywheel.records.states import Split, TaskState
 from flywheel.records.task import split_of
 from tests.cli.conftest import Run
+from tests.cli.test_documented_json import compare, documented
 from tests.training.data.formats.filling import Judged, fill
 
 
@@ -51,6 +52,7 @@ def test_bm25_is_measured_without_an_encoder(flywheel: Run, home: Path, tmp_path
     ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--json")
     assert ran.code == 0, ran.err
     results = ran.json["results"]
+    compare(ran.json, documented("retrieval evaluate"), "retrieval evaluate")
     assert ran.json["encoder"] is None
     assert sum(group["pairs"] for group in results.values()) == expected_pairs(Split.HELD_OUT)
     assert results["seen"]["methods"]["bm25"]["recall@10"]["mean"] == 1
@@ -94,6 +96,7 @@ def test_training_says_what_stays(flywheel: Run, home: Path, tmp_path: Path) -> 
     ran = flywheel(*map(str, asked), "--out", tmp_path / "made", "--json")
     assert ran.code == 0, ran.err
     made: dict[str, Any] = ran.json
+    compare(made, documented("retrieval train"), "retrieval train")
     assert made["method"] == "bm25" and made["out"] == str(tmp_path / "made")
     assert made["options"] == {"epochs": 1, "batch_size": 32, "learning_rate": 2e-5, "seed": 3}
     trained = json.loads((tmp_path / "made" / "retrieval.json").read_text())["trained_tools"]

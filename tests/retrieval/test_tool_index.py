@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,10 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match=r"sentence_transformers is not installed.*\[retrieval\]"):
         flywheel.ToolIndex(tmp_path, TOOLS)
+
+
+def test_the_page_shows_a_search_as_it_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "tool-retrieval.md").read_text()
+    defined: dict[str, Any] = {}
+    exec(re.findall(r"```\n(import flywheel.*?)```", page, re.DOTALL)[0], defined)
+    assert [each["function"]["name"] for each in defined["offered"]] == ["get_weather"]

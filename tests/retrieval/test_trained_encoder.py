@@ -206,8 +206,8 @@ def test_vllm_lists_the_architectures_that_the_card_names(kept: tuple[Path, dict
     assert "vLLM does not list its architecture, MPNetModel." in card("x", other)
 
 
-def test_a_model_without_pooling_gets_the_mean_of_its_tokens(base: Path, tmp_path: Path) -> None:
-    """As SmolLM2 and other models of transformers alone."""
+def test_a_model_without_pooling_gets_one(base: Path, tmp_path: Path) -> None:
+    """Here the mean of its tokens, which the base has, too."""
     plain = tmp_path / "plain"
     shutil.copytree(base, plain, ignore=shutil.ignore_patterns("modules.json", "*sentence*", "1_Pooling"))
     asked = [{"role": "user", "content": "which invoice"}]
