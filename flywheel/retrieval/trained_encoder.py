@@ -58,7 +58,8 @@ def train_encoder(calls: Calls, base: str, out: Path, options: EncoderOptions, n
     record = {
         "method": (Method.BM25 if reason else Method.ENCODER).value,
         "reason": reason,
-        "base": base,
+        # Not the path: the directory may be published.
+        "base": Path(base).name if Path(base).expanduser().is_dir() else base,
         "architecture": architecture,
         "is_served_by_vllm": architecture in VLLM_ARCHITECTURES,
         "options": asdict(options),
@@ -132,15 +133,14 @@ def _write(out: Path, model: SentenceTransformer | None, record: Mapping[str, An
 def card(name: str, record: Mapping[str, Any]) -> str:
     """The model card: YAML for the Hub, then what is known in Markdown."""
     base, architecture, is_kept = record["base"], record["architecture"], record["method"] == Method.ENCODER
-    is_local = Path(base).is_dir()
     front = {
-        **({} if is_local else {"base_model": base}),  # The Hub takes names of models there only.
+        **({"base_model": base} if "/" in base else {}),  # The Hub takes its own names only.
         "library_name": "sentence-transformers",
         "pipeline_tag": "sentence-similarity",
         "tags": ["tool-retrieval", "agentscope-flywheel"],
     }
     serving = (
-        f"vLLM serves its architecture, {architecture}: `vllm serve {name} --runner pooling`."
+        f"vLLM lists its architecture, {architecture}: `vllm serve {name} --runner pooling`."
         if record["is_served_by_vllm"]
         else f"vLLM does not list its architecture, {architecture or 'which is no transformer'}."
     )
@@ -150,12 +150,10 @@ def card(name: str, record: Mapping[str, Any]) -> str:
         if is_kept
         else f"BM25 stays, and there is no encoder here: {record['reason']}."
     )
-    trained = record["trained_tools"]
     data = (
         f"It was trained on {record['pairs']:,} successful calls of accepted conversations with agents, each with"
-        f" {record['negatives']} hard negatives, from the base"
-        f" `{Path(base).name if is_local else base}`."
-        f" Of {record['tools']:,} tools, training saw {len(trained):,}."
+        f" {record['negatives']} hard negatives, from the base `{base}`. Training saw"
+        f" {len(record['trained_tools']):,} of {record['tools']:,} tools."
     )
     tables = "\n\n".join(
         f"{group} tools, {_counts(each)}:\n\n{_table(each)}" for group, each in record["results"].items()

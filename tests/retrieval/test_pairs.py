@@ -50,6 +50,7 @@ OFFERED = tuple(map(tool, ("book_flight", "book_hotel", "pay_bill", "get_weather
 def test_a_pair_is_the_conversation_before_a_call_with_a_result() -> None:
     said = {"role": "assistant", "content": "It is sunny."}
     steps = (*called(("get_weather", "sunny")), said, *called(("book_flight", "done")))
+    steps[-2]["content"] = "I book it."
     [first, second] = with_calls(reply(1, trajectory=steps, tools=OFFERED, query="Fly if sunny")).pairs[Split.TRAIN]
     assert (first.tool, first.query, first.conversation) == ("get_weather", ("Fly if sunny",), "conversation-1")
     assert (second.tool, second.query) == ("book_flight", ("It is sunny.", "Fly if sunny"))
@@ -84,7 +85,7 @@ def test_calls_of_one_step_are_beside_each_other() -> None:
 
 
 def test_negatives_are_offered_or_have_near_names_and_are_called_nowhere_in_the_conversation() -> None:
-    near = tuple(map(tool, ("book_car", "book_table", "bake_cake")))
+    near = tuple(map(tool, ("book_car", "book_flight_ticket", "bake_cake")))
     history = (*called(("book_hotel", "Error: full")), {"role": "user", "content": "Then fly"})
     told = reply(1, trajectory=called(("book_flight", "done")), tools=OFFERED, history=history)
     later = reply(
@@ -96,7 +97,11 @@ def test_negatives_are_offered_or_have_near_names_and_are_called_nowhere_in_the_
     assert row["anchor"].startswith("What is 1 plus 1?\nThen fly")
     assert texts[row["positive"]] == "book_flight"
     # Of those that were offered only the weather was not called; then come the nearest names.
-    assert [texts[row[f"negative_{place}"]] for place in (1, 2, 3)] == ["get_weather", "book_car", "book_table"]
+    assert [texts[row[f"negative_{place}"]] for place in (1, 2, 3)] == [
+        "get_weather",
+        "book_flight_ticket",
+        "book_car",
+    ]
     assert training_rows(calls, frozenset({"pay_bill"}), 3, 1) == []
     [narrow] = training_rows(calls, frozenset({"book_flight", "book_car"}), 3, 1)
     assert set(narrow) == {"anchor", "positive", "negative_1"}
