@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from flywheel.notebook.judging import ajudge_replies as ajudge_replies
     from flywheel.notebook.judging import judge_replies as judge_replies
     from flywheel.notebook.state import open_state as open_state
+    from flywheel.retrieval.tool_index import ToolIndex as ToolIndex
     from flywheel.tuner import tune as tune
 
-_FUNCTIONS = {
+_PLACES = {
+    "ToolIndex": "flywheel.retrieval.tool_index",
     "ajudge_replies": "flywheel.notebook.judging",
     "conversation": "flywheel.conversations",
     "conversation_header": "flywheel.conversations",
@@ -25,6 +27,6 @@ _FUNCTIONS = {
 
 def __getattr__(name: str) -> Any:
     # Imported only when it is used: most of the program needs none of them.
-    if name in _FUNCTIONS:
-        return getattr(import_module(_FUNCTIONS[name]), name)
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

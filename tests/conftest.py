@@ -50,13 +50,13 @@ GROUPS = {
     "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_fixtures.py",
               "training/data/formats/test_trl.py", "training/data/formats/test_verl.py",
               "training/optim/test_grpo.py", "training/optim/test_trajectory_gradient.py",
-              "training/engine/test_recorded_tokens.py"),
+              "training/engine/test_recorded_tokens.py", "retrieval/test_trained_encoder.py"),
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
 
-TRAINING = ("accelerate", "datasets", "peft", "pyarrow", "ray", "safetensors", "tensorboardX", "tokenizers", "torch",
-            "transformers", "trl", "vllm")  # fmt: skip
+TRAINING = ("accelerate", "datasets", "peft", "pyarrow", "ray", "safetensors", "sentence_transformers",
+            "tensorboardX", "tokenizers", "torch", "transformers", "trl", "vllm")  # fmt: skip
 """Packages that `make install EXTRA=dev` leaves out."""
 MISSING = [name for name in TRAINING if find_spec(name) is None]
 OF_TRAINING = {"adapters", "load", "small_model_path"}

@@ -26,7 +26,7 @@ from flywheel.system import files
 from tests import base_dependencies
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "ray")
+HEAVY = ("sentence_transformers", "torch", "transformers", "trl", "peft", "vllm", "ray")
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ HINTS: Final[Mapping[str, str]] = {
     "undo": "rollback", "revert": "rollback", "check": "doctor", "setup": "init", "new": "init", "clean": "prune",
     "erase": "forget", "delete": "forget", "gdpr": "forget",
     "annotate": "label TASK accept", "settings": "config show",
-    "completion": "--install-completion", "help": "--help", "version": "--version",
+    "search": "retrieval evaluate", "completion": "--install-completion", "help": "--help", "version": "--version",
 }  # fmt: skip
 """What to type instead of a word that is no command."""
 _UNCUT: Final = 1_000
@@ -395,8 +395,8 @@ def print_error(text: str) -> None:
 
 MODULES: Final = (
     "run", "ingest", "filter", "evaluate", "rounds", "train", "rollouts", "prune", "forget", "backup", "status",
-    "audit", "why", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "settings", "demo",
-    "init", "doctor",
+    "audit", "why", "dead_letters", "tasks", "labels", "servers", "rubric", "workflow", "export", "retrieval",
+    "settings", "demo", "init", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 URGENT: Final[Mapping[str, str]] = {"rollback": "rounds"}

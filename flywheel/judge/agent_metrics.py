@@ -75,7 +75,7 @@ def metric_names(requested: Iterable[str], criteria: Collection[str] = ()) -> tu
             raise ConfigError(
                 "measure retrieval",
                 "it is SAGE's metric of searching a catalogue of tools, and replies show calls, not searches",
-                "Leave it out; tool_selection_accuracy measures which of the offered tools are called.",
+                "Measure it with `flywheel retrieval evaluate`. tool_selection_accuracy is about the offered tools.",
             )
         if full not in METRICS and full not in criteria:
             close = difflib.get_close_matches(name, [*METRICS, *SHORT_NAMES, *criteria], n=1)

@@ -140,17 +140,17 @@ _hash_of: Final = _Hashes().__getitem__
 
 def words(text: str) -> frozenset[int]:
     """32-bit hashes of the distinct words. Scripts without spaces count by pairs of characters."""
-    return frozenset(map(_hash_of, set(_terms(text))))
+    return frozenset(map(_hash_of, set(terms(text))))
 
 
 def lexical_diversity(text: str) -> float | None:
     """The share of distinct words among all words (type-token ratio), with words as `words` counts them; None for a
     text without any. It falls with the length of a text."""
-    found = _terms(text)
+    found = terms(text)
     return len(set(found)) / len(found) if found else None
 
 
-def _terms(text: str) -> list[str]:
+def terms(text: str) -> list[str]:
     """The words of a text in their order; pairs of characters of scripts without spaces."""
     spaced = _spaced(text)
     if spaced.isascii():

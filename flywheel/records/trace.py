@@ -231,6 +231,13 @@ def sends_reasoning(messages: Iterable[ChatMessage]) -> bool:
     return any(message.get("role") == "assistant" and reasoning_of(message) for message in messages)
 
 
+def is_reminder(text: str) -> bool:
+    """Whether a text is one `<system-reminder>`, which frameworks send to a model as a message of the user."""
+    text = text.strip()
+    begin, end = "<system-reminder>", "</system-reminder>"
+    return text.startswith(begin) and text.find(end) == len(text) - len(end)
+
+
 def get_path(value: Any, *keys: str) -> Any:
     """The value at a path of keys in nested mappings; None if there is none."""
     for key in keys:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.agents.running import EXAMPLES, run
-from tests.agents.scripted_model import Recorder, ScriptedModel
+from tests.agents.scripted_model import Recorder, ScriptedModel, text_of
 from tests.agents.test_exact_prompts import Server, configuration, exported, server
 from tests.daemon.following import Following
 from tests.serving.fake_vllm import running, with_middleware
@@ -32,6 +32,28 @@ def test_agentscope_calls_its_tool_and_sends_the_runtime_reminder() -> None:
     assert said == ["The result is 408.", "You asked: Thank you"]
     assert [len(request["messages"]) for request in requests] == [3, 5, 7]
     assert "<system-reminder>" in str(requests[0]["messages"][2])
+
+
+class FirstTool(ScriptedModel):
+    """It calls the first tool that is offered with the number that was asked for, and repeats the result."""
+
+    def reply(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        last = wanted["messages"][-1]
+        if last["role"] == "tool":
+            return {"content": text_of(last)}
+        function = {"name": wanted["tools"][0]["function"]["name"], "arguments": '{"number": 7}'}
+        return {"content": None, "tool_calls": [{"id": "call-1", "type": "function", "function": function}]}
+
+
+def test_an_agent_with_a_thousand_tools_offers_those_that_it_finds() -> None:
+    sent = Recorder(with_middleware(FirstTool(), FLYWHEEL_ALIAS="my-agent"))
+    with running(sent) as url:
+        program = EXAMPLES / "tool_retrieval" / "agent.py"
+        said = run(program, "Please cancel the hotel booking 7", "Now pay the salary 7", server=url)
+    assert said == ["Done: cancel hotel booking 7.", "Done: pay salary 7."]
+    offered = [[tool["function"]["name"] for tool in request["tools"]] for request in sent.requests]
+    assert [len(set(names)) for names in offered] == [10] * 4
+    assert [names[0] for names in offered] == ["cancel_hotel_booking"] * 2 + ["pay_salary"] * 2
 
 
 def test_openai_client() -> None:

@@ -89,7 +89,7 @@ def test_replies_are_measured_against_it(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--metrics", "retrieval"), "it is SAGE's metric of searching a catalogue"),
+        (("--metrics", "retrieval"), "Measure it with `flywheel retrieval evaluate`."),
         (("--metrics", "tool_accurac"), "Did you mean tool_accuracy?"),
         (("--metrics", "all", "--estimate"), "--metrics measures replies that are judged"),
     ],

@@ -33,12 +33,11 @@ from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.records.task import storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall
+from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_reminder
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.sources.calls.parsing import parse
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, Row, inbox_of
 from flywheel.sources.spans.messages import text_of
-from flywheel.sources.spans.recorded_calls import is_reminder
 from flywheel.system.files import make_private, private
 
 _REASONING: Final = ("thinking", "reasoning", "redacted_thinking")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from flywheel.records import exclusion
 from flywheel.records.request_id import request_id_in
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, finish_answer
-from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall
+from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_reminder
 from flywheel.sources.spans.messages import MEDIA_TYPES, blocks_of, text_of
 from flywheel.sources.spans.span import Attributes, Keywords, Messages, Span, SpanKind, in_order
 
@@ -32,7 +32,6 @@ _TEMPLATE: Final[Mapping[str, object]] = {
     "truncate_prompt_tokens": None,
 }
 """Parameters that change how the server renders the prompt, and their defaults."""
-_REMINDER: Final = ("<system-reminder>", "</system-reminder>")
 
 
 def with_calls(spans: Mapping[str, Span], calls: Mapping[str, ModelCall]) -> dict[str, Span]:
@@ -158,10 +157,3 @@ def question_of(messages: Sequence[ChatMessage]) -> ChatMessage | None:
     """The message that a call answers: the last one of a user that is not wholly a reminder of the framework's."""
     asked = [message for message in messages if message.get("role") == "user"]
     return next((message for message in reversed(asked) if not is_reminder(text_of(message))), None)
-
-
-def is_reminder(text: str) -> bool:
-    """Whether a text is one `<system-reminder>`, which frameworks send to a model as a message of the user."""
-    text = text.strip()
-    begin, end = _REMINDER
-    return text.startswith(begin) and text.find(end) == len(text) - len(end)

@@ -25,10 +25,18 @@ from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, DeadRow, ModelCall, Reply, ReplySelection, SpanStatus
+from flywheel.records.trace import (
+    ChatMessage,
+    DeadRow,
+    ModelCall,
+    Reply,
+    ReplySelection,
+    SpanStatus,
+    is_reminder,
+)
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
-from flywheel.sources.spans.recorded_calls import inexact_because, is_reminder, question_of, with_calls
+from flywheel.sources.spans.recorded_calls import inexact_because, question_of, with_calls
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
