@@ -193,7 +193,8 @@ class Places:
             "place the round's processes in the Ray cluster",
             f"there was no room within {seconds:g} s. Asked for, each on one node: {asked}. Free in all of the"
             f" cluster: {_resources_text(ray.available_resources())}. What its nodes have, free or not: {nodes}",
-            "Free some of it, set rollout.engines or rollout.tensor_parallel lower, or raise ray.placement_seconds.",
+            "Free some of it, set rollout.engines, rollout.tensor_parallel or training.workers lower, or raise"
+            " ray.placement_seconds.",
             retryable=True,
         )
 

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -23,6 +24,7 @@ from flywheel.training.data.round_directory import go_on_from
 from flywheel.training.data.samples import RecordedReply, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.optim.ranks import open_store
 from flywheel.training.optim.trainer import Trainer
 from tests.factories.round import round_spec
 from tests.training.optim.test_dpo import PAIRS
@@ -249,6 +251,21 @@ def test_two_processes_have_the_loss_and_the_gradient_of_one(
     figures = [name for name in of_one if name.startswith(("rows/", "rewards/")) and "micro_batches" not in name]
     assert len(figures) >= 4
     assert [of_two[name] for name in figures] == pytest.approx([of_one[name] for name in figures], rel=1e-5, abs=1e-6)
+
+
+def test_the_first_process_alone_measures_losses(one: Processes, two: Processes) -> None:
+    adapter = two.prepare()
+    one.prepare()
+    found = ray_cluster.on_all(two.members[:1], "losses", REPLIES, adapter)
+    assert found == pytest.approx(one.alone.losses(REPLIES, adapter), rel=1e-6)
+    two.step("grpo", rows())
+
+
+def test_processes_meet_on_the_nodes_address_alone() -> None:
+    before = {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+    store = open_store("127.0.0.1", 2)
+    after = {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+    assert [tuple(each) for each in after - before] == [("127.0.0.1", store.port)]
 
 
 def test_each_process_has_a_node_of_its_own(two: Processes) -> None:
