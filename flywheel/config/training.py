@@ -337,6 +337,10 @@ class TrainingSettings(Section):
     """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. A step that
     runs out of memory is repeated with fewer, which the following steps keep. Default: `micro_batch_size` ×
     `rollout.max_model_len`."""
+    workers: int = Field(default=1, gt=0)
+    """Number of processes of the trainer. Each has all of the model and takes a part of each step's samples, so that
+    the step has the gradient of one process. With GPUs, each process needs one of its own, which it may share with an
+    engine. It has not been run on several GPUs yet."""
     overlap: Literal[0, 1] = 0
     """`1`: the rollouts of the next step are generated and judged while those of a step are judged and trained on.
     They are then one update old, which `importance` corrects. The page of a round says how much time it would have

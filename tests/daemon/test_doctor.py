@@ -56,6 +56,7 @@ def gpu_finding(
 
 H100, L4 = Gpu("H100", 80 * GIB), Gpu("L4", 23 * GIB)
 TWO = {"rollout": {"tensor_parallel": 2}}
+WORKERS = {"training": {"workers": 3}}
 HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
 
 
@@ -68,6 +69,7 @@ HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
         ([H100], 40 * GIB, HALF, Result.FAILED, "cannot hold the model's weights"),
         ([], GIB, {}, Result.FAILED, "there is none; driver too old"),
         ([H100] * 2, GIB, {**HALF, **TWO}, Result.FAILED, "3 in all, and there are 2"),
+        ([H100] * 2, GIB, {**HALF, **WORKERS}, Result.FAILED, "training.workers 3 need one each, and there are 2"),
         ([H100] * 3, 150 * GIB, {**HALF, **TWO}, Result.FAILED, "tensor_parallel 2 = 75.0 GiB"),
     ],
 )
@@ -82,7 +84,7 @@ def test_gpus(
     finding = gpu_finding(monkeypatch, gpus, "" if gpus else "driver too old", weights, **raw)
     assert (finding.result, words in finding.text) == (result, True), finding
     assert (finding.remedy != "") == (result is not Result.OK)
-    if gpus and "rollout" not in raw:
+    if gpus and not raw.keys() & {"rollout", "training"}:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         config = parse(raw, "a test", Path("/"))
         assert check_gpu(config, Base(Path("/model"), GIB)).result is Result.OK

@@ -148,8 +148,8 @@ def check_gpu(config: Config, base: Base) -> Finding:
 
 
 def _placement(config: Config, gpus: int) -> GpuPlacement:
-    rollout = config.rollout
-    return place_on_gpus(rollout.engines, gpus, with_trainer=True, tensor_parallel=rollout.tensor_parallel)
+    rollout, trainers = config.rollout, config.training.workers
+    return place_on_gpus(rollout.engines, gpus, trainers=trainers, tensor_parallel=rollout.tensor_parallel)
 
 
 def check_trackers(config: Config) -> Iterator[Finding]:

@@ -230,3 +230,20 @@ def micro_batches(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
         else:
             batches.append([item])
     return batches
+
+
+def divided(items: Sequence[Item], parts: int) -> list[list[Item]]:
+    """Rows or pairs for several processes, in their order. All rows of a rollout are in one part.
+
+    The longest rollout or pair first, each goes to the part that has the fewest tokens so far. So parts differ by at
+    most the tokens of one, and the first part is empty only if there are no items.
+    """
+    units = [item.rollout if isinstance(item, TrainingRow) else place for place, item in enumerate(items)]
+    lengths: Counter[int] = Counter()
+    for unit, item in zip(units, items, strict=True):
+        lengths[unit] += item.tokens
+    filled, part_of = [0] * parts, dict[int, int]()
+    for unit, tokens in lengths.most_common():
+        part_of[unit] = filled.index(min(filled))
+        filled[part_of[unit]] += tokens
+    return [[item for unit, item in zip(units, items, strict=True) if part_of[unit] == part] for part in range(parts)]

@@ -1,6 +1,6 @@
 """Places the trainer and the rollout engines of a round on GPUs: whole ones if there are enough, else shares.
 
-An engine with tensor parallelism has several whole GPUs of one node.
+An engine with tensor parallelism has several whole GPUs of one node. A trainer of several processes has as many GPUs.
 """
 
 from __future__ import annotations
@@ -38,41 +38,52 @@ class GpuShare:
 class GpuPlacement:
     """Where the processes of a round run."""
 
-    trainer: GpuShare | None
+    trainers: tuple[GpuShare, ...]
+    """Of each process of the trainer, the first one first; empty without a trainer."""
     engines: tuple[GpuShare, ...]
     occupied: tuple[int, ...]
     """Number of processes at each place."""
 
     def gpus(self, place: int) -> int:
         """Number of GPUs at a place."""
-        processes = (*self.engines, *([self.trainer] if self.trainer is not None else []))
+        processes = (*self.engines, *self.trainers)
         return max(math.ceil(each.share) for each in processes if each.place == place)
 
 
-def place_on_gpus(engines: int, gpus: int, *, with_trainer: bool, tensor_parallel: int = 1) -> GpuPlacement:
-    """Place a round on this many GPUs, `tensor_parallel` of them for each engine.
+def place_on_gpus(engines: int, gpus: int, *, trainers: int, tensor_parallel: int = 1) -> GpuPlacement:
+    """Place a round on this many GPUs: `tensor_parallel` of them for each engine, and one for each process of the
+    trainer, which are so many, `trainers` (0: there is no trainer).
 
-    With too few GPUs, the trainer shares one with an engine: they work in turns, while two engines on one GPU would
-    each take twice as long. Nothing is shared with tensor parallelism: too few GPUs raise TrainError.
+    With too few GPUs, a process of the trainer shares one with an engine: they work in turns, while two engines on
+    one GPU would each take twice as long. Processes of the trainer share none with each other, and nothing is shared
+    with tensor parallelism: too few GPUs raise TrainError.
     """
-    processes = engines + with_trainer
+    processes = engines + trainers
     if tensor_parallel > 1:
-        needed = engines * tensor_parallel + with_trainer
+        needed = engines * tensor_parallel + trainers
         if gpus < needed:
-            also = ", and the trainer needs one" if with_trainer else ""
+            also = ", and the trainer needs one" if trainers else ""
+            if trainers > 1:
+                also = f", and training.workers {trainers} need one each"
             raise TrainError(
                 "place the round on GPUs",
                 f"rollout.engines {engines} × rollout.tensor_parallel {tensor_parallel} are"
-                f" {engines * tensor_parallel}{also}: {needed} in all, and there "
-                + (f"{'is' if gpus == 1 else 'are'} {gpus}" if gpus else "is none"),
+                f" {engines * tensor_parallel}{also}: {needed} in all, and {_there(gpus)}",
                 "Set rollout.tensor_parallel or rollout.engines lower. Only with 1 can GPUs be shared, or rounds run"
                 " without one.",
             )
         alone = [GpuShare(place, float(tensor_parallel)) for place in range(engines)]
-        return GpuPlacement(GpuShare(engines, 1.0) if with_trainer else None, tuple(alone), (1,) * processes)
+        others = [GpuShare(place, 1.0) for place in range(engines, processes)]
+        return GpuPlacement(tuple(others), tuple(alone), (1,) * processes)
     if gpus == 0:
-        alone = [GpuShare(place, 0.0) for place in range(processes)]
-        return GpuPlacement(alone.pop() if with_trainer else None, tuple(alone), (1,) * processes)
+        places = [GpuShare(place, 0.0) for place in range(processes)]
+        return GpuPlacement(tuple(places[engines:]), tuple(places[:engines]), (1,) * processes)
+    if gpus < trainers:
+        raise TrainError(
+            "place the round on GPUs",
+            f"training.workers {trainers} need one each, and {_there(gpus)}",
+            f"Set training.workers to {gpus} or lower, or give the round more GPUs.",
+        )
     least, more = divmod(processes, min(gpus, processes))
     occupied = tuple(least + (place < more) for place in range(min(gpus, processes)))
     # Rounded down, so that the shares of a GPU fit.
@@ -81,12 +92,16 @@ def place_on_gpus(engines: int, gpus: int, *, with_trainer: bool, tensor_paralle
         for place, number in enumerate(occupied)
         for _ in range(number)
     ]
-    if not with_trainer:
-        return GpuPlacement(None, tuple(shares), occupied)
-    fewest = min((number for number in occupied if number > 1), default=1)
-    trainer = next(share for share in shares if occupied[share.place] == fewest)
-    shares.remove(trainer)
-    return GpuPlacement(trainer, tuple(shares), occupied)
+    # Engines keep the GPUs that are not shared.
+    by_place = sorted(range(len(occupied)), key=lambda place: (occupied[place] == 1, occupied[place]))
+    own = [next(share for share in shares if share.place == place) for place in by_place[:trainers]]
+    for share in own:
+        shares.remove(share)
+    return GpuPlacement(tuple(own), tuple(shares), occupied)
+
+
+def _there(gpus: int) -> str:
+    return f"there {'is' if gpus == 1 else 'are'} {gpus}" if gpus else "there is none"
 
 
 def why_too_small(share: float, memory: int, weights: int, tensor_parallel: int) -> str:

@@ -119,7 +119,7 @@ def session(settings: Config) -> Iterator[None]:
             )
             ray.init(
                 address="local",
-                num_cpus=settings.rollout.engines + 1,
+                num_cpus=settings.rollout.engines + settings.training.workers,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
@@ -193,7 +193,8 @@ class Places:
             "place the round's processes in the Ray cluster",
             f"there was no room within {seconds:g} s. Asked for, each on one node: {asked}. Free in all of the"
             f" cluster: {_resources_text(ray.available_resources())}. What its nodes have, free or not: {nodes}",
-            "Free some of it, set rollout.engines or rollout.tensor_parallel lower, or raise ray.placement_seconds.",
+            "Free some of it, set rollout.engines, rollout.tensor_parallel or training.workers lower, or raise"
+            " ray.placement_seconds.",
             retryable=True,
         )
 
@@ -245,6 +246,21 @@ def wait(references: Sequence[Any]) -> list[Any]:
         for reference in ready:
             _get(reference)
     return [_get(reference) for reference in references]
+
+
+def on_all(actors: Sequence[Any], method: str, *arguments: Any) -> Any:
+    """Call a method on actors that work together. Returns the result of the first one. Raises like `wait`, also when
+    another one fails."""
+    calls = [getattr(actor, method).remote(*arguments) for actor in actors]
+    try:
+        return wait(calls)[0]
+    except RuntimeError:
+        # Where one has died, the error of another may come first: that it cannot be reached.
+        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE_SECONDS)
+        for call in ended:
+            with contextlib.suppress(RuntimeError):
+                _get(call)
+        raise
 
 
 def _get(reference: Any) -> Any:

@@ -24,6 +24,7 @@ from flywheel.training.data.samples import Pair, micro_batches
 from flywheel.training.engine.policy import adapter_dtype_kept
 from flywheel.training.optim.grpo import AdapterCheckpoints, shared_arguments
 from flywheel.training.optim.out_of_memory import fitting, micro_batch
+from flywheel.training.optim.ranks import add_gradients, by_itself, total
 
 PairBatch = dict[str, torch.Tensor]
 """`input_ids`, `attention_mask` and `completion_mask`, each (2B, T): B chosen replies, then their rejected ones."""
@@ -51,12 +52,19 @@ class PairTrainer(AdapterCheckpoints, DPOTrainer):  # type: ignore[misc]
         """Forward and backward passes of a whole step, repeated in smaller micro-batches where they run out of memory
         (`fitting`). Returns its loss, the mean over its pairs. Raises TrainError where a single pair does not fit."""
         model.train()
-        passes = partial(self._passes, model, self._pairs_of(self.state.global_step))
-        loss, self._micro_batch_tokens = fitting(self, model, self._micro_batch_tokens, passes)
-        return loss
+        pairs = self._pairs_of(self.state.global_step)
+        [number] = total(self.accelerator, len(pairs))
+        # The model itself: one wrapped as DDP may wait for other processes.
+        passes = partial(self._passes, self.model, pairs, int(number))
+        with by_itself(self.accelerator):
+            loss, self._micro_batch_tokens = fitting(self, model, self._micro_batch_tokens, passes)
+        add_gradients(self.accelerator, model.parameters())
+        self._add_figures(number)
+        return self.accelerator.reduce(loss, reduction="sum")
 
-    def _passes(self, model: Any, pairs: Sequence[Pair], max_tokens: int) -> torch.Tensor:
-        """The passes of the step in micro-batches of at most so many tokens. Raises MemoryShortError."""
+    def _passes(self, model: Any, pairs: Sequence[Pair], number: int, max_tokens: int) -> torch.Tensor:
+        """The passes of pairs, of a step of so many in all processes, in micro-batches of at most so many tokens.
+        Returns their part of the step's loss. Raises MemoryShortError."""
         batches = micro_batches(pairs, max_tokens)
         loss = torch.zeros((), device=self.accelerator.device)
         for batch in batches:
@@ -64,15 +72,26 @@ class PairTrainer(AdapterCheckpoints, DPOTrainer):  # type: ignore[misc]
             with micro_batch(len(batch), len(batch) * longest, longest // 2):
                 with self.compute_loss_context_manager():
                     tensors = pair_tensors(batch, pad=self._tokenizer.pad_token_id, device=self.accelerator.device)
-                    part = self._compute_loss(model, tensors, False) * (len(batch) / len(pairs))
+                    part = self._compute_loss(model, tensors, False) * (len(batch) / number)
                 self.accelerator.backward(part)
             loss += part.detach()
         # TRL takes the mean over micro-batches, which differ in their number of pairs.
         for name in MEANS:
             values = self._metrics["train"][name]
-            weighted = sum(value * len(batch) for value, batch in zip(values, batches, strict=True))
-            self._metrics["train"][name] = [weighted / len(pairs)]
+            self._metrics["train"][name] = [
+                sum(value * len(batch) for value, batch in zip(values, batches, strict=True))
+            ]
         return loss
+
+    def _add_figures(self, pairs: float) -> None:
+        """Hand the means over the step's pairs, of all processes, to TRL's log; entropy is one over micro-batches."""
+        figures, entropies = self._metrics["train"], self._metrics["train"]["entropy"]
+        *sums, entropy, batches = total(
+            self.accelerator, *(figures[name][0] for name in MEANS), sum(entropies), len(entropies)
+        )
+        for name, value in zip(MEANS, sums, strict=True):
+            figures[name] = [value / pairs]
+        figures["entropy"] = [entropy / batches]
 
 
 def pair_tensors(pairs: Sequence[Pair], *, pad: int, device: torch.device | str) -> PairBatch:

@@ -22,7 +22,6 @@ Differences from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and from TRL's 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,9 +37,10 @@ from trl.trainer.utils import use_adapter
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.training.data.samples import Sample, TrainingRow, micro_batches, token_counts, token_weights
+from flywheel.training.data.samples import TrainingRow, micro_batches, token_counts, token_weights
 from flywheel.training.engine.policy import adapter_dtype_kept
 from flywheel.training.optim.out_of_memory import fitting, micro_batch
+from flywheel.training.optim.ranks import add_gradients, by_itself, total
 
 MicroBatch = dict[str, torch.Tensor]
 """The inputs of TRL's loss by name."""
@@ -51,18 +51,21 @@ MEANS: Final = ("entropy", "ratio_mean", "ratio_capped_share", "logprob_gap", "n
 last one is there only with `training.beta`."""
 NO_ENGINE: Final = math.inf
 """Stands for the log-probability of a recorded token, which no engine generated."""
-NOTHING: Final = TrainingRow(-1, Sample((0, 0), (False, True), (None, 0.0)), 0.0)
-"""A row without weight, for a process that has fewer of them than another."""
 
 
 class AdapterCheckpoints(Trainer):  # type: ignore[misc]
-    """A trainer whose checkpoints have the trained adapter alone."""
+    """A trainer whose checkpoints have the trained adapter alone, and the random numbers of each process."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # PEFT would write the reference policy of TRL beside it, in a folder. Transformers then reads only folders,
         # and would go on from the first weights with the optimizer of the last.
         policy = self.accelerator.unwrap_model(self.model)
         policy.save_pretrained(output_dir or self.args.output_dir, selected_adapters=["default"])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # Before rank 0 writes the file by which a checkpoint is whole.
+        self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """TRL's, with each checkpoint, would be an empty template."""
@@ -105,11 +108,13 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
         """Forward and backward passes of a whole step, repeated in smaller micro-batches where they run out of memory
         (`fitting`). Returns its loss. Raises TrainError for a row that does not fit alone."""
         model.train()
-        if not self._prepare_inputs(inputs) and self.accelerator.scaler is not None:
-            # The scaler of half precision refuses an optimizer step without gradients.
-            self.accelerator.backward(sum(p.sum() for p in model.parameters() if p.requires_grad) * 0.0)
-        passes = partial(self._passes, model)
-        (loss, stats), self._micro_batch_tokens = fitting(self, model, self._micro_batch_tokens, passes)
+        self._prepare_inputs(inputs)
+        # The model itself: one wrapped as DDP may wait for other processes.
+        passes = partial(self._passes, self.model)
+        with by_itself(self.accelerator):
+            (loss, stats), self._micro_batch_tokens = fitting(self, model, self._micro_batch_tokens, passes)
+        add_gradients(self.accelerator, model.parameters())
+        loss = self.accelerator.reduce(loss, reduction="sum")
         self._step += 1
         self._report(stats)
         return loss
@@ -121,13 +126,9 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
         batches = [part for batch in self._micro_batches for part in self._divided(batch, max_tokens)]
         loss = torch.zeros((), device=self.accelerator.device)
         stats: list[torch.Tensor] = []
-        for place, batch in enumerate(batches):
-            is_last = place == len(batches) - 1
+        for batch in batches:
             lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
-            with (
-                micro_batch(len(lengths), len(lengths) * width(batch), int(lengths.max())),
-                contextlib.nullcontext() if is_last else self.accelerator.no_sync(model),
-            ):
+            with micro_batch(len(lengths), len(lengths) * width(batch), int(lengths.max())):
                 if self.beta and "ref_per_token_logps" not in batch:
                     batch["ref_per_token_logps"] = self._reference(batch)
                 self._current = batch
@@ -144,9 +145,9 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
 
     def _divided(self, batch: MicroBatch, max_tokens: int) -> list[MicroBatch]:
         """A micro-batch as several of at most so many tokens with padding, at least a row each. What the first update
-        has set stays with its rows. Processes have equal numbers of rows, so those of several stay as they are."""
+        has set stays with its rows."""
         rows = len(batch["completion_ids"])
-        size = max(1, max_tokens // width(batch)) if self.accelerator.num_processes == 1 else rows
+        size = max(1, max_tokens // width(batch))
         return [
             {name: value[at : at + size] if value.dim() else value for name, value in batch.items()}
             for at in range(0, rows, size)
@@ -155,31 +156,19 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
     def _tensors(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         """The rows as inputs of TRL's loss, whose normaliser is the number of trained tokens of all processes."""
         counts = token_counts(rows)
-        totals = torch.tensor([sum(counts.values()), len(counts)], device=self.accelerator.device)
-        tokens, rollouts = self.accelerator.reduce(totals, reduction="sum").tolist()
+        tokens, rollouts = map(int, total(self.accelerator, sum(counts.values()), len(counts)))
         if not tokens:
             return []
         weights = token_weights(
             counts, self._training.loss_type, tokens=tokens, rollouts=rollouts, longest=self.max_completion_length
         )
+        # TRL takes the mean over processes, of which each divides by its share of the tokens.
+        normalizer = tokens * self.accelerator.num_processes
+        pad, device = self._tokenizer.pad_token_id, self.accelerator.device
         return [
-            tensors(batch, weights, tokens, pad=self._tokenizer.pad_token_id, device=self.accelerator.device)
-            for batch in self._equally_many(micro_batches(rows, self._micro_batch_tokens))
+            tensors(batch, weights, normalizer, pad=pad, device=device)
+            for batch in micro_batches(rows, self._micro_batch_tokens)
         ]
-
-    def _equally_many(self, batches: list[list[TrainingRow]]) -> list[list[TrainingRow]]:
-        """Adds rows without weight: TRL gathers a figure of each row, so all processes need as many of them."""
-
-        def most(numbers: list[int]) -> list[int]:
-            every = self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
-            return every.max(dim=0).values.tolist()  # type: ignore[no-any-return]
-
-        if self.accelerator.num_processes == 1:
-            return batches
-        [count] = most([len(batches)])
-        batches = [*batches, *([] for _ in range(count - len(batches)))]
-        sizes = most([len(batch) for batch in batches])
-        return [[*batch, *[NOTHING] * (size - len(batch))] for batch, size in zip(batches, sizes, strict=True)]
 
     def _reference(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities of the policy that the round started from, which TRL keeps as adapter `ref`."""
@@ -193,15 +182,16 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
             return self._logps(batch)
 
     def mean_nll(self, rows: Sequence[TrainingRow]) -> float | None:
-        """Mean negative log-likelihood of the trained tokens of rows, in nats; None without any."""
+        """Mean negative log-likelihood of the trained tokens of rows, in nats; None without any. No other process
+        takes part."""
         self.model.eval()
-        total = tokens = 0.0
-        with torch.no_grad(), self.compute_loss_context_manager():
+        summed = tokens = 0.0
+        with torch.no_grad(), self.compute_loss_context_manager(), by_itself(self.accelerator):
             for batch in self._tensors(rows):
                 trained = batch["tool_mask"] > 0
-                total -= float(self._logps(batch)[trained].sum())
+                summed -= float(self._logps(batch)[trained].sum())
                 tokens += float(trained.sum())
-        return total / tokens if tokens else None
+        return summed / tokens if tokens else None
 
     def _logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the completions, (B, T)."""
@@ -250,12 +240,13 @@ class RoundTrainer(AdapterCheckpoints, GRPOTrainer):  # type: ignore[misc]
         return (low & (advantages < 0)) | (high & (advantages > 0))
 
     def _report(self, stats: list[torch.Tensor]) -> None:
-        """Hand the means over the step's trained tokens to TRL's log."""
-        if not stats:
+        """Hand the means over the step's trained tokens, of all processes, to TRL's log."""
+        own = torch.stack(stats).sum(0).tolist() if stats else [0.0] * (len(MEANS) + bool(self.beta))
+        batches, tokens, *sums = total(self.accelerator, len(stats), *own)
+        if not tokens:
             return
-        tokens, *sums = self.accelerator.reduce(torch.stack(stats).sum(0), reduction="sum").tolist()
         figures = {name: value / tokens for name, value in zip(MEANS, sums, strict=False)}
-        for name, value in {**figures, "trained_tokens": tokens, "micro_batches": float(len(stats))}.items():
+        for name, value in {**figures, "trained_tokens": tokens, "micro_batches": batches}.items():
             self._metrics["train"][PREFIX + name].append(value)
 
 

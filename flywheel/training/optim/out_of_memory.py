@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from flywheel.errors import TrainError
@@ -46,29 +47,35 @@ def fitting(trainer: Any, model: Any, max_tokens: int, passes: Callable[[int], R
     most so many tokens with padding. And the number that sufficed, for the following steps.
 
     After running out of memory, the number is half the tokens of the micro-batch that did. Raises TrainError when it
-    was a single item. Several processes would have to agree on a division: theirs raise MemoryShortError.
+    was a single item. Several processes do the same: all of them repeat the step if one ran out of memory, with the
+    smallest number, or raise the error. Their passes must not wait for each other.
     """
     figures = {name: tuple(values) for name, values in trainer._metrics["train"].items()}
     while True:
+        short: tuple[int, int, int] | None = None
         try:
-            return passes(max_tokens), max_tokens
-        except MemoryShortError as short:
-            if trainer.accelerator.num_processes > 1:
-                raise
-            if short.items == 1:
-                raise TrainError(
-                    f"train on a sample of {short.longest} tokens",
-                    "memory does not suffice for it alone",
-                    "Lower rollout.max_model_len or rollout.max_completion_tokens.",
-                ) from short
-            failed, max_tokens = short.tokens, short.tokens // 2
+            result = passes(max_tokens)
+        except MemoryShortError as error:
+            short = error.items, error.tokens, error.longest
+        every = [each for each in gather_object([short]) if each is not None]
+        if not every:
+            return result, max_tokens
+        if alone := [longest for items, _, longest in every if items == 1]:
+            raise TrainError(
+                f"train on a sample of {alone[0]} tokens",
+                "memory does not suffice for it alone",
+                "Lower rollout.max_model_len or rollout.max_completion_tokens.",
+            )
+        failed = min(tokens for _, tokens, _ in every)
+        max_tokens = failed // 2
         # From here on, no traceback refers to the tensors of the failed pass.
         model.zero_grad()
         trainer._metrics["train"] = defaultdict(list, {name: list(values) for name, values in figures.items()})
         clear_device_cache(garbage_collection=True)
-        log.warning(
-            "out of memory in a micro-batch of %d tokens: this step is repeated, and the following ones go on, with"
-            " at most %d (training.micro_batch_tokens)",
-            failed,
-            max_tokens,
-        )
+        if trainer.accelerator.is_main_process:
+            log.warning(
+                "out of memory in a micro-batch of %d tokens: this step is repeated, and the following ones go on,"
+                " with at most %d (training.micro_batch_tokens)",
+                failed,
+                max_tokens,
+            )

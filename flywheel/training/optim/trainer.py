@@ -4,10 +4,14 @@ Each step of GRPO syncs the adapter to the engines under a new name, collects gr
 step and writes one metrics line. A stage that an earlier worker has begun goes on from its last checkpoint; the
 complete steps behind it are trained again from their stored rollouts. SFT and DPO need no engine. The trainer starts
 no engine and knows no judge; a factory for the grading function is passed in.
+
+With `training.workers`, several such actors train together (`ranks`). Each method but `meet` and `losses` must then
+be called on all of them, and what the first one returns counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -36,7 +40,7 @@ from flywheel.training.data.round_directory import (
     last_checkpoint,
 )
 from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
-from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
+from flywheel.training.data.samples import Item, Pair, RecordedReply, TrainingRow, divided
 from flywheel.training.engine.policy import (
     adapter_of_checkpoint,
     load_policy,
@@ -49,6 +53,7 @@ from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError, CollapseW
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.prefetch import Prefetch
+from flywheel.training.optim.ranks import EndedError, Ranks, open_store, reach_store
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
     RoundRefusedError,
@@ -94,16 +99,24 @@ class Trained:
 class Trainer(RoundActor):
     """Runs as a Ray actor. `start` comes first."""
 
-    def __init__(self, spec: RoundSpec, directory: str, threads: int) -> None:
+    def __init__(self, spec: RoundSpec, directory: str, threads: int, rank: int = 0) -> None:
         self._spec = spec
         self._directory = Path(directory)
         self._settings = Config.model_validate(spec.settings)
         self._threads = threads
+        self._ranks = Ranks(rank, self._settings.training.workers)
+        self._store: Any = None
         self._model: Any = None
         self._compute_dtype = "auto"
 
-    def start(self, parent: AdapterRef | None) -> None:
-        """Load the policy that the first stage starts from. Raises TrainError."""
+    def meet(self) -> tuple[str, int]:
+        """Where the other processes meet this one, which is the first: host and port."""
+        self._store = open_store(ray.util.get_node_ip_address(), self._ranks.workers)
+        return self._store.host, self._store.port
+
+    def start(self, parent: AdapterRef | None, meeting: tuple[str, int] | None = None) -> None:
+        """Load the policy that the first stage starts from, and wait for the other processes, if there are any, which
+        `meet` here. Raises TrainError."""
         # Ray starts actors with one thread; torch reads the number before its first parallel section.
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -116,6 +129,9 @@ class Trainer(RoundActor):
         self.load(parent)
         # Importing TRL takes seconds; here that happens while the engines start.
         import_trl()
+        if meeting is not None:
+            store = self._store or reach_store(*meeting, self._ranks.workers)
+            self._ranks.join(store, ray.util.get_node_ip_address())
 
     def use_settings(self, settings: Mapping[str, Any]) -> None:
         """Those of the round (`Config`), once it is decided which reward counts."""
@@ -146,18 +162,24 @@ class Trainer(RoundActor):
         """
         settings, updates = self._settings, self._settings.training.updates_per_batch
         training = settings.training
-        meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
         longest = max(prompt.max_tokens for prompt in prompts)
+        if not self._ranks.is_first:
+            return self._follow(self._trainer(settings, _nothing, _nothing, longest, adapter))
+        meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
         store, refusal = GradedRollouts(self._directory), ""
         with Collector.of(settings, engines, make_grade(meter.pause), meter, store) as collector:
             sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id, training.overlap)
             run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
             trainer = self._trainer(settings, run.roll_out, run.report, longest, adapter)
-            checkpoint = go_on_from(adapter.parent, run.most_updates)
+
+            def begin() -> Checkpoint | None:
+                checkpoint = go_on_from(adapter.parent, run.most_updates)
+                run.recall(0 if checkpoint is None else checkpoint.updates // updates)
+                return checkpoint
+
             try:
                 with run:
-                    run.recall(0 if checkpoint is None else checkpoint.updates // updates)
-                    _train(trainer, checkpoint)
+                    self._run(trainer, begin)
             except CollapsedError as reason:
                 # The rollouts of the first of these steps are already by weights that have collapsed.
                 last_good = run.steps_done - IN_A_ROW - 1 - training.overlap
@@ -189,11 +211,13 @@ class Trainer(RoundActor):
         """Train on recorded replies (SFT) and write the adapter. `held_out` are replies of which only the loss is
         measured. Earlier stages took so many steps `before`. Raises TrainError."""
         settings = stage_settings(self._settings, "sft", len(replies))
-        run = Epochs("sft", settings, self._directory, replies, self._spec.seed, before)
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
+        if not self._ranks.is_first:
+            return self._follow(self._trainer(settings, _nothing, _nothing, longest, adapter))
+        run = Epochs("sft", settings, self._directory, replies, self._spec.seed, before)
         trainer = self._trainer(settings, lambda step: rows_of(run.items(step)), run.report, longest, adapter)
         run.measure = lambda: trainer.mean_nll(rows_of(held_out))
-        _train(trainer, go_on_from(adapter.parent))
+        self._run(trainer, lambda: go_on_from(adapter.parent))
         save_adapter(self._model, adapter)
         return Trained(
             settings.training.steps, None, None, with_gradient=frozenset(reply.task_id for reply in replies)
@@ -204,28 +228,22 @@ class Trainer(RoundActor):
         token. `load` must follow before the policy is trained. `adapter` is where that of the stage will be."""
         settings = stage_settings(self._settings, "sft", len(replies))
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
-        trainer = self._trainer(settings, lambda _: [], lambda *_: None, longest, adapter)
+        trainer = self._trainer(settings, _nothing, _nothing, longest, adapter)
         return [trainer.mean_nll(rows_of([reply])) for reply in replies]
 
     def prefer(self, pairs: Sequence[Pair], adapter: Path, before: int) -> Trained:
         """Train on pairs (DPO) and write the adapter. Earlier steps of the round were so many, `before`. Raises
         TrainError."""
         from flywheel.training.optim.dpo import PairTrainer, dpo_config
-        from flywheel.training.optim.grpo import EndAtCheckpoint, StepLog, step_dataset
 
         settings = stage_settings(self._settings, "dpo", len(pairs))
-        run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
         folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
-        trainer = PairTrainer(
-            pairs_of=run.items,
-            settings=settings,
-            model=self._model,
-            args=dpo_config(settings, folder, seed=seed, compute_dtype=self._dtype()),
-            train_dataset=step_dataset(settings.training.steps),
-            processing_class=self._tokenizer(),
-            callbacks=[StepLog(run.report), EndAtCheckpoint(self._directory / END_FILE)],
-        )
-        _train(trainer, go_on_from(adapter.parent))
+        args = dpo_config(settings, folder, seed=seed, compute_dtype=self._dtype())
+        if not self._ranks.is_first:
+            return self._follow(PairTrainer(pairs_of=self._own(_nothing), **self._common(settings, args, _nothing)))
+        run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
+        trainer = PairTrainer(pairs_of=self._own(run.items), **self._common(settings, args, run.report))
+        self._run(trainer, lambda: go_on_from(adapter.parent))
         save_adapter(self._model, adapter)
         return Trained(settings.training.steps, None, None, with_gradient=frozenset(pair.task_id for pair in pairs))
 
@@ -237,18 +255,45 @@ class Trainer(RoundActor):
         longest: int,
         adapter: Path,
     ) -> Any:
-        from flywheel.training.optim.grpo import EndAtCheckpoint, RoundTrainer, StepLog, grpo_config, step_dataset
+        from flywheel.training.optim.grpo import RoundTrainer, grpo_config
 
         folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
-        return RoundTrainer(
-            roll_out=rows,
-            settings=settings,
-            model=self._model,
-            args=grpo_config(settings, folder, seed=seed, compute_dtype=self._dtype(), longest=longest),
-            train_dataset=step_dataset(settings.training.steps),
-            processing_class=self._tokenizer(),
-            callbacks=[StepLog(report), EndAtCheckpoint(self._directory / END_FILE)],
-        )
+        args = grpo_config(settings, folder, seed=seed, compute_dtype=self._dtype(), longest=longest)
+        return RoundTrainer(roll_out=self._own(rows), **self._common(settings, args, report))
+
+    def _common(self, settings: Config, args: Any, report: Callable[[int, Mapping[str, float]], None]) -> Any:
+        """Arguments of TRL's trainers. The others wait until rank 0 has reported a step, or ends there."""
+        from flywheel.training.optim.grpo import EndAtCheckpoint, StepLog, step_dataset
+
+        def reported(step: int, logs: Mapping[str, float]) -> None:
+            self._ranks.from_first(lambda: report(step, logs))
+
+        return {
+            "settings": settings,
+            "model": self._model,
+            "args": args,
+            "train_dataset": step_dataset(settings.training.steps * self._ranks.workers),
+            "processing_class": self._tokenizer(),
+            "callbacks": [StepLog(reported), EndAtCheckpoint(self._directory / END_FILE)],
+        }
+
+    def _own(self, items: Callable[[int], Sequence[Item]]) -> Callable[[int], Sequence[Item]]:
+        """This process's part of the items of a step, which rank 0 has."""
+        return lambda step: self._ranks.scatter(lambda: divided(items(step), self._ranks.workers))
+
+    def _run(self, trainer: Any, begin: Callable[[], Checkpoint | None]) -> None:
+        """Train all steps behind the checkpoint with which rank 0 begins."""
+        checkpoint = self._ranks.from_first(begin)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
+
+    def _follow(self, trainer: Any) -> Trained:
+        """Take part in the steps of rank 0, until it ends."""
+        from transformers import PrinterCallback
+
+        trainer.remove_callback(PrinterCallback)
+        with contextlib.suppress(EndedError):
+            self._run(trainer, lambda: None)
+        return Trained(0, None, None)
 
     def _dtype(self) -> Any:
         """The torch dtype in which it computes."""
@@ -262,8 +307,8 @@ class Trainer(RoundActor):
         return AutoTokenizer.from_pretrained(self._spec.base_model)
 
 
-def _train(trainer: Any, checkpoint: Checkpoint | None) -> None:
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
+def _nothing(*_: Any) -> Any:
+    """In place of what rank 0 does alone."""
 
 
 class AdapterSync:

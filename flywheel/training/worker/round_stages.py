@@ -88,7 +88,8 @@ def ended_stages(spec: RoundSpec, settings: Config, directory: Path) -> Training
 
 
 class Stages:
-    """Those of one round, on running engines and a trainer that has loaded what the first of them starts from."""
+    """Those of one round, on running engines and the processes of a trainer that has loaded what the first of them
+    starts from."""
 
     def __init__(
         self,
@@ -96,14 +97,14 @@ class Stages:
         settings: Config,
         directory: Path,
         engines: Sequence[Any],
-        trainer: Any,
+        trainers: Sequence[Any],
         make_grade: Callable[[Callable[[str], None]], Grade],
         load: Callable[[AdapterRef | None], LoadedAdapter | None],
         gate_rollouts: int,
     ) -> None:
         """`load` loads an adapter on every engine. `make_grade` and `gate_rollouts` are as in `Trainer.train`."""
         self._spec, self._settings, self._directory = spec, settings, directory
-        self._engines, self._trainer, self._make_grade, self._load = engines, trainer, make_grade, load
+        self._engines, self._trainers, self._make_grade, self._load = engines, trainers, make_grade, load
         self._gate_rollouts = gate_rollouts
 
     def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt], training: Training) -> Training:
@@ -116,7 +117,7 @@ class Stages:
         for number, stage in list(enumerate(stages, 1))[ended:]:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
             if number > ended + 1:
-                ray_cluster.wait([self._trainer.load.remote(training.adapter)])
+                ray_cluster.on_all(self._trainers, "load", training.adapter)
             log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
             path = stage_adapter(self._directory, number, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,9 +157,8 @@ class Stages:
             return Trained(0, None, None, refusal=f"none of {len(prompts)} tasks has a reply to train on{first}")
         if (pool := self._spec.pool) is not None:
             replies = self._chosen(pool, prompts, replies, adapter, training)
-        trained: Trained
-        work = self._trainer.imitate.remote(replies, self._replies(held_out)[0], adapter, training.steps)
-        [trained] = ray_cluster.wait([work])
+        work = replies, self._replies(held_out)[0], adapter, training.steps
+        trained: Trained = ray_cluster.on_all(self._trainers, "imitate", *work)
         return trained
 
     def _chosen(
@@ -173,9 +173,9 @@ class Stages:
         started again goes on with the choice of the first."""
         lines = read_selection(self._directory)
         if not lines:
-            [measured] = ray_cluster.wait([self._trainer.losses.remote(replies, adapter)])
+            measured = ray_cluster.on_all(self._trainers[:1], "losses", replies, adapter)
             # Nothing of the measurement is left in the policy that is trained.
-            ray_cluster.wait([self._trainer.load.remote(training.adapter)])
+            ray_cluster.on_all(self._trainers, "load", training.adapter)
             losses = {each.task_id: loss for each, loss in zip(replies, measured, strict=True) if loss is not None}
             tokens = {each.task_id: sum(len(sample.trained) for sample in each.samples) for each in replies}
             said = {each.task.task_id: each.task.exchange for each in prompts}
@@ -225,9 +225,8 @@ class Stages:
         if not pairs.pairs:
             why = f"none of {len(prompts)} tasks has a better and a worse reply"
             return Trained(steps, reward, None, why + (f": {pairs.reasons}" if pairs.reasons else ""), steps)
-        trained: Trained
-        work = self._trainer.prefer.remote(pairs.pairs, adapter, training.steps + steps)
-        [trained] = ray_cluster.wait([work])
+        work = pairs.pairs, adapter, training.steps + steps
+        trained: Trained = ray_cluster.on_all(self._trainers, "prefer", *work)
         return replace(trained, steps=trained.steps + steps, rollout_steps=steps, reward_first=reward)
 
     def _roll_out(self, prompts: Sequence[Prompt], steps: int, training: Training) -> Iterator[RolloutBatch]:
@@ -262,7 +261,6 @@ class Stages:
         """GRPO on rollouts of the prompts."""
         if not prompts:
             return Trained(0, None, None, refusal="no task is left for it")
-        trained: Trained
-        more = self._gate_rollouts, adapter, training.steps
-        [trained] = ray_cluster.wait([self._trainer.train.remote(prompts, self._engines, self._make_grade, *more)])
+        work = prompts, self._engines, self._make_grade, self._gate_rollouts, adapter, training.steps
+        trained: Trained = ray_cluster.on_all(self._trainers, "train", *work)
         return trained

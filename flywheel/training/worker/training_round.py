@@ -95,7 +95,7 @@ class Round:
         self._numbers = itertools.count(settings.training.steps + 1)
         self._frozen: dict[str, LoadedAdapter | None] | None = None
         self.engines: list[Any] = []
-        self.trainer: Any = None
+        self.trainers: list[Any] = []
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
         self.about = StartedEngine("none", 0)
@@ -106,10 +106,11 @@ class Round:
     def start(self) -> None:
         """Start engines and trainer side by side."""
         rollout, training = self.settings.rollout, self.settings.training
+        has_trainer = self.spec.trains and len(self.ended.stages) < len(training.stages)
         placement = place_on_gpus(
             rollout.engines,
             ray_cluster.gpus(),
-            with_trainer=self.spec.trains and len(self.ended.stages) < len(training.stages),
+            trainers=training.workers if has_trainer else 0,
             tensor_parallel=rollout.tensor_parallel,
         )
         places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
@@ -128,23 +129,20 @@ class Round:
                 tensor_parallel=rollout.tensor_parallel,
             )
             self.engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
-        members = list(self.engines)
-        if (trainer_share := placement.trainer) is not None:
-            self.trainer = ray_cluster.start(
-                Trainer,
-                self.spec,
-                str(self.directory),
-                threads,
-                gpus=trainer_share.share,
-                within=places.at(trainer_share),
-            )
-            members.append(self.trainer)
+        if self.settings.ray.address is None:
+            # The processes of the trainer compute at the same time.
+            threads = max(1, threads // training.workers)
+        for number, gpu_share in enumerate(placement.trainers):
+            about = self.spec, str(self.directory), threads, number
+            within = places.at(gpu_share)
+            self.trainers.append(ray_cluster.start(Trainer, *about, gpus=gpu_share.share, within=within))
+        members = [*self.engines, *self.trainers]
         with self._mark() as mark:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
         ray_cluster.wait([engine.check_memory.remote() for engine in self.engines])
+        meeting = ray_cluster.on_all(self.trainers[:1], "meet") if len(self.trainers) > 1 else None
         starting = [engine.start.remote() for engine in self.engines]
-        if self.trainer is not None:
-            starting.append(self.trainer.start.remote(self.ended.adapter))
+        starting += [trainer.start.remote(self.ended.adapter, meeting) for trainer in self.trainers]
         started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
 
@@ -286,10 +284,9 @@ class Round:
             return self._debug(prompts)
         with self._timed("train"):
             gate_rollouts = self._gate_rollouts(held_out) if is_compared else 0
-            running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
+            running = self.engines, self.trainers, self.make_grade, self._load, gate_rollouts
             trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
-            if self.trainer is not None:
-                ray.kill(self.trainer)
+            self._end_trainer()
         self.usage = trained.usage
         lines = read_selection(self.directory) if self.spec.pool is not None else []
         released = [line["task_id"] for line in lines if line["outcome"] == "released"]
@@ -315,6 +312,10 @@ class Round:
         if not is_compared:
             return self._result("trained", adapter=self._kept(made), **figures)
         return self._gated(made, held_out, {}, outcome="trained", **figures)
+
+    def _end_trainer(self) -> None:
+        for trainer in self.trainers:
+            ray.kill(trainer)
 
     def _kept(self, made: Path) -> AdapterRef:
         """The adapter in a folder as that of the round."""
@@ -361,8 +362,7 @@ class Round:
         return loaded
 
     def _too_few_exact(self, train: int, held_out: int) -> RoundResult:
-        if self.trainer is not None:
-            ray.kill(self.trainer)
+        self._end_trainer()
         task, first = next(iter(self.inexact.items()))
         return self._result(
             "refused",
@@ -383,8 +383,8 @@ class Round:
             self.grade = without_judge()
         # From now on, a run without what counts is a failure.
         self._use_program()
-        if self.trainer is not None:
-            ray_cluster.wait([self.trainer.use_settings.remote(self.settings.model_dump(mode="json"))])
+        if self.trainers:
+            ray_cluster.on_all(self.trainers, "use_settings", self.settings.model_dump(mode="json"))
         if why:
             log.info("%s", why)
         return {"reward_by": why} if why else {}

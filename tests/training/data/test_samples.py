@@ -6,10 +6,20 @@ import math
 import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flywheel.training.data.groups import group_advantages
 from flywheel.training.data.rollout import Rollout, RolloutBatch, reply
-from flywheel.training.data.samples import Sample, TrainingRow, micro_batches, token_counts, token_weights
+from flywheel.training.data.samples import (
+    Pair,
+    Sample,
+    TrainingRow,
+    divided,
+    micro_batches,
+    token_counts,
+    token_weights,
+)
 from tests.training.data.rollouts import batch, failed, prompt, request, rollout, verdict
 
 
@@ -116,3 +126,28 @@ def test_micro_batches_keep_the_budget_with_their_padding() -> None:
     assert all(count * longest <= 60 for count, longest in sizes[1:])
     assert len(batches) <= 1 + math.ceil((50 + 30 + 8 * 5) / 60) + 1
     assert micro_batches([], 60) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(2, 60)), max_size=20), st.integers(1, 6))
+def test_processes_share_rows_by_their_tokens_and_a_rollout_is_whole(made: list[tuple[int, int]], parts: int) -> None:
+    rows = [row(number, length) for number, length in made]
+    found = divided(rows, parts)
+    assert len(found) == parts
+    assert sorted(map(id, (each for part in found for each in part))) == sorted(map(id, rows)), "each row once"
+    for part in found:
+        places = [next(at for at, each in enumerate(rows) if each is one) for one in part]
+        assert places == sorted(places), "in their order"
+    rollouts = [{each.rollout for each in part} for part in found]
+    assert sum(map(len, rollouts)) == len({each.rollout for each in rows}), "no rollout is in two parts"
+    tokens = [sum(each.tokens for each in part) for part in found]
+    longest = max((sum(each.tokens for each in rows if each.rollout == of) for of in {*range(7)}), default=0)
+    assert max(tokens) - min(tokens) <= longest
+    assert bool(found[0]) == bool(rows)
+
+
+def test_one_process_has_all_rows_and_pairs_are_shared_alone() -> None:
+    rows = [row(1, 9), row(0, 4), row(1, 2)]
+    assert divided(rows, 1) == [rows]
+    assert divided(rows, 2) == [[rows[0], rows[2]], [rows[1]]]
+    pairs = [Pair(name, row(0, length).sample, row(0, 2).sample) for name, length in (("a", 4), ("b", 9), ("c", 5))]
+    assert [[pair.task_id for pair in part] for part in divided(pairs, 2)] == [["b"], ["a", "c"]]

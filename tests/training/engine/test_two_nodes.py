@@ -72,11 +72,11 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
     monkeypatch.setenv("MY_DIARY", "private")
     judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
     with connected(address, judge=judge) as config:
-        placement = place_on_gpus(8, ray_cluster.gpus(), with_trainer=True)
+        placement = place_on_gpus(8, ray_cluster.gpus(), trainers=1)
         places = ray_cluster.Places(placement, 60)
         members = [
             ray_cluster.start(Process, gpus=gpu_share.share, within=places.at(gpu_share))
-            for gpu_share in (placement.trainer, *placement.engines)
+            for gpu_share in (*placement.trainers, *placement.engines)
         ]
         ray_cluster.gather(members, config, [])
         assert ray_cluster.wait([each.knows.remote(*names, "MY_DIARY") for each in members]) == [
@@ -93,12 +93,11 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
 
 def test_an_engine_of_several_gpus_has_them_on_one_node(address: str) -> None:
     with connected(address) as config:
-        placement = place_on_gpus(3, ray_cluster.gpus(), with_trainer=True, tensor_parallel=2)
-        assert placement.trainer is not None
+        placement = place_on_gpus(3, ray_cluster.gpus(), trainers=1, tensor_parallel=2)
         places = ray_cluster.Places(placement, config.ray.placement_seconds)
         members = [
             ray_cluster.start(Process, gpus=gpu_share.share, within=places.at(gpu_share))
-            for gpu_share in (*placement.engines, placement.trainer)
+            for gpu_share in (*placement.engines, *placement.trainers)
         ]
         taken = ray_cluster.wait([each.seat.remote() for each in members])
         assert [len(gpus) for _, gpus in taken] == [2, 2, 2, 1]
@@ -107,10 +106,10 @@ def test_an_engine_of_several_gpus_has_them_on_one_node(address: str) -> None:
 
 def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: str) -> None:
     with connected(address) as config:
-        held = ray_cluster.Places(place_on_gpus(4, GPUS_PER_NODE, with_trainer=False), 60)
+        held = ray_cluster.Places(place_on_gpus(4, GPUS_PER_NODE, trainers=0), 60)
         assert held is not None
         with pytest.raises(TrainError) as caught:
-            ray_cluster.Places(place_on_gpus(5, ray_cluster.gpus(), with_trainer=False), config.ray.placement_seconds)
+            ray_cluster.Places(place_on_gpus(5, ray_cluster.gpus(), trainers=0), config.ray.placement_seconds)
         assert caught.value.retryable
         assert "no room within 3 s. Asked for, each on one node: 5 × (1 GPU, 1 CPU)." in caught.value.why
         assert (
@@ -118,7 +117,7 @@ def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: 
             in (caught.value.why)
         )
         # What could not be had is not held either.
-        assert ray_cluster.Places(place_on_gpus(4, ray_cluster.gpus(), with_trainer=False), 60)
+        assert ray_cluster.Places(place_on_gpus(4, ray_cluster.gpus(), trainers=0), 60)
 
 
 def test_a_path_that_a_node_does_not_have_is_named(address: str, tmp_path: Path) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -153,7 +149,7 @@ class Trained:
             settings=self.settings,
             model=self.model,
             args=grpo_config(self.settings, directory, seed=1, compute_dtype=self.model.dtype, longest=LONGEST),
-            train_dataset=step_dataset(self.settings.training.steps * int(os.environ.get("WORLD_SIZE", "1"))),
+            train_dataset=step_dataset(self.settings.training.steps),
             processing_class=AutoTokenizer.from_pretrained(POLICY),
             callbacks=[StepLog(lambda step, logs: self.logs.append((step, logs))), Gradients()],
         )
@@ -221,40 +217,6 @@ def test_a_steps_gradient_is_that_of_an_independent_computation(
         [(_, logs)] = done.logs
         assert logs["rows/micro_batches"] == batches
         assert done.passes == batches, "a forward pass besides the loss's own"
-
-
-def test_processes_divide_by_what_all_of_them_train(tmp_path: Path) -> None:
-    """Two processes with different rows and numbers of micro-batches have the gradient of one with all rows."""
-    import torch
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.training.optim.two_ranks", str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            said, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, said[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    wanted = expected(rows(), loss_type="grpo", importance="truncated")
-    for rank in range(2):
-        found, [(_, logs)] = torch.load(tmp_path / f"rank-{rank}.pt")
-        assert_equal({name.removeprefix("module."): grad for name, grad in found.items()}, wanted)
-        assert logs["rows/trained_tokens"] == sum(len(row.sample.trained) for row in rows())
 
 
 def test_the_gradient_depends_on_what_the_settings_say(tmp_path: Path) -> None:
@@ -525,18 +487,6 @@ def test_out_of_memory_means_torchs_own_errors() -> None:
         torch.empty(2**58, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="size"), micro_batch(2, 20, 10):
         torch.zeros(2) @ torch.zeros(3)
-
-
-def test_several_processes_do_not_repeat_a_step() -> None:
-    """One that ran out of memory would wait for the others, which go on with their division."""
-    from flywheel.training.optim.out_of_memory import MemoryShortError, fitting
-
-    def passes(_: int) -> None:
-        raise MemoryShortError(4, 400, 100)
-
-    trainer = SimpleNamespace(_metrics={"train": {}}, accelerator=SimpleNamespace(num_processes=2))
-    with pytest.raises(MemoryShortError, match="out of memory in a micro-batch of 400 tokens"):
-        fitting(trainer, None, 400, passes)
 
 
 class OutOfMemory:

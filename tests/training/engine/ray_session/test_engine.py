@@ -49,7 +49,7 @@ def settings(model: str) -> EngineSettings:
 
 
 def share_of_an_engine() -> float:
-    [gpu_share] = place_on_gpus(1, ray_cluster.gpus(), with_trainer=True).engines
+    [gpu_share] = place_on_gpus(1, ray_cluster.gpus(), trainers=1).engines
     return gpu_share.share
 
 
