@@ -99,7 +99,8 @@ def calls() -> list[RecordedCall]:
         answer = {"choices": [{"message": {"role": "assistant", "content": answered}}]}
         return RecordedCall(
             f"fw-{number:032d}", "/v1/chat/completions", "base", started_ns=BEGAN + number,
-            ended_ns=BEGAN + number + 1, status=200, is_complete=True, media_type="application/json", request=json.dumps(body).encode(),
+            ended_ns=BEGAN + number + 1, status=200, is_complete=True,
+            media_type="application/json", request=json.dumps(body).encode(),
             response=json.dumps(answer).encode(), **named,
         )  # fmt: skip
 
