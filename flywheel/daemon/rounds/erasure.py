@@ -52,18 +52,17 @@ _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
 """What `whole_file` leaves of a file if its process is killed."""
 
 
-def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[str]) -> int:
+def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path]) -> int:
     """Erase tasks from the files of all rounds and evaluations of a state, none of which runs; the number of files
-    that have changed. `used` are the directories of rounds that are known to have had one (`directories_with`).
+    that have changed. `used` are the directories of rounds that are known to have had one (`round_samples`).
 
     Raises LockedError and StoreError, as `erase_from_round`; what is left is done when it is run again.
     """
-    known = set(map(Path, used))
-    found = set(known)
+    found = set(used)
     # Of the trackers, the gate's decisions on this machine have sentences.
     for folder in (state_dir / name for name in (ROUNDS_DIR, evaluation_log.FOLDER, TRACKING_DIR)):
         found |= {each for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else set()
-    return sum(erase_from_round(each, erased, used=each in known) for each in sorted(found))
+    return sum(erase_from_round(each, erased, used=each in used) for each in sorted(found))
 
 
 def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False) -> int:

@@ -287,9 +287,9 @@ def test_all_rounds_and_evaluations_of_a_state(tmp_path: Path) -> None:
     (decisions := tmp_path / "tracking" / "r0001").mkdir(parents=True)
     write_json(decisions / "decision.json", {"outcome": "failed", "reason": TEXTS[GONE]})
     (decisions / "wandb.log").write_text("as it was")
-    assert erase_from_files(tmp_path, ERASED, [str(known), str(elsewhere)]) > 40
+    assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) > 40
     assert_nothing_left(tmp_path)
     assert json.loads((decisions / "decision.json").read_bytes()) == {"outcome": "failed", "reason": ERASED_SENTENCE}
     assert (decisions / "wandb.log").read_text() == "as it was"
-    assert erase_from_files(tmp_path, ERASED, [str(known), str(elsewhere)]) == 0
+    assert erase_from_files(tmp_path, ERASED, [known, elsewhere]) == 0
     assert erase_from_files(tmp_path / "none", ERASED, []) == 0
