@@ -26,15 +26,15 @@ ERASED: Final = "(erased: it quoted a task whose texts were erased)"
 """What is in the place of such a sentence."""
 PIECE: Final = 16
 """Bytes of a text that a sentence has in common with it if it quotes it. Most coincidences are shorter."""
-SHORTEST: Final = 4
-"""Bytes of the shortest text that a sentence can quote."""
+SHORTEST: Final = 8
+"""Bytes of the shortest text that a sentence can quote: a number or a word is in many sentences."""
 
 
 @dataclass(frozen=True)
 class ErasedTasks:
     """The keys of erased tasks (`task_id` in files), and their texts: what was asked, answered and returned by tools.
 
-    The texts are only for sentences that may quote them. Any number of bytes is possible.
+    The texts are only for sentences that may quote them.
     """
 
     keys: frozenset[str]

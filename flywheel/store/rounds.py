@@ -275,13 +275,6 @@ def retry(conn: Connection, round_id: int, old: RoundState, why: str, attempts: 
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + attempts)
 
 
-def directories_with(conn: Connection, keys: Collection[str]) -> list[str]:
-    """The directories of the rounds that had one of the tasks with these keys."""
-    joined = select(rounds.c.dir).join(round_samples, round_samples.c.round_id == rounds.c.id)
-    query = joined.join(tasks, tasks.c.id == round_samples.c.task_id).distinct()
-    return sorted({row.dir for row in rows_in(conn, query, tasks.c.key, sorted(keys))})
-
-
 def has_erased(conn: Connection, round_id: int, names: Collection[str]) -> bool:
     """Whether a round uses an erased task, or one of the tasks with these keys is erased."""
     is_erased = tasks.c.state == TaskState.ERASED.value

@@ -296,9 +296,8 @@ def allowed(scope: Scope = EVERY_TARGET) -> ColumnElement[bool]:
     )
 
 
-def has_erased(conn: Connection) -> bool:
-    """Whether any task is erased."""
-    return conn.execute(select(exists().where(tasks.c.state == TaskState.ERASED.value))).scalar_one()
+def count_erased(conn: Connection) -> int:
+    return count_rows(conn, tasks, tasks.c.state == TaskState.ERASED.value)
 
 
 def count_free(conn: Connection, scope: Scope = EVERY_TARGET) -> int:

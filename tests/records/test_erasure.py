@@ -71,11 +71,11 @@ def test_a_text_that_is_the_key_of_a_task_is_no_reference_to_it() -> None:
 
 def test_a_sentence_that_quotes_a_task_is_replaced_and_another_is_not() -> None:
     long = "My name is Zoë Ångström and I live at 12 Gråbrødretorv, in København"
-    erased = ErasedTasks(frozenset({"a"}), (long, "我的密码是七三九", "ok"))
+    erased = ErasedTasks(frozenset({"a"}), (long, "我的密码是七三九", "ok", "0.05", "gain"))
     for quote in (long, long[20:52], long[5:45].replace(" ", "\n  "), "说:我的密码是七三九。"):
         assert erased.quoted_in(f"ValueError: {quote}!"), quote
         assert without({"reason": f"cannot: {quote}", "steps": 3}, erased) == {"reason": ERASED, "steps": 3}
-    for sentence in ("", "ok", "the gain of 0.1 is shown", "My name is", "the rounds are ok: 七三九"):
+    for sentence in ("", "ok", "the gain of 0.05 is shown", "My name is", "the rounds are ok: 七三九"):
         assert not erased.quoted_in(sentence), sentence
     record = {"task_id": "c", "error": long}
     assert without(record, erased) is record, "it is what another task says"

@@ -45,7 +45,7 @@ from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, cl
 ROUNDS_DIR: Final = "rounds"
 TRACKING_DIR: Final = "tracking"
 """Where trackers have their files unless `tracking.dir` says otherwise."""
-EMPTIED: Final = b"The log was removed: texts of tasks of this round were erased.\n"
+EMPTIED: Final = b"The log was removed: it could quote tasks whose texts were erased.\n"
 WITHOUT_TEXTS: Final = frozenset({ADAPTER_DIR, CANDIDATE_DIR, CHECKPOINTS_DIR, SYNC_DIR})
 """Folders that have weights and no tasks."""
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
@@ -54,11 +54,11 @@ _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
 
 def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path]) -> int:
     """Erase tasks from the files of all rounds and evaluations of a state, none of which runs; the number of files
-    that have changed. `used` are the directories of rounds that are known to have had one (`directories_with`).
+    that have changed. `used` are the directories of rounds that are known to have had one (`round_samples`).
 
     Raises LockedError and StoreError, as `erase_from_round`; what is left is done when it is run again.
     """
-    found = {Path(each) for each in used}
+    found = set(used)
     # Of the trackers, the gate's decisions on this machine have sentences.
     for folder in (state_dir / name for name in (ROUNDS_DIR, evaluation_log.FOLDER, TRACKING_DIR)):
         found |= {each for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else set()

@@ -42,7 +42,7 @@ from flywheel.judge.filters.chain import chain_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.usage import Allowance, Budget, UsageFile
-from flywheel.records.round import CANDIDATE_DIR, RoundResult, Suite
+from flywheel.records.round import CANDIDATE_DIR, SPEC_FILE, RoundResult, Suite
 from flywheel.records.states import RoundState
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.client.replica_client import Condition
@@ -52,7 +52,7 @@ from flywheel.store import calibrations, deployments, gate_tests, judge_usage, n
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
-from flywheel.system.files import tree_sha256
+from flywheel.system.files import file_identity, tree_sha256
 from flywheel.training.data.round_directory import END_FILE, clear, version_of
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
@@ -172,6 +172,8 @@ class Rounds:
         self._finishing = asyncio.Lock()
         self._cancelled: dict[str, str] = {}
         """Why a round ends, by its name: the next one may begin before its worker has."""
+        self._without_erased: tuple[object, ...] = ()
+        """The round, the number of erased tasks and the specification that were looked at last, in vain."""
         self._trackers = Trackers(Path(sys.executable))
         self._reported: dict[str, str] = {}
         self._noted_supplies: dict[str, tuple[int, int, str]] = {}
@@ -484,9 +486,17 @@ class Rounds:
         whose candidate waits is not live: it stays, and what it was trained on is said of it
         (`flywheel.store.views.erased_samples`)."""
         row = await self._store.read(rounds.live)
-        if row is None or not await _has_erased(self._store, row):
+        if row is None:
             return None
-        return await self._cancel(row, rounds.HAS_ERASED)
+        # A specification may be large: it is read again only if it, or what is erased, has changed.
+        erased = await self._store.read(samples.count_erased)
+        looked_at = row.name, erased, await asyncio.to_thread(file_identity, Path(row.dir) / SPEC_FILE)
+        if looked_at == self._without_erased:
+            return None
+        if await _has_erased(self._store, row):
+            return await self._cancel(row, rounds.HAS_ERASED)
+        self._without_erased = looked_at
+        return None
 
     async def cancel(self, parent: str, why: str) -> str | None:
         """End the live round that goes on from `parent` or is compared with it, in whatever state, and release its
@@ -586,7 +596,7 @@ async def end_round_with_erased(store: Store) -> str | None:
 
 async def _has_erased(store: Store, row: Row[Any]) -> bool:
     """Whether a round uses an erased task, or its worker has recorded results or a reply of one."""
-    if not await store.read(samples.has_erased):
+    if not await store.read(samples.count_erased):
         return False
     return await store.read(rounds.has_erased, row.id, await asyncio.to_thread(tasks_of, Path(row.dir)))
 

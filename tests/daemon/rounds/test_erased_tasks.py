@@ -133,6 +133,24 @@ async def test_a_round_that_has_tool_results_of_an_erased_task_ends(wheel: Wheel
     assert await wheel.rounds.cancel_erased() == ("r0001" if is_erased else None)
 
 
+async def test_a_specification_that_is_written_after_the_tasks_were_erased_is_looked_at(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    await wheel.store.write(put_more_tasks, 1)
+    of_round = await samples(wheel)
+    other = select(schema.tasks.c.id, schema.tasks.c.key).where(schema.tasks.c.id.not_in(of_round))
+    number, key = await wheel.store.read(lambda conn: conn.execute(other).first())
+    await wheel.store.write(erase, [number])
+    for made in (
+        None,
+        round_spec(),
+        round_spec(shared=SharedRecordings({"a call": ToolResult("said", task_id=key)})),
+    ):
+        assert await wheel.rounds.cancel_erased() is None
+        if made is not None:
+            write_json(directory / SPEC_FILE, made.model_dump(mode="json"))
+    assert await wheel.rounds.cancel_erased() == "r0001"
+
+
 async def test_a_candidate_that_waits_stays(wheel: Wheel, by_hand: object) -> None:
     await passes(wheel, by_hand)  # type: ignore[arg-type]
     await wheel.store.write(erase, (await samples(wheel))[:1])
