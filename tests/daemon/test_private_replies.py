@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config, load
+from flywheel.errors import ConfigError
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.store import ledger
@@ -22,7 +23,7 @@ from tests.factories.state import deep_audited, open_state
 from tests.sources.calls.log_server import LogServer
 from tests.sources.studio.writer import Studio, agent, tool
 
-EXCLUDE = {"users": ["ana"], "conversations": ["secret-talk"], "agents": ["Secretary"]}
+EXCLUDE = {"users": ["ana"], "conversations": ["secret-talk", "unknown"], "agents": ["Secretary"]}
 SECRET = "swordfish"
 
 
@@ -37,7 +38,7 @@ def secret(at: int, **more: Any) -> dict[str, Any]:
 def rows_of_studio() -> list[dict[str, Any]]:
     """One ordinary trace, and six that are private."""
     return [
-        agent("open", "What is 1 + 1?", "2", trace="trace-open"),
+        agent("open", "What is 1 + 1?", "2", trace="trace-open", conversation="unknown"),  # It names none.
         with_attributes(secret(1), flywheel={"record": False}),
         with_attributes(secret(2), flywheel={"record": "no"}),
         with_attributes(secret(3), user={"id": "ana"}),
@@ -138,3 +139,9 @@ async def test_calls_of_excluded_users_are_erased_if_a_server_recorded_them(tmp_
         for log in (server.log, CallLogCopy(call_log_copy_path(config.state_dir))):
             with log:
                 assert [each.request_id for _, each in log.page(0, 9, 10**6)] == ["fw-1"]
+
+
+@pytest.mark.parametrize("kind", ["users", "conversations", "agents"])
+def test_an_empty_name_is_an_error(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"privacy\.exclude\.{kind}\.0"):
+        load(write_config(tmp_path, privacy={"exclude": {kind: [""]}}))

@@ -22,7 +22,7 @@ from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.schema import SCHEMAS, packed
 from tests.sources.otlp.exporting import PROTOBUF, request, span, stored
 
-NAMES = PrivateNames(frozenset({"ana"}), frozenset({"c-1"}), frozenset({"Secretary"}))
+NAMES = PrivateNames(frozenset({"ana", "None"}), frozenset({"c-1", "None"}), frozenset({"Secretary", "None"}))
 SECRET = "the password is swordfish"
 CHAT = {"gen_ai.operation.name": "chat", "gen_ai.output.messages": SECRET * 300}
 
