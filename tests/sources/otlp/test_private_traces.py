@@ -116,7 +116,7 @@ def test_other_traces_are_stored(attributes: dict[str, Any]) -> None:
 
 
 async def test_so_many_private_traces_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inboxes, "MAX_PRIVATE_TRACES", 3)
+    monkeypatch.setattr(inboxes, "MAX_REMEMBERED", 3)
     box = Inbox(tmp_path / "inbox.sqlite")
     rows = rows_of(request(*(span(at, trace=at) for at in range(1, 7)))).accepted
     ids = [row[COLUMNS.index("traceId")] for row in rows]
