@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from flywheel.config.section import Section
 from flywheel.records.privacy import PrivateNames
 
+PrivateName = Annotated[str, Field(min_length=1)]
+
 
 class ExcludeSettings(Section):
-    users: list[str] = []
+    users: list[PrivateName] = []
     """Users of whom nothing is recorded or stored, but a count: exact names, as requests (`user`; `metadata.user_id`)
     and spans (`user.id`) have them."""
-    conversations: list[str] = []
+    conversations: list[PrivateName] = []
     """Conversations of which nothing is recorded or stored, but a count: exact ids, as requests
     (`x-flywheel-conversation`) and spans have them."""
-    agents: list[str] = []
+    agents: list[PrivateName] = []
     """Agents of which nothing is stored, but a count: exact names, as spans have them. Recorded calls that a trace of
     such an agent names are erased. Replies of an agent that is only in `ingest.agents.exclude` are stored, and become
     no tasks."""

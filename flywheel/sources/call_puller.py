@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from flywheel.config import Config
 from flywheel.conversations import as_header
-from flywheel.errors import ServeError
+from flywheel.errors import CallLogError, ServeError
 from flywheel.records.trace import ModelCall
 from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
-from flywheel.serving.replica_addresses import replica_urls
+from flywheel.serving.replica_addresses import is_name, replica_urls
 from flywheel.serving.server_keys import admin_key
 from flywheel.sources.calls import conversations
 from flywheel.sources.calls.parsing import parse
@@ -319,8 +319,9 @@ class CallPuller:
     async def erase(self, request_ids: Collection[str]) -> int:
         """Erase calls from the copy, and from every server at the next pull that reaches it. Returns how many were in
         the copy. Raises CallLogError."""
-        urls = await replica_urls(self._config.serving)
-        erased = await asyncio.to_thread(self.call_log_copy.erase_everywhere, request_ids, list(urls))
+        # A name that has no address now is none of a server's.
+        urls = [url for url in await replica_urls(self._config.serving) if not is_name(url)]
+        erased = await asyncio.to_thread(self.call_log_copy.erase_everywhere, request_ids, urls)
         self._erase_at.clear()
         return erased
 
@@ -347,9 +348,22 @@ class CallPuller:
         """Have calls erased where that is pending. What fails is attempted again at a later pull."""
         now = time.monotonic()
         urls = [url for url in await asyncio.to_thread(self.pending) if now >= self._erase_at.get(url, 0.0)]
-        if COPY in urls and not await asyncio.to_thread(self.call_log_copy.finish_erasing, PURGE_SECONDS):
-            self._erase_at[COPY] = now + PURGE_AGAIN_SECONDS
+        if COPY in urls and not await self._finish_in_copy():
+            self._erase_at[COPY] = time.monotonic() + PURGE_AGAIN_SECONDS
         await asyncio.gather(*(self._erase_on(url) for url in urls if url in self._entries))
+
+    async def _finish_in_copy(self) -> bool:
+        try:
+            return await asyncio.to_thread(self.call_log_copy.finish_erasing, PURGE_SECONDS)
+        except CallLogError as error:
+            # Pulling goes on without the free disk space that this takes.
+            self._warn_of_erasing(COPY, error)
+            return False
+
+    def _warn_of_erasing(self, where: str, error: Exception) -> None:
+        if ("erase", where) not in self._warned:
+            self._warned.add(("erase", where))
+            log.warning("%s", error)
 
     async def _erase_on(self, url: str) -> None:
         try:
@@ -363,9 +377,7 @@ class CallPuller:
                 await asyncio.to_thread(self.call_log_copy.have_erased, url, ids)
         except ServeError as error:
             self._erase_at[url] = time.monotonic() + LONGEST_BACKOFF_SECONDS
-            if ("erase", url) not in self._warned:
-                self._warned.add(("erase", url))
-                log.warning("%s", error)
+            self._warn_of_erasing(url, error)
         else:
             self._warned.discard(("erase", url))
 

@@ -26,6 +26,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.task import Batch, joined
 from flywheel.records.trace import Cursor, ReplySelection
 from flywheel.sources.call_puller import CallPuller
+from flywheel.sources.otlp.inbox import private_calls
 from flywheel.sources.spans.extraction_process import ExtractionProcess
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.reader import Checkpoints, StudioReader
@@ -182,6 +183,7 @@ class StudioConnector:
         """The child process, while there is one."""
         self._sent: list[Future[Batch]] = []
         self._is_long = False
+        self._erased_to = 0
 
     @property
     def schema(self) -> str:
@@ -203,6 +205,7 @@ class StudioConnector:
         self._is_long = False
         if self._calls is not None:
             self._calls.begin()
+            await self._erase_private_calls(self._calls)
         batches = self.reader.read(cursor, self._checkpoints(number), now=datetime.now(UTC), final=final)
         queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
         producer = asyncio.create_task(self._produce(batches, queue))
@@ -316,6 +319,12 @@ class StudioConnector:
         if batch is None or not batch.call_references or self._calls is None:
             return batch
         return replace(batch, calls=self._calls.calls_of(batch.call_references))
+
+    async def _erase_private_calls(self, calls: CallPuller) -> None:
+        """Erase the recorded calls that private traces name which the receiver did not store."""
+        if self.type == "otlp" and (found := await self.in_thread(lambda: private_calls(self.path, self._erased_to))):
+            await calls.erase_new([request_id for _, request_id in found])
+            self._erased_to = found[-1][0]
 
     async def _without_private_calls(self, batch: Batch) -> Batch:
         """The batch, when the recorded calls that private traces name are erased: after a crash, it is read again."""

@@ -11,8 +11,11 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config, load
+from flywheel.errors import ConfigError
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.sources.call_puller import CallLogCopy
+from flywheel.sources.otlp.inbox import Inbox, inbox_path
+from flywheel.sources.otlp.rows import rows_of
 from flywheel.store import ledger
 from flywheel.store.kernel.schema import replies, reply_calls, tasks
 from tests.daemon.test_recorded_calls import asked, call, config_of, mark_of, trace
@@ -20,9 +23,10 @@ from tests.factories import state
 from tests.factories.config import write_config
 from tests.factories.state import deep_audited, open_state
 from tests.sources.calls.log_server import LogServer
+from tests.sources.otlp.exporting import request, span
 from tests.sources.studio.writer import Studio, agent, tool
 
-EXCLUDE = {"users": ["ana"], "conversations": ["secret-talk"], "agents": ["Secretary"]}
+EXCLUDE = {"users": ["ana"], "conversations": ["secret-talk", "unknown"], "agents": ["Secretary"]}
 SECRET = "swordfish"
 
 
@@ -37,7 +41,7 @@ def secret(at: int, **more: Any) -> dict[str, Any]:
 def rows_of_studio() -> list[dict[str, Any]]:
     """One ordinary trace, and six that are private."""
     return [
-        agent("open", "What is 1 + 1?", "2", trace="trace-open"),
+        agent("open", "What is 1 + 1?", "2", trace="trace-open", conversation="unknown"),  # It names none.
         with_attributes(secret(1), flywheel={"record": False}),
         with_attributes(secret(2), flywheel={"record": "no"}),
         with_attributes(secret(3), user={"id": "ana"}),
@@ -138,3 +142,32 @@ async def test_calls_of_excluded_users_are_erased_if_a_server_recorded_them(tmp_
         for log in (server.log, CallLogCopy(call_log_copy_path(config.state_dir))):
             with log:
                 assert [each.request_id for _, each in log.page(0, 9, 10**6)] == ["fw-1"]
+
+
+@pytest.mark.parametrize("kind", ["users", "conversations", "agents"])
+def test_an_empty_name_is_an_error(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"privacy\.exclude\.{kind}\.0"):
+        load(write_config(tmp_path, privacy={"exclude": {kind: [""]}}))
+
+
+async def test_recorded_calls_that_a_private_trace_names_over_otlp_are_erased(tmp_path: Path) -> None:
+    marks = [mark_of() for _ in range(4)]
+    chats = [span(at, {"gen_ai.response.id": f"chatcmpl-{mark}"}, parent=9) for at, mark in enumerate(marks[:3], 1)]
+    other = span(8, {"gen_ai.response.id": f"chatcmpl-{marks[3]}"}, trace=2)
+    with LogServer(tmp_path / "a.db") as server:
+        server.log.append(call(at, mark) for at, mark in enumerate(marks))
+        source = {"type": "otlp", "listen": "127.0.0.1:4318"}
+        config = config_of(tmp_path, server, sources=[source], privacy={"exclude": EXCLUDE})
+        box = Inbox(inbox_path(config.state_dir, source["listen"]))
+        # A span before the one that refuses, one with it, and one after it.
+        refusing = span(9, {"flywheel.record": False})
+        for some in ([chats[0], other], [chats[1], refusing], [chats[2]]):
+            rows = rows_of(request(*some))
+            await box.store(rows.accepted, rows.private)
+        await box.close()
+        for _ in range(2):
+            await ingest(config)
+            assert [each.request_id for _, each in server.log.page(0, 9, 10**6)] == marks[3:]
+            with CallLogCopy(call_log_copy_path(config.state_dir)) as copy:
+                assert [each.request_id for _, each in copy.page(0, 9, 10**6)] == marks[3:]
+                assert copy.pending() == {}

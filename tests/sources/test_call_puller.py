@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.config import Config, parse
+from flywheel.errors import CallLogError
 from flywheel.serving.calls.call_log import RecordedCall, call_log_copy_path
 from flywheel.sources import call_puller
 from flywheel.sources.call_puller import (
@@ -343,3 +344,24 @@ async def test_refused_calls_are_counted_and_an_older_copy_goes_on(tmp_path: Pat
             await puller.erase(["fw-1"])
             assert pulled_servers(path)[a.url].refused == 3
             assert pending_erasures(path)[a.url] == 1
+
+
+async def test_a_copy_that_cannot_be_purged_is_pulled_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> bool:
+        raise CallLogError("compact the call log", "disk full", "Free some.", retryable=True)
+
+    monkeypatch.setattr(call_puller, "PURGE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(CallLogCopy, "purge", full)
+    with LogServer(tmp_path / "a.db") as a:
+        a.log.append(told := calls(0, 3))
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            await puller.pull()
+            await puller.erase([told[0].request_id])
+            a.log.append(more := calls(10, 2))
+            for _ in range(2):
+                await puller.pull(at_once=True)
+            assert pulled(puller, [*told, *more]) == [*told[1:], *more]
+            assert puller.pending() == {COPY: 1}
+    assert caplog.text.count("disk full") == 1

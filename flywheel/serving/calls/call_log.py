@@ -42,6 +42,8 @@ COMPACT_NS: Final = 3600 * 10**9
 """A larger file is written anew at most so often, because writers wait for seconds."""
 MAX_ID_CHARACTERS: Final = 200
 """Of a request id; those of servers have fewer."""
+COMPACTING_SECONDS: Final = 120.0
+"""How long a connection waits for another one that writes the file anew."""
 PURGE_SECONDS: Final = 5.0
 PURGE_PAUSE_SECONDS: Final = 0.05
 MAX_PAGE_BYTES: Final = 32 << 20

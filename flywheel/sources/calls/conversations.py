@@ -34,7 +34,7 @@ from flywheel.records.states import SkipReason
 from flywheel.records.task import storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_reminder
-from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
+from flywheel.serving.calls.call_log import COMPACTING_SECONDS, CallLog, call_log_copy_path
 from flywheel.sources.calls.parsing import parse
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, Row, inbox_of
 from flywheel.sources.spans.messages import text_of
@@ -591,7 +591,7 @@ class ConversationFinder:
         self._keep_ns = idle_ns + LATE_NS
         self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9) if traced else 0
         self._aliases = config.aliases
-        self._log = CallLog(call_log_copy_path(config.state_dir))
+        self._log = CallLog(call_log_copy_path(config.state_dir), busy_seconds=COMPACTING_SECONDS)
         self.inbox = inbox_of(source, config.state_dir)
         self._inbox = Inbox(self.inbox)
         self._conversations = Conversations(

@@ -72,16 +72,15 @@ _SCHEMA: Final = (
     "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
     # Hashes of the ids of private traces: their spans may arrive in any order, and are sent again.
     "CREATE TABLE IF NOT EXISTS private_traces (number INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL UNIQUE)",
+    "CREATE TABLE IF NOT EXISTS private_calls (number INTEGER PRIMARY KEY AUTOINCREMENT, "
+    "request_id TEXT NOT NULL UNIQUE)",
 )
 _PRAGMAS: Final = tuple(
     f"PRAGMA {pragma}" for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON")
 )
-MAX_PRIVATE_TRACES: Final = 100_000
-"""Private traces that are remembered, the newest. A span that arrives later is stored as that of any trace."""
-_NOTE_PRIVATE: Final = (
-    # An ignored insert would count as well.
-    "INSERT INTO private_traces (hash) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM private_traces WHERE hash = ?1)"
-)
+MAX_REMEMBERED: Final = 100_000
+"""Private traces, and calls of such, that are remembered, the newest. A span that arrives later is stored as that of
+any trace."""
 _STORE: Final = (
     f"INSERT INTO span_table ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "  # noqa: S608 - constants
     f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
@@ -159,9 +158,7 @@ class Inbox:
             connection = await self._connected()
             await connection.execute("BEGIN IMMEDIATE")
             try:
-                if private:
-                    await _note_private(connection, private)
-                await connection.executemany(_STORE, await _not_private(connection, rows))
+                await connection.executemany(_STORE, await _without_private(connection, rows, private))
                 await connection.commit()
             except BaseException:
                 await connection.rollback()
@@ -249,7 +246,8 @@ def erase(inbox: Path, traces: Collection[str], *, rewrite: bool = True) -> int:
         connection.execute("BEGIN IMMEDIATE")
         is_there = "SELECT 1 FROM span_table WHERE traceId = ?"
         there = [trace for trace in traces if connection.execute(is_there, (trace,)).fetchone()]
-        connection.executemany(_NOTE_PRIVATE, [(_hash(trace),) for trace in there])
+        for statement in _noting("private_traces", "hash"):
+            connection.executemany(statement, [(_hash(trace),) for trace in there])
         erased = sum(connection.execute(f"{_BLANK} AND attributes <> '{{}}'", (trace,)).rowcount for trace in there)
         for statement in _COPY if erased and rewrite else ():
             connection.execute(statement)
@@ -268,39 +266,72 @@ def _using(inbox: Path, attempt: str) -> Iterator[sqlite3.Connection]:
         raise ReceiverError(f"{attempt} the inbox {inbox}", str(error), hint, retryable=True) from error
 
 
-async def _note_private(connection: aiosqlite.Connection, trace_ids: Collection[str]) -> None:
-    """Remember these traces, and overwrite what is stored of them."""
-    await connection.executemany(_NOTE_PRIVATE, [(_hash(trace_id),) for trace_id in trace_ids])
-    oldest = "SELECT max(number) - ? FROM private_traces"
-    await connection.execute(f"DELETE FROM private_traces WHERE number <= ({oldest})", (MAX_PRIVATE_TRACES,))  # noqa: S608
-    await connection.executemany(_BLANK, [(trace_id,) for trace_id in trace_ids])
-
-
-async def _not_private(connection: aiosqlite.Connection, rows: Sequence[Row]) -> list[Row]:
-    """Those of the rows whose traces are not private."""
-    at = COLUMNS.index("traceId")
-    private = set()
-    for trace_id in {row[at] for row in rows}:
+async def _without_private(
+    connection: aiosqlite.Connection, rows: Sequence[Row], private: Collection[str]
+) -> list[Row]:
+    """Those of the rows whose traces are not private. What is stored of traces in `private` is overwritten; they are
+    remembered, as are the recorded calls that private traces name."""
+    trace, attributes = COLUMNS.index("traceId"), COLUMNS.index("attributes")
+    named: dict[str, None] = {}
+    for trace_id in private:
+        await _note(connection, "private_traces", "hash", _hash(trace_id))
+        stored = await connection.execute_fetchall("SELECT attributes FROM span_table WHERE traceId = ?", (trace_id,))
+        named |= dict.fromkeys(call for (text,) in stored for call in recorded_in(text.encode()))
+        await connection.execute(_BLANK, (trace_id,))
+    is_private = {}
+    for trace_id in {row[trace] for row in rows}:
         query = "SELECT 1 FROM private_traces WHERE hash = ?"
-        if await connection.execute_fetchall(query, (_hash(trace_id),)):
-            private.add(trace_id)
-    return [row for row in rows if row[at] not in private]
+        is_private[trace_id] = bool(await connection.execute_fetchall(query, (_hash(trace_id),)))
+    for row in rows:
+        if is_private[row[trace]]:
+            named |= dict.fromkeys(recorded_in(row[attributes].encode()))
+    for request_id in named:
+        await _note(connection, "private_calls", "request_id", request_id)
+    return [row for row in rows if not is_private[row[trace]]]
+
+
+async def _note(connection: aiosqlite.Connection, table: str, column: str, value: bytes | str) -> None:
+    """Remember a value, and forget the oldest of too many."""
+    for statement in _noting(table, column):
+        await connection.execute(statement, (value,))
+
+
+def _noting(table: str, column: str) -> tuple[str, str]:
+    """The statements of `_note`."""
+    # An insert that is ignored would count as well.
+    is_new = f"NOT EXISTS (SELECT 1 FROM {table} WHERE {column} = ?1)"  # noqa: S608 - constants
+    oldest = f"(SELECT max(number) - {MAX_REMEMBERED} FROM {table})"  # noqa: S608 - constants
+    return (
+        f"INSERT INTO {table} ({column}) SELECT ?1 WHERE {is_new}",
+        f"DELETE FROM {table} WHERE number <= {oldest} AND {column} <> ?1",  # noqa: S608 - constants
+    )
 
 
 def _hash(trace_id: str) -> bytes:
     return hashlib.blake2b(trace_id.encode(), digest_size=16).digest()
 
 
+def private_calls(inbox: Path, after: int) -> list[tuple[int, str]]:
+    """Numbers above `after` and request ids of the recorded calls that private traces name, for a look at the file
+    beside the process that writes it."""
+    query = "SELECT number, request_id FROM private_calls WHERE number > ? ORDER BY number"
+    return _looked_up(inbox, query, after)
+
+
 def private_traces(inbox: Path) -> int:
     """How many traces of an inbox were private, for a look at the file beside the process that writes it. 0, if there
     is no such file or it cannot be read."""
+    found = _looked_up(inbox, "SELECT seq FROM sqlite_sequence WHERE name = 'private_traces'")
+    return int(found[0][0]) if found else 0
+
+
+def _looked_up(inbox: Path, query: str, *values: int) -> list[Any]:
+    """The rows of a query; none if there is no such file, or it cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"{inbox.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            query = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'private_traces'), 0)"
-            (count,) = connection.execute(query).fetchone()
+            return connection.execute(query, values).fetchall()
     except sqlite3.Error:
-        return 0
-    return int(count)
+        return []
 
 
 async def prune(inbox: Path, before_ns: int) -> int:

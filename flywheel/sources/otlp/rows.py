@@ -175,14 +175,17 @@ def _is_private(attributes: Nested, name: str, names: PrivateNames) -> bool:
         return True
     if names == NOBODY:
         return False
-    named = [str(get_path(attributes, *path)) for path in _AGENT]
+    agents = _texts(attributes, _AGENT)
     if operation(attributes) == _INVOKE:
-        named.append(name.removeprefix(f"{_INVOKE} "))
+        agents.append(name.removeprefix(f"{_INVOKE} "))
     return names.cover(
-        users=[str(get_path(attributes, *path)) for path in _USERS],
-        conversations=[str(get_path(attributes, *path)) for path in _CONVERSATIONS],
-        agents=named,
+        users=_texts(attributes, _USERS), conversations=_texts(attributes, _CONVERSATIONS), agents=agents
     )
+
+
+def _texts(attributes: Nested, paths: Iterable[tuple[str, ...]]) -> list[str]:
+    """The values at these paths, as texts."""
+    return [str(value) for path in paths if (value := get_path(attributes, *path)) is not None]
 
 
 def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested: _Nesting) -> Row:

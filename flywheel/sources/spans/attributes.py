@@ -28,7 +28,7 @@ from flywheel.sources.spans.messages import (
     tool_of,
 )
 from flywheel.sources.spans.reprs import is_result, parse_call
-from flywheel.sources.spans.span import NOTHING, Attributes, Function, Span, SpanKind
+from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Function, Span, SpanKind
 
 S = TypeVar("S", bound=Struct)
 
@@ -161,7 +161,7 @@ def is_private(span: Span, names: PrivateNames) -> bool:
         return False
     return names.cover(
         users=(user_id(span), span.call.user if span.call is not None else ""),
-        conversations=(span.conversation_id,),
+        conversations=() if span.conversation_id == UNKNOWN else (span.conversation_id,),
         agents=(agent_name(span) if span.kind is SpanKind.AGENT else span.attributes.gen_ai.agent.name,),
     )
 

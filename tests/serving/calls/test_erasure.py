@@ -103,6 +103,7 @@ shapes = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.data(), shapes, st.integers(0, 2**32))
 @settings(deadline=None, max_examples=60)
 def test_nothing_of_erased_calls_is_left_and_all_others_are_as_they_were(
@@ -113,6 +114,9 @@ def test_nothing_of_erased_calls_is_left_and_all_others_are_as_they_were(
     with tempfile.TemporaryDirectory() as folder, CallLog(path := Path(folder) / "calls.db") as log:
         for each in calls:
             log.append([each])
+        oldest = data.draw(st.integers(0, len(calls)))
+        log.prune(oldest, 10**9)
+        left = [each for each in left if each.ended_ns >= oldest]
         for _ in range(data.draw(st.integers(1, 3))):
             some = data.draw(st.lists(st.sampled_from(left), unique_by=lambda each: each.request_id)) if left else []
             assert log.erase(each.request_id for each in some) == len(some)
@@ -131,6 +135,24 @@ def test_nothing_of_erased_calls_is_left_and_all_others_are_as_they_were(
         assert_uses_are_right(log)
         log.append(calls)
         assert {each.request_id for each in stored(log)}.isdisjoint(each.request_id for each in gone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, 11, 14])
+def test_copies_that_sqlite_leaves_when_it_moves_rows_are_gone(tmp_path: Path, seed: int) -> None:
+    """Rows move when neighbours are removed, and leave bytes in unused parts of pages: in these cases, as SQLite 3.40
+    does it, those of rows that are removed later."""
+    calls = random_calls(seed, [(at, 1, at * 7 % 60 + 1) for at in range(60)])
+    chosen = random.Random(seed)
+    first = chosen.sample(calls, 30)
+    second = chosen.sample([each for each in calls if each not in first], 20)
+    with CallLog(path := tmp_path / "calls.db") as log:
+        log.append(calls)
+        for some in (first, second):
+            log.erase(each.request_id for each in some)
+        assert log.purge()
+        kept = stored(log)
+    assert_gone(path, only_of([*first, *second], kept), kept)
 
 
 def test_the_file_is_as_small_as_if_the_calls_had_never_been(tmp_path: Path) -> None:
@@ -183,6 +205,7 @@ def test_what_happens_between_the_look_at_the_parts_and_the_removal_is_respected
         assert_uses_are_right(log)
 
 
+@pytest.mark.slow
 def test_a_server_goes_on_recording_while_calls_are_erased(tmp_path: Path) -> None:
     path = tmp_path / "calls.db"
     before, added = conversation(300, 1), conversation(60, 2)
@@ -217,13 +240,15 @@ def test_a_file_is_not_purged_while_others_read_an_older_state(tmp_path: Path) -
 
 def test_a_large_file_is_compacted_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with CallLog(tmp_path / "calls.db") as log:
-        log.append(conversation(5))
+        log.append(calls := conversation(5))
         monkeypatch.setattr(call_log, "COMPACTED_AT_ONCE_BYTES", 0)
         log.erase(["fw-0-1"])
         assert log.purge()
         assert log.purge()
         log.erase(["fw-0-2"])
         assert not log.purge()
+        # What was removed is overwritten at once.
+        assert zlib.compress(calls[2].response, 1)[2:-4] not in bytes_of(tmp_path / "calls.db")
         monkeypatch.setattr(call_log, "COMPACT_NS", 0)
         assert log.purge()
 
@@ -255,6 +280,7 @@ log.purge()
 """
 
 
+@pytest.mark.slow
 def test_what_kill_9_leaves_of_an_erasure_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "calls.db"
     gone = [each for seed in range(0, 40, 2) for each in conversation(30, seed)]
@@ -280,7 +306,7 @@ def test_what_kill_9_leaves_of_an_erasure_is_whole(tmp_path: Path, monkeypatch: 
         assert log.erase(each.request_id for each in gone) == len(found) - len(kept)
         assert stored(log) == kept
         assert log.purge()
-        assert_gone(path, only_of(gone, kept)[::50], kept)
+        assert_gone(path, only_of(gone, kept)[::100], kept)
 
 
 NAMED = {"conversation": "c-1", "user": "ana"}

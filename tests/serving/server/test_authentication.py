@@ -20,7 +20,14 @@ KEYS = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin", "VLLM_API_K
 AGENTS = {"authorization": "Bearer agents"}
 ADMIN = {"authorization": "Bearer admin"}
 
-MANAGEMENT = {*routes.ADMINS, "/flywheel/alias", "/flywheel/calls", "/flywheel/other", "/v1/%6Coad_lora_adapter"}
+MANAGEMENT = {
+    *routes.ADMINS,
+    "/flywheel/alias",
+    "/flywheel/calls",
+    "/flywheel/calls/erase",
+    "/flywheel/other",
+    "/v1/%6Coad_lora_adapter",
+}
 UNKNOWN = {"/plugin", "/v1/files", "/v1/moderations", "/v1/files/file-1", "//v1/load_lora_adapter"}
 """Paths that no list names: of clients, of plugins, and of later versions of vLLM."""
 

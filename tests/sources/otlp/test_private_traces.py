@@ -22,7 +22,7 @@ from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.schema import SCHEMAS, packed
 from tests.sources.otlp.exporting import PROTOBUF, request, span, stored
 
-NAMES = PrivateNames(frozenset({"ana"}), frozenset({"c-1"}), frozenset({"Secretary"}))
+NAMES = PrivateNames(frozenset({"ana", "None"}), frozenset({"c-1", "None"}), frozenset({"Secretary", "None"}))
 SECRET = "the password is swordfish"
 CHAT = {"gen_ai.operation.name": "chat", "gen_ai.output.messages": SECRET * 300}
 
@@ -116,7 +116,7 @@ def test_other_traces_are_stored(attributes: dict[str, Any]) -> None:
 
 
 async def test_so_many_private_traces_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inboxes, "MAX_PRIVATE_TRACES", 3)
+    monkeypatch.setattr(inboxes, "MAX_REMEMBERED", 3)
     box = Inbox(tmp_path / "inbox.sqlite")
     rows = rows_of(request(*(span(at, trace=at) for at in range(1, 7)))).accepted
     ids = [row[COLUMNS.index("traceId")] for row in rows]
