@@ -125,13 +125,10 @@ def _print_results(results: Mapping[str, Any]) -> None:
         if not group["pairs"]:
             continue
         width = max(map(len, group["methods"]))
-        print(f"{'':{width}}  {'  '.join(f'{metric:>9}' for metric in METRICS)}")
+        compared = "   encoder - method, mrr (95 %)" if group["differences"] else ""
+        print(f"{'':{width}}  {'  '.join(f'{metric:>9}' for metric in METRICS)}{compared}")
         for method, found in group["methods"].items():
             figures = "  ".join(f"{found[metric]['mean']:9.3f}" for metric in METRICS)
             less = group["differences"].get(method, {}).get(MRR)
-            reach = (
-                f"   difference of mrr {less['mean']:+.3f} ({less['lower']:+.3f} to {less['upper']:+.3f})"
-                if less
-                else ""
-            )
+            reach = f"   {less['mean']:+.3f} ({less['lower']:+.3f} to {less['upper']:+.3f})" if less else ""
             print(f"{method:{width}}  {figures}{reach}")

@@ -104,6 +104,7 @@ def test_training_says_what_stays(flywheel: Run, home: Path, tmp_path: Path) -> 
     assert 0 < made["pairs"] < expected_pairs(Split.TRAIN)
     ran = flywheel(*map(str, asked), "--out", tmp_path / "again")
     assert f"\nBM25 stays: {made['reason']}." in ran.out
+    assert "mrr   encoder - method, mrr (95 %)\n" in ran.out
     ran = flywheel(*map(str, asked), "--out", tmp_path / "made")
     assert ran.code == 78 and "it exists" in ran.err
     ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--encoder", base, "--json")
