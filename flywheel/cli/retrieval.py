@@ -77,6 +77,9 @@ def evaluate(
     encoder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A directory with an encoder. Default: BM25 alone.")
     ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Measure this encoder, too: a directory or a name on the Hub.")
+    ] = None,
     target: TargetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -86,7 +89,7 @@ def evaluate(
 
     settings = load_config(config, "evaluate retrieval")
     directory = absolute(encoder) if encoder is not None else None
-    results = evaluate_encoder(run_async(_calls(settings, target)), directory, settings.training.seed)
+    results = evaluate_encoder(run_async(_calls(settings, target)), directory, settings.training.seed, base)
     if as_json:
         print_json({"encoder": str(encoder) if encoder is not None else None, "results": results})
         return
@@ -122,9 +125,10 @@ def _print_results(results: Mapping[str, Any]) -> None:
         if not group["pairs"]:
             continue
         width = max(map(len, group["methods"]))
-        print(f"{'':{width}}  {'  '.join(f'{metric:>9}' for metric in METRICS)}")
+        compared = "   encoder - method, mrr (95 %)" if group["differences"] else ""
+        print(f"{'':{width}}  {'  '.join(f'{metric:>9}' for metric in METRICS)}{compared}")
         for method, found in group["methods"].items():
             figures = "  ".join(f"{found[metric]['mean']:9.3f}" for metric in METRICS)
             less = group["differences"].get(method, {}).get(MRR)
-            reach = f"   encoder {less['mean']:+.3f} ({less['lower']:+.3f} to {less['upper']:+.3f})" if less else ""
+            reach = f"   {less['mean']:+.3f} ({less['lower']:+.3f} to {less['upper']:+.3f})" if less else ""
             print(f"{method:{width}}  {figures}{reach}")

@@ -19,7 +19,8 @@ MRR: Final = "mrr"
 """The mean reciprocal rank; a tool that is not among the first `DEPTH` counts 0."""
 METRICS: Final = (*(f"recall@{k}" for k in CUTOFFS), MRR)
 NEW: Final = "encoder"
-BASELINES: Final = ("base", "bm25", "base + bm25")
+BASE: Final = "base"
+BASELINES: Final = (BASE, "bm25", f"{BASE} + bm25")
 SEEN: Final = "seen"
 UNSEEN: Final = "unseen"
 

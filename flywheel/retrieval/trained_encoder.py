@@ -15,7 +15,7 @@ from flywheel.errors import ConfigError, TrainError
 from flywheel.records.states import Split
 from flywheel.retrieval import encoder
 from flywheel.retrieval.encoder_training import EncoderOptions, architecture_of, train
-from flywheel.retrieval.evaluation import METRICS, NEW, UNSEEN, Vectors, evaluate, methods_of, not_better
+from flywheel.retrieval.evaluation import BASE, METRICS, NEW, UNSEEN, Vectors, evaluate, methods_of, not_better
 from flywheel.retrieval.pairs import Calls, trained_tools, training_rows
 from flywheel.retrieval.texts import encoded_query
 from flywheel.retrieval.tool_index import RECORD, Method, record_in
@@ -52,7 +52,7 @@ def train_encoder(calls: Calls, base: str, out: Path, options: EncoderOptions, n
     model = encoder.load_model(base)
     before = vectors_of(model, calls)
     train(model, rows, options)
-    report = measured(calls, {NEW: vectors_of(model, calls), "base": before}, trained, options.seed)
+    report = measured(calls, {NEW: vectors_of(model, calls), BASE: before}, trained, options.seed)
     reason = not_better(report)
     architecture = architecture_of(model)
     record = {
@@ -74,15 +74,15 @@ def train_encoder(calls: Calls, base: str, out: Path, options: EncoderOptions, n
     return record
 
 
-def evaluate_encoder(calls: Calls, directory: Path | None, seed: int) -> dict[str, Any]:
-    """The report on held-out calls: of BM25, and of the encoder in a directory, alone and fused with it. If it was
-    trained here, unseen tools are those that its training did not see, else those that training would not.
+def evaluate_encoder(calls: Calls, directory: Path | None, seed: int, base: str | None = None) -> dict[str, Any]:
+    """The report on held-out calls: of BM25, and of the encoder in a directory and a `base`, alone and fused with it.
+    If the encoder was trained here, unseen tools are those that its training did not see, else those that training
+    would not.
 
     Raises ConfigError.
     """
-    if directory is None:
-        return measured(calls, {}, trained_tools(calls.tools, seed), seed)
-    record = record_in(directory)
+    _require_held_out(calls)
+    record = record_in(directory) if directory is not None else {}
     if record.get("method") == Method.BM25:
         raise ConfigError(
             f"evaluate the encoder in {directory}",
@@ -90,8 +90,9 @@ def evaluate_encoder(calls: Calls, directory: Path | None, seed: int) -> dict[st
             "Leave out --encoder, or name a directory with an encoder.",
         )
     trained = frozenset(record["trained_tools"]) if record else trained_tools(calls.tools, seed)
-    vectors = vectors_of(encoder.load_model(directory), calls)
-    return measured(calls, {NEW: vectors}, trained, seed)
+    named = {name: each for name, each in ((NEW, directory), (BASE, base)) if each is not None}
+    vectors = {name: vectors_of(encoder.load_model(each), calls) for name, each in named.items()}
+    return measured(calls, vectors, trained, seed)
 
 
 def vectors_of(model: SentenceTransformer, calls: Calls) -> Vectors:
@@ -100,7 +101,6 @@ def vectors_of(model: SentenceTransformer, calls: Calls) -> Vectors:
 
 
 def measured(calls: Calls, encoders: Mapping[str, Vectors], trained: frozenset[str], seed: int) -> dict[str, Any]:
-    _require_held_out(calls)
     against = NEW if NEW in encoders else Method.BM25.value
     methods = methods_of(list(calls.tools.values()), encoders)
     return evaluate(calls.pairs[Split.HELD_OUT], list(calls.tools), methods, trained, against=against, seed=seed)

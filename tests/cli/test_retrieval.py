@@ -104,7 +104,12 @@ def test_training_says_what_stays(flywheel: Run, home: Path, tmp_path: Path) -> 
     assert 0 < made["pairs"] < expected_pairs(Split.TRAIN)
     ran = flywheel(*map(str, asked), "--out", tmp_path / "again")
     assert f"\nBM25 stays: {made['reason']}." in ran.out
+    assert "mrr   encoder - method, mrr (95 %)\n" in ran.out
     ran = flywheel(*map(str, asked), "--out", tmp_path / "made")
     assert ran.code == 78 and "it exists" in ran.err
     ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--encoder", base, "--json")
     assert set(ran.json["results"]["seen"]["methods"]) == {"encoder", "encoder + bm25", "bm25"}
+    ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--encoder", base, "--base", base, "--json")
+    differences = ran.json["results"]["seen"]["differences"]
+    assert set(differences) == {"encoder + bm25", "base", "base + bm25", "bm25"}
+    assert differences["base"]["mrr"]["mean"] == 0 < differences["base"]["mrr"]["upper"]
