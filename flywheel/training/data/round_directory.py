@@ -38,7 +38,7 @@ from flywheel.training.data.round_progress import PROGRESS_FILE, read_steps
 from flywheel.training.data.stages import STAGES_DIR, TRAINED_FILE
 
 SYNC_DIR = "sync"
-"""Adapters of single steps, which the engines load."""
+"""Adapters of single steps, until they are sent to the engines."""
 CHECKPOINTS_DIR = "checkpoints"
 """In the folder of a stage: the checkpoints of transformers' trainer."""
 VERSION: Final = "version"

@@ -20,8 +20,7 @@ from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import FILES, most_rank, why_unloadable
-from flywheel.system.files import file_sha256, sync
-from flywheel.training.data.rollout import LoadedAdapter
+from flywheel.system.files import sync
 
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
 """Instruction sets that multiply bfloat16 faster than float32."""
@@ -211,11 +210,6 @@ def save_adapter(model: Any, directory: Path) -> None:
         (beside / "README.md").unlink(missing_ok=True)
 
     appear(directory, write)
-
-
-def loaded_adapter(name: str, number: int, path: Path) -> LoadedAdapter:
-    """An adapter's directory as engines load it."""
-    return LoadedAdapter(name, number, str(path), file_sha256(path / "adapter_model.safetensors"))
 
 
 def copy_adapter(source: Path, directory: Path) -> None:

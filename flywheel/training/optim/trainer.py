@@ -1,6 +1,6 @@
 """The trainer: a Ray actor that trains the adapter of a round, stage by stage.
 
-Each step of GRPO syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
+Each step of GRPO sends the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
 step and writes one metrics line. A stage that an earlier worker has begun goes on from its last checkpoint; the
 complete steps behind it are trained again from their stored rollouts. SFT and DPO need no engine. The trainer starts
 no engine and knows no judge; a factory for the grading function is passed in.
@@ -8,6 +8,7 @@ no engine and knows no judge; a factory for the grading function is passed in.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -18,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
-
-import ray
 
 from flywheel.config import Config
 from flywheel.records.round import AdapterRef, RoundSpec
@@ -37,10 +36,11 @@ from flywheel.training.data.round_directory import (
 )
 from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
 from flywheel.training.data.samples import Pair, RecordedReply, TrainingRow
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.policy import (
     adapter_of_checkpoint,
     load_policy,
-    loaded_adapter,
     save_adapter,
     trainer_dtypes,
 )
@@ -102,7 +102,7 @@ class Trainer(RoundActor):
         self._model: Any = None
         self._compute_dtype = "auto"
 
-    def start(self, parent: AdapterRef | None) -> None:
+    def start(self, parent: AdapterFiles | None) -> None:
         """Load the policy that the first stage starts from. Raises TrainError."""
         # Ray starts actors with one thread; torch reads the number before its first parallel section.
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
@@ -121,19 +121,21 @@ class Trainer(RoundActor):
         """Those of the round (`Config`), once it is decided which reward counts."""
         self._settings = Config.model_validate(settings)
 
-    def load(self, parent: AdapterRef | None) -> None:
+    def load(self, parent: AdapterFiles | None) -> None:
         """Load the policy that a stage starts from, with nothing of the stage before. Raises TrainError."""
         spec, training = self._spec, self._settings.training
         dtype, self._compute_dtype = trainer_dtypes(spec.base_model, training.precision)
         quantization = self._settings.model.trainer_quantization
-        self._model = load_policy(
-            spec.base_model, parent, training.lora, spec.seed, dtype=dtype, quantization=quantization
-        )
+        with contextlib.nullcontext() if parent is None else parent.written() as folder:
+            adapter = None if folder is None else AdapterRef(name="parent", path=str(folder), sha256="")
+            self._model = load_policy(
+                spec.base_model, adapter, training.lora, spec.seed, dtype=dtype, quantization=quantization
+            )
 
     def train(
         self,
         prompts: Sequence[Prompt],
-        engines: Sequence[Any],
+        engines: list[Any],
         make_grade: Callable[[Callable[[str], None]], Grade],
         gate_rollouts: int,
         adapter: Path,
@@ -269,7 +271,7 @@ def _train(trainer: Any, checkpoint: Checkpoint | None) -> None:
 class AdapterSync:
     """Loads the weights of each step into the engines."""
 
-    def __init__(self, model: Any, engines: Sequence[Any], directory: Path, round_id: str, overlap: int) -> None:
+    def __init__(self, model: Any, engines: list[Any], directory: Path, round_id: str, overlap: int) -> None:
         """With `overlap`, rollouts of so many earlier adapters may be running while a new one is loaded."""
         self._model, self._engines, self._round_id, self._in_use = model, engines, round_id, overlap
         self._folder = directory / SYNC_DIR
@@ -282,19 +284,17 @@ class AdapterSync:
         path = self._folder / f"step-{number}"
         path.parent.mkdir(exist_ok=True)
         save_adapter(self._model, path)
-        new = loaded_adapter(f"{self._round_id}-step-{number}", number, path)
+        files = AdapterFiles.read(path)
+        shutil.rmtree(path)
         while len(self._loaded) > self._in_use:
             self._unload()
-        ray.get([engine.load.remote(new) for engine in self._engines])
+        new = ray_cluster.load(self._engines, f"{self._round_id}-step-{number}", number, files)
         self._loaded.append(new)
         return new
 
     def _unload(self) -> None:
-        # Its files may be deleted only after the engines have unloaded it: an engine whose adapter files are missing
-        # dies.
         old = self._loaded.pop(0)
-        ray.get([engine.unload.remote(old) for engine in self._engines])
-        shutil.rmtree(old.path)
+        ray_cluster.everywhere(self._engines, lambda engine: engine.unload.remote(old))
 
     def clean_up(self) -> None:
         """Unload and remove all."""

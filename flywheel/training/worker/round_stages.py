@@ -30,6 +30,7 @@ from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.data.stages import TRAINED_FILE, adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.trainer import Trained
@@ -87,6 +88,10 @@ def ended_stages(spec: RoundSpec, settings: Config, directory: Path) -> Training
     return ended
 
 
+def files_of(adapter: AdapterRef | None) -> AdapterFiles | None:
+    return None if adapter is None else AdapterFiles.read(Path(adapter.path))
+
+
 class Stages:
     """Those of one round, on running engines and a trainer that has loaded what the first of them starts from."""
 
@@ -95,7 +100,7 @@ class Stages:
         spec: RoundSpec,
         settings: Config,
         directory: Path,
-        engines: Sequence[Any],
+        engines: list[Any],
         trainer: Any,
         make_grade: Callable[[Callable[[str], None]], Grade],
         load: Callable[[AdapterRef | None], LoadedAdapter | None],
@@ -116,7 +121,7 @@ class Stages:
         for number, stage in list(enumerate(stages, 1))[ended:]:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
             if number > ended + 1:
-                ray_cluster.wait([self._trainer.load.remote(training.adapter)])
+                ray_cluster.wait([self._trainer.load.remote(files_of(training.adapter))])
             log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
             path = stage_adapter(self._directory, number, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +180,7 @@ class Stages:
         if not lines:
             [measured] = ray_cluster.wait([self._trainer.losses.remote(replies, adapter)])
             # Nothing of the measurement is left in the policy that is trained.
-            ray_cluster.wait([self._trainer.load.remote(training.adapter)])
+            ray_cluster.wait([self._trainer.load.remote(files_of(training.adapter))])
             losses = {each.task_id: loss for each, loss in zip(replies, measured, strict=True) if loss is not None}
             tokens = {each.task_id: sum(len(sample.trained) for sample in each.samples) for each in replies}
             said = {each.task.task_id: each.task.exchange for each in prompts}
@@ -254,9 +259,12 @@ class Stages:
 
     def _recorded(self, tasks: Sequence[RoundTask]) -> tuple[list[RecordedReply], dict[str, str]]:
         empty = self._settings.training.sft.reasoning == "empty"
-        work = self._engines[0].recorded_replies.remote(tasks, empty_reasoning=empty)
-        [(replies, refused)] = ray_cluster.wait([work])
-        return replies, refused
+
+        def replies(engine: Any) -> tuple[list[RecordedReply], dict[str, str]]:
+            [found] = ray_cluster.wait([engine.recorded_replies.remote(tasks, empty_reasoning=empty)])
+            return found  # type: ignore[no-any-return]
+
+        return ray_cluster.anywhere(self._engines, replies)
 
     def _reinforce(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
         """GRPO on rollouts of the prompts."""

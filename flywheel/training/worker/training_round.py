@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,15 +36,16 @@ from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.loss_selection import read_selection, why_set_aside
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
-from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, add_usage
 from flywheel.training.data.rollout_file import write_answers
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.stages import adapter_of
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
+from flywheel.training.engine.policy import copy_adapter, rank
 from flywheel.training.gate.gate import TRIPWIRES
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.optim.collector import Collector, Grade
@@ -57,7 +57,7 @@ from flywheel.training.optim.trainer import Trainer
 from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from flywheel.training.worker.round_stages import Stages, ended_stages
+from flywheel.training.worker.round_stages import Stages, ended_stages, files_of
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -96,6 +96,8 @@ class Round:
         self._numbers = itertools.count(settings.training.steps + 1)
         self._frozen: dict[str, LoadedAdapter | None] | None = None
         self.engines: list[Any] = []
+        """Without those that are lost, see `lost_engines`; all that were started are in `started`."""
+        self.started: list[Any] = []
         self.trainer: Any = None
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
@@ -129,7 +131,8 @@ class Round:
                 tensor_parallel=rollout.tensor_parallel,
             )
             self.engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
-        members = list(self.engines)
+        self.started = list(self.engines)
+        members = []
         if (trainer_share := placement.trainer) is not None:
             self.trainer = ray_cluster.start(
                 Trainer,
@@ -140,12 +143,12 @@ class Round:
                 within=places.at(trainer_share),
             )
             members.append(self.trainer)
-        with self._mark() as mark:
-            ray_cluster.gather(members, self.settings, [mark, *self._needed()])
+        files = [path for path in self.program.files if Path(path).is_absolute()] if self.program is not None else []
+        ray_cluster.gather(self.engines, members, self.settings, self.spec.base_model, files)
         ray_cluster.wait([engine.check_memory.remote() for engine in self.engines])
         starting = [engine.start.remote() for engine in self.engines]
         if self.trainer is not None:
-            starting.append(self.trainer.start.remote(self.ended.adapter))
+            starting.append(self.trainer.start.remote(files_of(self.ended.adapter)))
         started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
 
@@ -160,7 +163,7 @@ class Round:
             max_turns=rollout.max_turns,
         )
         gate = replace(training, shared=spec.shared_gate, on_miss="end")
-        ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
+        ray_cluster.everywhere(self.engines, lambda engine: engine.use_tools.remote(training, gate))
 
     def _use_program(self) -> None:
         """Start the user's agent on the engines, if rollouts run one, with the models of all targets."""
@@ -179,18 +182,8 @@ class Round:
             needs_reward=config.rollout.weights.workflow > 0,
         )
         settings = config.model_dump(mode="json")
-        [found, *_] = ray_cluster.wait([engine.use_program.remote(settings, setup) for engine in self.engines])
+        found, *_ = ray_cluster.everywhere(self.engines, lambda engine: engine.use_program.remote(settings, setup))
         log.info("the agent of rollouts: %s", found)
-
-    @contextlib.contextmanager
-    def _mark(self) -> Iterator[Path]:
-        """A marker file in the round's directory: nodes that see it share the same directory."""
-        mark = self.directory / f".seen-{secrets.token_hex(8)}"
-        mark.touch()
-        try:
-            yield mark
-        finally:
-            mark.unlink(missing_ok=True)
 
     @property
     def frozen(self) -> list[FrozenTarget]:
@@ -200,13 +193,6 @@ class Round:
     def _adapters(self) -> list[AdapterRef | None]:
         """Those that exist before the round: of the parent, of a candidate, of the other targets."""
         return [self.spec.parent, self.spec.candidate, *(each.adapter for each in self.frozen)]
-
-    def _needed(self) -> list[Path]:
-        """Paths of base model, adapters and the user's agent that actors read; a name on a hub is not a path."""
-        named = [self.spec.base_model, *(adapter.path for adapter in self._adapters() if adapter is not None)]
-        if self.program is not None:
-            named += self.program.files
-        return [Path(name) for name in named if Path(name).is_absolute()]
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
         """The tasks that can be trained on: rendered by the model's template, short enough, without duplicates."""
@@ -233,7 +219,9 @@ class Round:
         return found.prompts
 
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
-        [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
+        prompts, refused = ray_cluster.anywhere(
+            self.engines, lambda engine: ray_cluster.wait([engine.encode.remote(list(tasks))])[0]
+        )
         if tasks and len(refused) == len(tasks):
             first = next(f"{task}: {why}" for task, why in refused.items())
             raise TrainError(
@@ -332,12 +320,9 @@ class Round:
             self.meter.enter("evaluating", self._gate_rollouts(held_out), step=figures.get("steps", 0), **rewards)
             candidate, deployed = self._load(adapter), self._load(self.spec.parent)
             comparison = self._compare(held_out, candidate, deployed)
-            probe = make_probe(
-                self.engines[0],
-                held_out,
-                candidate,
-                deployed,
-                max_model_len=self.about.context,
+            probe = ray_cluster.anywhere(
+                self.engines,
+                lambda engine: make_probe(engine, held_out, candidate, deployed, max_model_len=self.about.context),
             )
         return self._result(adapter=adapter, comparison=comparison, probe=probe, **figures)
 
@@ -357,9 +342,8 @@ class Round:
         if adapter is None:
             return None
         number = next(self._numbers)
-        loaded = loaded_adapter(f"{adapter.name}-{number}", number, Path(adapter.path))
-        ray_cluster.wait([engine.load.remote(loaded) for engine in self.engines])
-        return loaded
+        files = AdapterFiles.read(Path(adapter.path))
+        return ray_cluster.load(self.engines, f"{adapter.name}-{number}", number, files)
 
     def _too_few_exact(self, train: int, held_out: int) -> RoundResult:
         if self.trainer is not None:
@@ -398,7 +382,7 @@ class Round:
         failures: list[Completion] = []
         is_cut = False
         for some in filter(None, (requests[:1], requests[1:])):
-            made = ray_cluster.wait([self.engines[0].generate.remote(request) for request in some])
+            made: list[Completion] = ray_cluster.anywhere(self.engines, partial(_generated, some))
             failures += (failed := [completion for completion in made if completion.error])
             is_cut |= len(failed) < len(made)
             for completion in made:
@@ -527,6 +511,10 @@ class Round:
             device=self.about.device,
             **fields,
         )
+
+
+def _generated(requests: Sequence[RolloutRequest], engine: Any) -> list[Completion]:
+    return ray_cluster.wait([engine.generate.remote(request) for request in requests])
 
 
 def _paired(prompts: Sequence[Prompt], pairs: Pairs) -> list[Paired]:

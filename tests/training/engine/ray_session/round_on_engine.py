@@ -40,7 +40,7 @@ def run_round(
         def start() -> None:
             whole.engines, whole.about = [engine], StartedEngine("cpu", 192)
             whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
-            ray_cluster.wait([whole.trainer.start.remote(spec.parent)])
+            ray_cluster.wait([whole.trainer.start.remote(None)])
 
         monkeypatch.setattr(whole, "start", start)
         try:

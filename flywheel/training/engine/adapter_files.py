@@ -1,0 +1,86 @@
+"""Adapters on their way between nodes: the bytes of their files, which Ray's object store carries, and the folder of
+a process that gets them. No file system is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from flywheel.errors import TrainError
+from flywheel.serving.adapter_files import FILES
+from flywheel.system.files import file_sha256
+
+PREFIX: Final = "fw-adapters-"
+LOCK: Final = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter by name, and their SHA-256."""
+
+    contents: Mapping[str, bytes]
+    sha256: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        contents = {name: (folder / name).read_bytes() for name in FILES}
+        return cls(contents, {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+
+    def write(self, folder: Path) -> None:
+        """Make the folder. Raises TrainError if it then does not have what was read."""
+        attempted = f"write an adapter to {folder}"
+        try:
+            folder.mkdir()
+            for name, data in self.contents.items():
+                (folder / name).write_bytes(data)
+            changed = [name for name, hashed in self.sha256.items() if file_sha256(folder / name) != hashed]
+        except OSError as error:
+            hint = "Free space where Ray keeps its temporary files on that node."
+            raise TrainError(attempted, error.strerror or str(error), hint, retryable=True) from error
+        if changed:
+            hint = "The round can be started again; check the memory and the disk of that node."
+            raise TrainError(attempted, f"{', '.join(changed)} arrived changed", hint, retryable=True)
+
+    @contextlib.contextmanager
+    def written(self) -> Iterator[Path]:
+        """A temporary folder with them. Raises TrainError."""
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as parent:
+            folder = Path(parent) / "adapter"
+            self.write(folder)
+            yield folder
+
+
+class AdapterFolder:
+    """A private folder for adapters, of this process. Those of processes that were killed are removed first."""
+
+    def __init__(self, parent: Path) -> None:
+        for left in parent.glob(f"{PREFIX}*"):
+            # The lock of a process that has ended is free.
+            with contextlib.suppress(OSError), (left / LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        unnamed = self.path / f".{LOCK}"
+        self._lock = unnamed.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Others look at it only now.
+        unnamed.rename(self.path / LOCK)
+
+    def of(self, number: int) -> Path:
+        """Where the files of the adapter of this number are."""
+        return self.path / str(number)
+
+    def remove(self, number: int) -> None:
+        shutil.rmtree(self.of(number))
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
