@@ -1,25 +1,20 @@
-"""Adapters on their way between nodes: the bytes of their files, which Ray's object store carries, and the folder of
-a process that gets them. No file system is shared.
+"""Adapters on their way between nodes: the bytes of their files, which Ray's object store carries. No file system is
+shared.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from flywheel.errors import TrainError
 from flywheel.serving.adapter_files import FILES
 from flywheel.system.files import file_sha256
-
-PREFIX: Final = "fw-adapters-"
-LOCK: Final = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +47,7 @@ class AdapterFiles:
     @contextlib.contextmanager
     def written(self) -> Iterator[Path]:
         """A temporary folder with them. Raises TrainError."""
-        with tempfile.TemporaryDirectory(prefix=PREFIX) as parent:
+        with tempfile.TemporaryDirectory(prefix="fw-adapter-") as parent:
             folder = Path(parent) / "adapter"
             self.write(folder)
             yield folder
-
-
-class AdapterFolder:
-    """A private folder for adapters, of this process. Those of processes that were killed are removed first."""
-
-    def __init__(self, parent: Path) -> None:
-        for left in parent.glob(f"{PREFIX}*"):
-            # The lock of a process that has ended is free.
-            with contextlib.suppress(OSError), (left / LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        unnamed = self.path / f".{LOCK}"
-        self._lock = unnamed.open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Others look at it only now.
-        unnamed.rename(self.path / LOCK)
-
-    def of(self, number: int) -> Path:
-        """Where the files of the adapter of this number are."""
-        return self.path / str(number)
-
-    def remove(self, number: int) -> None:
-        shutil.rmtree(self.of(number))
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()

@@ -180,9 +180,11 @@ def _connect(settings: RaySettings) -> None:
         ) from error
 
 
-def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:
-    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`."""
-    return ray.remote(kind).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=within).remote(*arguments)
+def start(kind: type, *arguments: Any, gpus: float, within: Any = None, calls: int | None = None) -> Any:
+    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`. It has
+    so many `calls` at a time; by default one, or any number if its methods are asynchronous."""
+    options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": within, "max_concurrency": calls}
+    return ray.remote(kind).options(**options).remote(*arguments)
 
 
 def gpus() -> int:

@@ -3,7 +3,8 @@
 Each step of GRPO sends the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
 step and writes one metrics line. A stage that an earlier worker has begun goes on from its last checkpoint; the
 complete steps behind it are trained again from their stored rollouts. SFT and DPO need no engine. The trainer starts
-no engine and knows no judge; a factory for the grading function is passed in.
+no engine and knows no judge; a factory for the grading function is passed in. Paths in the round's directory may be
+relative to it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import ray
+
 from flywheel.config import Config
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.system.process import keep_freed_memory
+from flywheel.system.process_folder import ProcessFolder
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
+from flywheel.training.data.mirrored_folder import Change, MirroredFolder
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
 from flywheel.training.data.round_directory import (
     CHECKPOINTS_DIR,
     END_FILE,
+    NOT_MIRRORED,
     SYNC_DIR,
     Checkpoint,
     go_on_from,
@@ -49,6 +55,7 @@ from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError, CollapseW
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.prefetch import Prefetch
+from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
     RoundRefusedError,
@@ -101,6 +108,26 @@ class Trainer(RoundActor):
         self._threads = threads
         self._model: Any = None
         self._compute_dtype = "auto"
+        self._mirror: MirroredFolder | None = None
+
+    def sees(self, path: str) -> bool:
+        return Path(path).exists()
+
+    def use_copy(self) -> None:
+        """Use a folder of this node in place of the round's directory, which is not here. `exchange` fills it."""
+        self._copy = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
+        self._directory = self._copy.path
+        self._mirror = MirroredFolder(self._directory, NOT_MIRRORED)
+
+    def exchange(self, changes: Sequence[Change]) -> list[Change]:
+        """Make changes in the copy of the round's directory. Returns those that were made here. May be called while
+        another method runs."""
+        assert self._mirror is not None
+        self._mirror.apply(changes)
+        return self._mirror.changes()
+
+    def remove_copy(self) -> None:
+        self._copy.remove()
 
     def start(self, parent: AdapterFiles | None) -> None:
         """Load the policy that the first stage starts from. Raises TrainError."""
@@ -136,22 +163,23 @@ class Trainer(RoundActor):
         self,
         prompts: Sequence[Prompt],
         engines: list[Any],
-        make_grade: Callable[[Callable[[str], None]], Grade],
+        make_grade: Callable[[Path, Pause], Grade],
         gate_rollouts: int,
         adapter: Path,
         before: int,
     ) -> Trained:
         """Train with GRPO for the configured steps and write the adapter. Raises TrainError, or the judge's error.
 
-        `make_grade` gets a callback for pauses. `gate_rollouts` is the number of rollouts of the following
-        comparison, for the estimate of the remaining time. Earlier stages took so many steps `before`.
+        `make_grade` gets the round's directory and a callback for pauses. `gate_rollouts` is the number of rollouts
+        of the following comparison, for the estimate of the remaining time. Earlier stages took so many steps
+        `before`.
         """
         settings, updates = self._settings, self._settings.training.updates_per_batch
-        training = settings.training
+        training, adapter = settings.training, self._directory / adapter
         meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
         longest = max(prompt.max_tokens for prompt in prompts)
         store, refusal = GradedRollouts(self._directory), ""
-        with Collector.of(settings, engines, make_grade(meter.pause), meter, store) as collector:
+        with Collector.of(settings, engines, make_grade(self._directory, meter.pause), meter, store) as collector:
             sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id, training.overlap)
             run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
             trainer = self._trainer(settings, run.roll_out, run.report, longest, adapter)
@@ -190,6 +218,7 @@ class Trainer(RoundActor):
     ) -> Trained:
         """Train on recorded replies (SFT) and write the adapter. `held_out` are replies of which only the loss is
         measured. Earlier stages took so many steps `before`. Raises TrainError."""
+        adapter = self._directory / adapter
         settings = stage_settings(self._settings, "sft", len(replies))
         run = Epochs("sft", settings, self._directory, replies, self._spec.seed, before)
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
@@ -206,7 +235,7 @@ class Trainer(RoundActor):
         token. `load` must follow before the policy is trained. `adapter` is where that of the stage will be."""
         settings = stage_settings(self._settings, "sft", len(replies))
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
-        trainer = self._trainer(settings, lambda _: [], lambda *_: None, longest, adapter)
+        trainer = self._trainer(settings, lambda _: [], lambda *_: None, longest, self._directory / adapter)
         return [trainer.mean_nll(rows_of([reply])) for reply in replies]
 
     def prefer(self, pairs: Sequence[Pair], adapter: Path, before: int) -> Trained:
@@ -215,7 +244,7 @@ class Trainer(RoundActor):
         from flywheel.training.optim.dpo import PairTrainer, dpo_config
         from flywheel.training.optim.grpo import EndAtCheckpoint, StepLog, step_dataset
 
-        settings = stage_settings(self._settings, "dpo", len(pairs))
+        adapter, settings = self._directory / adapter, stage_settings(self._settings, "dpo", len(pairs))
         run = Epochs("dpo", settings, self._directory, pairs, self._spec.seed, before)
         folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
         trainer = PairTrainer(

@@ -32,6 +32,7 @@ from flywheel.training.data.stages import TRAINED_FILE, adapter_of, stage_adapte
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.trainer import Trained
 
@@ -102,11 +103,12 @@ class Stages:
         directory: Path,
         engines: list[Any],
         trainer: Any,
-        make_grade: Callable[[Callable[[str], None]], Grade],
+        make_grade: Callable[[Path, Pause], Grade],
         load: Callable[[AdapterRef | None], LoadedAdapter | None],
         gate_rollouts: int,
     ) -> None:
-        """`load` loads an adapter on every engine. `make_grade` and `gate_rollouts` are as in `Trainer.train`."""
+        """`trainer` is a `TrainerProcess`. `load` loads an adapter on every engine. `make_grade` and `gate_rollouts`
+        are as in `Trainer.train`."""
         self._spec, self._settings, self._directory = spec, settings, directory
         self._engines, self._trainer, self._make_grade, self._load = engines, trainer, make_grade, load
         self._gate_rollouts = gate_rollouts
@@ -121,7 +123,7 @@ class Stages:
         for number, stage in list(enumerate(stages, 1))[ended:]:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
             if number > ended + 1:
-                ray_cluster.wait([self._trainer.load.remote(files_of(training.adapter))])
+                self._trainer.call("load", files_of(training.adapter))
             log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
             path = stage_adapter(self._directory, number, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,8 +164,7 @@ class Stages:
         if (pool := self._spec.pool) is not None:
             replies = self._chosen(pool, prompts, replies, adapter, training)
         trained: Trained
-        work = self._trainer.imitate.remote(replies, self._replies(held_out)[0], adapter, training.steps)
-        [trained] = ray_cluster.wait([work])
+        trained = self._trainer.call("imitate", replies, self._replies(held_out)[0], adapter, training.steps)
         return trained
 
     def _chosen(
@@ -178,9 +179,9 @@ class Stages:
         started again goes on with the choice of the first."""
         lines = read_selection(self._directory)
         if not lines:
-            [measured] = ray_cluster.wait([self._trainer.losses.remote(replies, adapter)])
+            measured = self._trainer.call("losses", replies, adapter)
             # Nothing of the measurement is left in the policy that is trained.
-            ray_cluster.wait([self._trainer.load.remote(files_of(training.adapter))])
+            self._trainer.call("load", files_of(training.adapter))
             losses = {each.task_id: loss for each, loss in zip(replies, measured, strict=True) if loss is not None}
             tokens = {each.task_id: sum(len(sample.trained) for sample in each.samples) for each in replies}
             said = {each.task.task_id: each.task.exchange for each in prompts}
@@ -231,8 +232,7 @@ class Stages:
             why = f"none of {len(prompts)} tasks has a better and a worse reply"
             return Trained(steps, reward, None, why + (f": {pairs.reasons}" if pairs.reasons else ""), steps)
         trained: Trained
-        work = self._trainer.prefer.remote(pairs.pairs, adapter, training.steps + steps)
-        [trained] = ray_cluster.wait([work])
+        trained = self._trainer.call("prefer", pairs.pairs, adapter, training.steps + steps)
         return replace(trained, steps=trained.steps + steps, rollout_steps=steps, reward_first=reward)
 
     def _roll_out(self, prompts: Sequence[Prompt], steps: int, training: Training) -> Iterator[RolloutBatch]:
@@ -251,7 +251,7 @@ class Stages:
 
     def _collector(self, settings: Config, meter: Meter) -> Collector:
         store = GradedRollouts(self._directory)
-        return Collector.of(settings, self._engines, self._make_grade(meter.pause), meter, store)
+        return Collector.of(settings, self._engines, self._make_grade(self._directory, meter.pause), meter, store)
 
     def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
         """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""
@@ -272,5 +272,5 @@ class Stages:
             return Trained(0, None, None, refusal="no task is left for it")
         trained: Trained
         more = self._gate_rollouts, adapter, training.steps
-        [trained] = ray_cluster.wait([self._trainer.train.remote(prompts, self._engines, self._make_grade, *more)])
+        trained = self._trainer.call("train", prompts, self._engines, self._make_grade, *more)
         return trained

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, overload
 
-import ray
-
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
@@ -58,6 +56,7 @@ from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
 from flywheel.training.worker.round_stages import Stages, ended_stages, files_of
+from flywheel.training.worker.trainer_process import TrainerProcess
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -88,7 +87,7 @@ class Round:
         if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
         self._grade_by = make_grade
-        self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
+        self.make_grade: Callable[[Path, Pause], Grade] = partial(_make_grade, make_grade, spec)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
         self.grade = make_grade(spec, directory, purpose, self.meter.pause)
         self.ended = ended_stages(spec, settings, directory)
@@ -98,7 +97,7 @@ class Round:
         self.engines: list[Any] = []
         """Without those that are lost, see `lost_engines`; all that were started are in `started`."""
         self.started: list[Any] = []
-        self.trainer: Any = None
+        self.trainer: TrainerProcess | None = None
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
         self.about = StartedEngine("none", 0)
@@ -134,21 +133,24 @@ class Round:
         self.started = list(self.engines)
         members = []
         if (trainer_share := placement.trainer) is not None:
-            self.trainer = ray_cluster.start(
+            actor = ray_cluster.start(
                 Trainer,
                 self.spec,
                 str(self.directory),
                 threads,
                 gpus=trainer_share.share,
                 within=places.at(trainer_share),
+                calls=1 if self.settings.ray.address is None else 2,
             )
-            members.append(self.trainer)
+            self.trainer = TrainerProcess(actor, self.directory)
+            members.append(actor)
         files = [path for path in self.program.files if Path(path).is_absolute()] if self.program is not None else []
         ray_cluster.gather(self.engines, members, self.settings, self.spec.base_model, files)
         ray_cluster.wait([engine.check_memory.remote() for engine in self.engines])
         starting = [engine.start.remote() for engine in self.engines]
         if self.trainer is not None:
-            starting.append(self.trainer.start.remote(files_of(self.ended.adapter)))
+            self.trainer.place()
+            starting.append(self.trainer.actor.start.remote(files_of(self.ended.adapter)))
         started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
 
@@ -278,7 +280,7 @@ class Round:
             running = self.engines, self.trainer, self.make_grade, self._load, gate_rollouts
             trained = Stages(self.spec, self.settings, self.directory, *running).run(prompts, held_out, self.ended)
             if self.trainer is not None:
-                ray.kill(self.trainer)
+                self.trainer.end()
         self.usage = trained.usage
         lines = read_selection(self.directory) if self.spec.pool is not None else []
         released = [line["task_id"] for line in lines if line["outcome"] == "released"]
@@ -347,7 +349,7 @@ class Round:
 
     def _too_few_exact(self, train: int, held_out: int) -> RoundResult:
         if self.trainer is not None:
-            ray.kill(self.trainer)
+            self.trainer.end()
         task, first = next(iter(self.inexact.items()))
         return self._result(
             "refused",
@@ -364,12 +366,12 @@ class Round:
         reward, why = decided_reward(run)
         self.settings = self.settings.model_copy(update={"rollout": rollout.model_copy(update={"reward": reward})})
         if not has_judge(self.settings):
-            self.make_grade = partial(without_judge)
+            self.make_grade = without_judge
             self.grade = without_judge()
         # From now on, a run without what counts is a failure.
         self._use_program()
         if self.trainer is not None:
-            ray_cluster.wait([self.trainer.use_settings.remote(self.settings.model_dump(mode="json"))])
+            self.trainer.call("use_settings", self.settings.model_dump(mode="json"))
         if why:
             log.info("%s", why)
         return {"reward_by": why} if why else {}
@@ -511,6 +513,11 @@ class Round:
             device=self.about.device,
             **fields,
         )
+
+
+def _make_grade(make_grade: MakeGrade, spec: RoundSpec, directory: Path, pause: Pause) -> Grade:
+    """For rollouts to learn from, in the process and the directory where they are graded."""
+    return make_grade(spec, directory, Purpose.ROUNDS, pause)
 
 
 def _generated(requests: Sequence[RolloutRequest], engine: Any) -> list[Completion]:

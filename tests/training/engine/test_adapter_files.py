@@ -1,11 +1,8 @@
-"""Adapters as files that travel: what arrives is what was sent, and nothing of it is left."""
+"""Adapters as files that travel: what arrives is what was sent."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +11,7 @@ import pytest
 from flywheel.errors import TrainError
 from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from flywheel.system.files import file_sha256
-from flywheel.training.engine.adapter_files import AdapterFiles, AdapterFolder
-from tests.waiting import wait_for
+from flywheel.training.engine.adapter_files import AdapterFiles
 
 
 @pytest.fixture
@@ -49,33 +45,7 @@ def test_a_folder_that_cannot_be_written_is_named(files: AdapterFiles, tmp_path:
         files.write(tmp_path / "none" / "there")
 
 
-def test_the_folder_of_a_process_is_private_and_ends_with_it(files: AdapterFiles, tmp_path: Path) -> None:
-    folder = AdapterFolder(tmp_path / "made")
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    files.write(folder.of(3))
-    folder.remove(3)
-    assert not folder.of(3).exists()
-    files.write(folder.of(4))
-    folder.close()
-    assert not folder.path.exists()
-
-
-def test_what_killed_processes_left_is_removed_and_what_others_use_is_not(tmp_path: Path) -> None:
-    code = (
-        "import signal, sys, pathlib; from flywheel.training.engine.adapter_files import AdapterFolder\n"
-        "folder = AdapterFolder(pathlib.Path(sys.argv[1])); folder.of(1).mkdir(); signal.pause()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as other:
-        try:
-            wait_for(lambda: list(tmp_path.glob("*/1")), "the other process")
-            [theirs] = tmp_path.iterdir()
-            own = AdapterFolder(tmp_path)
-            assert theirs.exists()
-        finally:
-            other.send_signal(signal.SIGKILL)
-    next_own = AdapterFolder(tmp_path)
-    assert not theirs.exists()
-    assert own.path.exists()
-    own.close()
-    next_own.close()
-    assert list(tmp_path.iterdir()) == []
+def test_what_is_written_for_a_while_is_gone_afterwards(files: AdapterFiles) -> None:
+    with files.written() as folder:
+        assert (folder / CONFIG_FILE).read_text() == "{}"
+    assert not folder.parent.exists()
