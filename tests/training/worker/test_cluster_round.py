@@ -46,6 +46,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 class Nodes:
     """Of a Ray cluster. `blind` is a folder in which nodes see nothing."""
 
@@ -133,7 +140,7 @@ def ended(nodes: Nodes) -> tuple[Done, list[str]]:
         def engine() -> psutil.Process | None:
             assert not (own / "error.json").exists(), (own / "error.json").read_text()
             children = psutil.Process(lost.pid).children(recursive=True)
-            return next((each for each in children if "ray::Engine" in " ".join(each.cmdline())), None)
+            return next((each for each in children if "ray::Engine" in command(each)), None)
 
         def is_generating() -> bool:
             assert not (own / "error.json").exists(), (own / "error.json").read_text()
@@ -154,7 +161,7 @@ def ended(nodes: Nodes) -> tuple[Done, list[str]]:
 
         wait_for(engine, "the engine of the second node")
         wait_for(is_stuck, "a step in which it has rollouts", seconds=400)
-        killed.extend(each.name() for each in psutil.Process(lost.pid).children(recursive=True))
+        killed.extend(map(command, psutil.Process(lost.pid).children(recursive=True)))
         end(lost)
 
     with judge.running() as url:
