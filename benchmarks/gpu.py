@@ -47,7 +47,7 @@ SIZES: Final = {
     "num_hidden_layers": (28, 2),
     "num_attention_heads": (16, 4),
     "num_key_value_heads": (8, 2),
-    "head_dim": (128, 16),
+    "head_dim": (128, 32),
 }
 """Of Qwen3-0.6B, and of a quick run's model."""
 PACKAGES: Final = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")

@@ -14,7 +14,6 @@ from typing import Self
 
 from flywheel.errors import TrainError
 from flywheel.serving.adapter_files import FILES
-from flywheel.system.files import file_sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +26,21 @@ class AdapterFiles:
     @classmethod
     def read(cls, folder: Path) -> Self:
         contents = {name: (folder / name).read_bytes() for name in FILES}
-        return cls(contents, {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+        return cls(contents, {name: _sha256(data) for name, data in contents.items()})
 
     def write(self, folder: Path) -> None:
-        """Make the folder. Raises TrainError if it then does not have what was read."""
+        """Make the folder. Raises TrainError if they are not what was read."""
         attempted = f"write an adapter to {folder}"
+        if changed := [name for name, data in self.contents.items() if _sha256(data) != self.sha256[name]]:
+            hint = "The round can be started again; check the memory of that node."
+            raise TrainError(attempted, f"{', '.join(changed)} arrived changed", hint, retryable=True)
         try:
             folder.mkdir()
             for name, data in self.contents.items():
                 (folder / name).write_bytes(data)
-            changed = [name for name, hashed in self.sha256.items() if file_sha256(folder / name) != hashed]
         except OSError as error:
             hint = "Free space where Ray keeps its temporary files on that node."
             raise TrainError(attempted, error.strerror or str(error), hint, retryable=True) from error
-        if changed:
-            hint = "The round can be started again; check the memory and the disk of that node."
-            raise TrainError(attempted, f"{', '.join(changed)} arrived changed", hint, retryable=True)
 
     @contextlib.contextmanager
     def written(self) -> Iterator[Path]:
@@ -51,3 +49,7 @@ class AdapterFiles:
             folder = Path(parent) / "adapter"
             self.write(folder)
             yield folder
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -203,13 +203,14 @@ def load_policy(
 
 def save_adapter(model: Any, directory: Path) -> None:
     """Write the adapter `default`; the directory appears atomically."""
+    appear(directory, lambda beside: write_adapter(model, beside))
 
-    def write(beside: Path) -> None:
-        model.save_pretrained(beside, selected_adapters=["default"])
-        # PEFT's model card is an empty template.
-        (beside / "README.md").unlink(missing_ok=True)
 
-    appear(directory, write)
+def write_adapter(model: Any, directory: Path) -> None:
+    """Write the adapter `default` where nothing outlives the process."""
+    model.save_pretrained(directory, selected_adapters=["default"])
+    # PEFT's model card is an empty template.
+    (directory / "README.md").unlink(missing_ok=True)
 
 
 def copy_adapter(source: Path, directory: Path) -> None:

@@ -49,6 +49,7 @@ from flywheel.training.engine.policy import (
     load_policy,
     save_adapter,
     trainer_dtypes,
+    write_adapter,
 )
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError, CollapseWatch
@@ -312,7 +313,7 @@ class AdapterSync:
         number = next(self._numbers)
         path = self._folder / f"step-{number}"
         path.parent.mkdir(exist_ok=True)
-        save_adapter(self._model, path)
+        write_adapter(self._model, path)
         files = AdapterFiles.read(path)
         shutil.rmtree(path)
         while len(self._loaded) > self._in_use:
