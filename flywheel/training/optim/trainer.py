@@ -127,7 +127,8 @@ class Trainer(RoundActor):
         self._mirror.apply(changes)
         return self._mirror.changes()
 
-    def remove_copy(self) -> None:
+    def stop(self) -> None:
+        """Remove the copy: its node keeps nothing of the round."""
         self._copy.remove()
 
     def start(self, parent: AdapterFiles | None) -> None:

@@ -54,10 +54,14 @@ class TrainerProcess:
         return result
 
     def end(self) -> None:
-        """Its node keeps nothing of the round."""
-        if self._mirror is not None:
-            ray_cluster.wait([self.actor.remove_copy.remote()])
+        if self.has_copy:
+            ray_cluster.stop([self.actor])
         ray.kill(self.actor)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether it has to be stopped (`ray_cluster.stop`), so that nothing stays on its node."""
+        return self._mirror is not None
 
     def _exchange(self) -> None:
         assert self._mirror is not None

@@ -95,8 +95,9 @@ class Round:
         self._numbers = itertools.count(settings.training.steps + 1)
         self._frozen: dict[str, LoadedAdapter | None] | None = None
         self.engines: list[Any] = []
-        """Without those that are lost, see `lost_engines`; all that were started are in `started`."""
+        """Without those that are lost, see `lost_engines`."""
         self.started: list[Any] = []
+        """Actors that have to be stopped: all engines, and a trainer with a copy of the directory."""
         self.trainer: TrainerProcess | None = None
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
@@ -150,6 +151,8 @@ class Round:
         starting = [engine.start.remote() for engine in self.engines]
         if self.trainer is not None:
             self.trainer.place()
+            if self.trainer.has_copy:
+                self.started.append(self.trainer.actor)
             starting.append(self.trainer.actor.start.remote(files_of(self.ended.adapter)))
         started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
