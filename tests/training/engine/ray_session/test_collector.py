@@ -224,16 +224,20 @@ def test_a_request_that_ends_engines_is_given_up(caplog: pytest.LogCaptureFixtur
     """At the second one. The others go on."""
 
     class Calls:
-        """Engines are numbers; a call is the engine's with its request."""
+        """Engines and calls are numbers."""
+
+        def __init__(self) -> None:
+            self.made: list[tuple[int, RolloutRequest]] = []
 
         def submit(self, engine: int, request: RolloutRequest) -> Any:
-            return engine, request
+            self.made.append((engine, request))
+            return len(self.made) - 1
 
         def ended(self, calls: Any, *, seconds: float) -> list[Any]:
             return list(calls)[:1]
 
         def completion(self, call: Any) -> Completion:
-            engine, wanted = call
+            engine, wanted = self.made[call]
             if wanted.seed == 1002:
                 raise ProcessLostError("generate rollouts", f"engine {engine} died")
             return reply(wanted.prompt, (wanted.seed,), (-0.1,), str(wanted.seed))
