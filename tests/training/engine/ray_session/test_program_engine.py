@@ -100,7 +100,7 @@ def engine() -> Iterator[Any]:
 
     setup = replace(settings(str(POLICY)), more_adapters=1)
     actor = ray_cluster.start(Engine, setup, gpus=share_of_an_engine())
-    ray_cluster.wait([actor.join.remote({"JUDGE_API_KEY": "secret-of-the-judge"}, [])])
+    ray_cluster.wait([actor.join.remote({"JUDGE_API_KEY": "secret-of-the-judge"}, str(POLICY), [], "")])
     ray_cluster.wait([actor.start.remote()])
     yield actor
     ray_cluster.stop([actor])
