@@ -96,7 +96,7 @@ class Engine(RolloutEngine, RoundActor):
         super().__init__()
         self._settings = settings
         self._numbers = itertools.count()
-        self._folder = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
+        self._folder: ProcessFolder | None = None
         self._llm: Any = None
         self._chat: Any = None
         self._context = settings.max_model_len
@@ -270,6 +270,8 @@ class Engine(RolloutEngine, RoundActor):
     async def load(self, adapter: LoadedAdapter, files: AdapterFiles) -> None:
         """Load an adapter from its files. They stay on this node until it is unloaded: vLLM reads those of an adapter
         that it has evicted again. Raises TrainError."""
+        if self._folder is None:
+            self._folder = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
         await asyncio.to_thread(files.write, self._path(adapter))
         lora = self._request(adapter)
         await self._llm.add_lora(lora)
@@ -355,7 +357,8 @@ class Engine(RolloutEngine, RoundActor):
         if self._llm is not None:
             several = self._settings.tensor_parallel > 1
             await asyncio.to_thread(self._llm.shutdown, END_OF_SEVERAL_SECONDS if several else END_SECONDS)
-        await asyncio.to_thread(self._folder.remove)
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.remove)
 
     def _tokens_of_context(self, request: RolloutRequest) -> int:
         # Rollouts to learn from have the context of the round, others that of the server.
@@ -400,6 +403,8 @@ class Engine(RolloutEngine, RoundActor):
         return LoRARequest(adapter.name, adapter.number, str(self._path(adapter)))
 
     def _path(self, adapter: LoadedAdapter) -> Path:
+        if self._folder is None:
+            raise RuntimeError("load comes first")
         return self._folder.path / str(adapter.number)
 
 
