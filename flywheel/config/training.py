@@ -707,9 +707,18 @@ class GateSettings(Section):
 class RaySettings(Section):
     address: str | None = None
     """Address of an existing Ray cluster. Default: a local one for the duration of the round."""
+    working_dir: UserPath | None = None
+    """A folder that Ray copies to each node of the cluster: that of your own agent (`rollout.agent`). Its files in
+    there run from the copy. Default: they must be at the same paths on all nodes."""
     placement_seconds: float = Field(default=300.0, gt=0)
     """Seconds that a round waits for the cluster's resources for all its processes. Then it fails, and may be tried
     again."""
+
+    @model_validator(mode="after")
+    def _is_for_a_cluster(self) -> Self:
+        if self.working_dir is not None and self.address is None:
+            raise ValueError("working_dir is for nodes of a cluster: set address, or remove it")
+        return self
 
 
 class RetentionSettings(Section):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import RESULTS, read, table
+from benchmarks.gpu import PLACE, RESULTS, read, table, tables, written_page
+from flywheel.training.optim.round_steps import WIDEST_GAP
 from tests.benchmarks.test_quick_runs import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
@@ -26,6 +27,13 @@ CASE: dict[str, Any] = {
     "logprob_gap": 0.0123,
 }
 FIGURES: dict[str, Any] = {
+    "turn_random": {
+        "rollout_tokens_per_s": 12_345,
+        "update_tokens_per_s": 6_789,
+        "logprob_gap": 0.0312,
+        "peak_gib": 70.25,
+        **dict.fromkeys(("startup_s", "sync_s", "gate_s", "round_s", "serve_s", "swap_s", "rollback_s"), 1.5),
+    },
     "grpo": CASE,
     "grpo_8bit": {"failed": "RuntimeError: no kernel"},
     "logprobs": {"unquantised": {"from_float32": 0.004}, "8bit": {"from_float32": 0.02, "from_unquantised": 0.03}},
@@ -42,7 +50,8 @@ FIGURES: dict[str, Any] = {
 
 
 def test_tables_have_the_figures_of_the_parts_that_succeeded() -> None:
-    cases, logprobs, memory = table(FIGURES).split("\n\n")
+    turns, cases, logprobs, memory = table(FIGURES).split("\n\n")
+    assert turns.endswith("| Qwen3-0.6B, random weights | 12,345 | 6,789 | 0.0312 | 70.25 |" + " 1.5 |" * 7)
     assert cases.endswith("| GRPO | 1.50 | 43,691 | 1.2 | 9.9 | bfloat16 | bfloat16 | float32 | 392 of 392 |")
     assert "8bit" not in cases
     assert "| unquantised | 0.0040 |  | 0.0123 |" in logprobs and "| 8bit | 0.0200 | 0.0300 |  |" in logprobs
@@ -56,11 +65,36 @@ def test_the_page_shows_the_tables_of_the_committed_figures() -> None:
             assert lines in PAGE.read_text(encoding="utf-8")
 
 
+def test_tables_are_written_into_their_places() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    once = written_page(page, FIGURES)
+    for name, text in tables(FIGURES).items():
+        assert f"{PLACE.format(name)}\n\n{text}\n\n" in once + "\n"
+    assert written_page(once, FIGURES) == once
+    assert written_page(page, read(RESULTS)) == page
+
+
+@pytest.mark.gpu
+@pytest.mark.training
+@pytest.mark.timeout(1800)
+def test_all_parts_on_a_gpu(tmp_path: Path) -> None:
+    result = result_of("gpu", "--dir", str(tmp_path), "--results", str(tmp_path / "gpu.json"), seconds=1700)
+    assert {"turn_random", *(("sft", "dpo", "grpo", "logprobs", "memory"))} <= result.keys()
+    assert not [name for name, each in result.items() if "failed" in each]
+    assert 0 < result["turn_random"]["logprob_gap"] < WIDEST_GAP
+    assert result["turn_random"]["peak_gib"] > 0
+
+
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_quick_run(tmp_path: Path) -> None:
     """Each stage trains its adapter in float32, and a step that runs out of memory has the right gradient."""
     result = result_of("gpu", "--quick", "--dir", str(tmp_path), "--results", str(tmp_path / "gpu.json"))
+    turn = result["turn_random"]
+    # Engine and trainer agree on the policy's own tokens, and the server proved its weights.
+    assert 0 <= turn["logprob_gap"] < 0.05
+    assert min(turn[name] for name in ("rollout_tokens_per_s", "update_tokens_per_s", "swap_s", "rollback_s")) > 0
     for name in ("sft", "dpo", "grpo"):
         figures = result[name]
         assert (figures["adapter"], figures["loss_finite"]) == ("float32", True), name

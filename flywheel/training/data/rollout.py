@@ -99,7 +99,6 @@ class LoadedAdapter:
 
     name: str
     number: int
-    path: str
     weights: str = ""
 
 
@@ -305,6 +304,7 @@ class RolloutBatch:
         most_groups: How many groups are trained on at most; None for all that have a signal.
         replaced: Number of groups that replace others, which were dropped for their misses. They are the last.
         generated_at: When (`time.monotonic`) the engines were done with them; None for stored ones.
+        lost: Number of rollouts that were begun again because their engine was lost.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -312,6 +312,7 @@ class RolloutBatch:
     most_groups: int | None = None
     replaced: int = 0
     generated_at: float | None = None
+    lost: int = 0
 
     @property
     def rewards(self) -> list[float]:
@@ -427,6 +428,7 @@ class RolloutBatch:
             "groups_dropped": {why: dropped[why] for why in get_args(Drop)},
             "groups_replaced": self.replaced,
             "rollouts": len(self.rollouts),
+            "rollouts_lost": self.lost,
             "completion_tokens_mean": mean([len(completion.token_ids) for completion in done]),
             "truncated_share": mean([float(completion.truncated) for completion in done]),
             "turns_mean": mean([each.completion.turns for each in ended]),

@@ -22,6 +22,7 @@ from flywheel.records.round import (
     ANSWERS_FILE,
     ERROR_FILE,
     EVALUATION_FILE,
+    LOG_FILE,
     METRICS_FILE,
     RESULT_FILE,
     ROLLOUT_INDEX_FILE,
@@ -32,13 +33,14 @@ from flywheel.records.round import (
     RoundSpec,
 )
 from flywheel.system.files import json_line, tree_sha256, write_atomic, write_json
+from flywheel.system.lock import WORKER_LOCK
 from flywheel.system.yaml_file import explain
 from flywheel.training.data.graded_rollouts import PARTIAL_FILE
 from flywheel.training.data.round_progress import PROGRESS_FILE, read_steps
 from flywheel.training.data.stages import STAGES_DIR, TRAINED_FILE
 
 SYNC_DIR = "sync"
-"""Adapters of single steps, which the engines load."""
+"""Adapters of single steps, until they are sent to the engines."""
 CHECKPOINTS_DIR = "checkpoints"
 """In the folder of a stage: the checkpoints of transformers' trainer."""
 VERSION: Final = "version"
@@ -60,6 +62,8 @@ OF_WORKER = (
 """What each worker makes anew."""
 KEPT = (SELECTION_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_INDEX_FILE, PARTIAL_FILE, STAGES_DIR, IDENTITY_FILE)
 """What a worker that is started again goes on with."""
+NOT_MIRRORED: Final = frozenset({LOG_FILE, WORKER_LOCK, SYNC_DIR, ADAPTER_DIR})
+"""What only the worker uses, or only the trainer. See `mirrored_folder`."""
 NO_CHANGE: Final[Mapping[str, frozenset[str]]] = {
     "judge": frozenset({"budget", "prices", "max_thread", "timeout_seconds", "max_attempts"}),
     "training": frozenset({"save_steps", "judge_wait_seconds", "max_undecided_share", "max_uses"}),

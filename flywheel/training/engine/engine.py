@@ -1,6 +1,6 @@
 """The rollout engine: one vLLM in one Ray actor, token ids in, token ids with logprobs out.
 
-Adapters are directories with names and numbers that are used once: an engine that reloads a known name would
+Adapters arrive as files, with names and numbers that are used once: an engine that reloads a known name would
 serve a mixture of both. Nothing here grades or trains.
 
 vLLM is imported inside the actor, so that the worker can name this class without loading it.
@@ -16,19 +16,25 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import ray
 
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.serving.server.model_parsers import TOOLS_REMEDY, weight_bytes
+from flywheel.system.process_folder import ProcessFolder
 from flywheel.system.terminal import quantity
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
 from flywheel.training.data.samples import RecordedReply
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, NoSampleError, ServedChat
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
 from flywheel.training.engine.policy import base_dtype
@@ -90,6 +96,7 @@ class Engine(RolloutEngine, RoundActor):
         super().__init__()
         self._settings = settings
         self._numbers = itertools.count()
+        self._folder: ProcessFolder | None = None
         self._llm: Any = None
         self._chat: Any = None
         self._context = settings.max_model_len
@@ -260,7 +267,12 @@ class Engine(RolloutEngine, RoundActor):
             "Check the base model's chat template, and the one in serving.extra_args if there is one.",
         )
 
-    async def load(self, adapter: LoadedAdapter) -> None:
+    async def load(self, adapter: LoadedAdapter, files: AdapterFiles) -> None:
+        """Load an adapter from its files. They stay on this node until it is unloaded: vLLM reads those of an adapter
+        that it has evicted again. Raises TrainError."""
+        if self._folder is None:
+            self._folder = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
+        await asyncio.to_thread(files.write, self._path(adapter))
         lora = self._request(adapter)
         await self._llm.add_lora(lora)
         self._application.add(lora)
@@ -268,6 +280,7 @@ class Engine(RolloutEngine, RoundActor):
     async def unload(self, adapter: LoadedAdapter) -> None:
         self._application.remove(adapter.name)
         await self._llm.remove_lora(adapter.number)
+        await asyncio.to_thread(shutil.rmtree, self._path(adapter))
 
     async def generate(self, request: RolloutRequest) -> Completion:
         """One rollout: a message, or a trajectory if the task has recorded tools or is done by the user's agent."""
@@ -339,11 +352,13 @@ class Engine(RolloutEngine, RoundActor):
         return float(output.outputs[0].logprobs[0][token].logprob)
 
     async def stop(self) -> None:
-        """End the endpoint, the user's agent and vLLM's own processes."""
+        """End the endpoint, the user's agent and vLLM's own processes. Remove the adapters' files."""
         await super().stop()
         if self._llm is not None:
             several = self._settings.tensor_parallel > 1
             await asyncio.to_thread(self._llm.shutdown, END_OF_SEVERAL_SECONDS if several else END_SECONDS)
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.remove)
 
     def _tokens_of_context(self, request: RolloutRequest) -> int:
         # Rollouts to learn from have the context of the round, others that of the server.
@@ -385,7 +400,12 @@ class Engine(RolloutEngine, RoundActor):
     def _request(self, adapter: LoadedAdapter) -> Any:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(adapter.name, adapter.number, adapter.path)
+        return LoRARequest(adapter.name, adapter.number, str(self._path(adapter)))
+
+    def _path(self, adapter: LoadedAdapter) -> Path:
+        if self._folder is None:
+            raise RuntimeError("load comes first")
+        return self._folder.path / str(adapter.number)
 
 
 def _served_context(settings: EngineSettings, arguments: dict[str, Any]) -> int:

@@ -20,8 +20,7 @@ from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import FILES, most_rank, why_unloadable
-from flywheel.system.files import file_sha256, sync
-from flywheel.training.data.rollout import LoadedAdapter
+from flywheel.system.files import sync
 
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
 """Instruction sets that multiply bfloat16 faster than float32."""
@@ -204,18 +203,14 @@ def load_policy(
 
 def save_adapter(model: Any, directory: Path) -> None:
     """Write the adapter `default`; the directory appears atomically."""
-
-    def write(beside: Path) -> None:
-        model.save_pretrained(beside, selected_adapters=["default"])
-        # PEFT's model card is an empty template.
-        (beside / "README.md").unlink(missing_ok=True)
-
-    appear(directory, write)
+    appear(directory, lambda beside: write_adapter(model, beside))
 
 
-def loaded_adapter(name: str, number: int, path: Path) -> LoadedAdapter:
-    """An adapter's directory as engines load it."""
-    return LoadedAdapter(name, number, str(path), file_sha256(path / "adapter_model.safetensors"))
+def write_adapter(model: Any, directory: Path) -> None:
+    """Write the adapter `default` where nothing outlives the process."""
+    model.save_pretrained(directory, selected_adapters=["default"])
+    # PEFT's model card is an empty template.
+    (directory / "README.md").unlink(missing_ok=True)
 
 
 def copy_adapter(source: Path, directory: Path) -> None:

@@ -16,22 +16,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
-from flywheel.errors import FlywheelError, TrainError
+from flywheel.config.training import RaySettings
+from flywheel.errors import FlywheelError, ProcessLostError, TrainError
+from flywheel.serving.adapter_files import WEIGHTS_FILE
 from flywheel.system import log as logs
 from flywheel.system.signals import POLL_SECONDS, check_stopped
-from flywheel.training.data.rollout import Completion, RolloutRequest
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import GpuPlacement, GpuShare
+from flywheel.training.engine.lost_engines import leave_out
+from flywheel.training.engine.policy import base_dtype, check_base
+from flywheel.training.program.agent_program import in_copy
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 5.0
@@ -58,20 +64,36 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
 class RoundActor:
     """Base class of actors. Call `join` first."""
 
-    def join(self, environment: Mapping[str, str], paths: Sequence[str]) -> tuple[str, list[str]]:
-        """Set these variables, and log as the worker does. Returns the name of the node and the missing paths.
+    def join(self, environment: Mapping[str, str], base_model: str, files: Sequence[str], sent: str) -> None:
+        """Set these variables, and log as the worker does. Check that this node has the base model and these files,
+        those below the folder `sent` in Ray's copy of it. Raises TrainError.
 
         Secrets are passed here and not in the actor's runtime environment, which a cluster's dashboard shows.
         """
         os.environ.update(environment)
         logs.setup()
-        return socket.gethostname(), [path for path in paths if not Path(path).exists()]
+        attempted = f"start the round on the node {socket.gethostname()}"
+        try:
+            check_base(base_model)
+            base_dtype(base_model)
+        except TrainError as error:
+            hint = "All nodes must find model.base: at the same path, or by its name on the hub."
+            raise TrainError(attempted, f"base model {base_model}: {error.why}", hint) from error
+        here = [in_copy(path, sent, str(Path.cwd())) for path in files]
+        if missing := [path for path in here if not Path(path).exists()]:
+            hint = (
+                "Name the folder of your agent in ray.working_dir, or put its files at the same paths on all nodes."
+            )
+            raise TrainError(attempted, f"it has no {', no '.join(missing)}", hint)
 
 
 T = TypeVar("T")
 
-OBJECT_STORE_BYTES = 100 << 20
-"""Rollouts are small and are passed inside calls, so this is little more than Ray's minimum."""
+LOST: Final = (RayActorError, ObjectLostError)
+"""What Ray raises for calls of a process that died, and for results that were on a node that is gone."""
+OBJECT_STORE_BYTES = 1 << 30
+"""At most; memory is taken as it is used. Adapters pass through it, the next one of a step when the one before is
+gone: of rank 16 for a 4B model, 132 MB each. Rollouts are small."""
 SHORT_PATH = 20
 """Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-PID-XXXXXXXX`, the
 session's name and `/sockets/plasma_store` take up to 86."""
@@ -109,7 +131,7 @@ def session(settings: Config) -> Iterator[None]:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     try:
         if settings.ray.address:
-            _connect(settings.ray.address)
+            _connect(settings.ray)
         else:
             # A token for this session only; by default Ray writes one for all sessions into the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -138,25 +160,31 @@ def session(settings: Config) -> Iterator[None]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _connect(address: str) -> None:
+def _connect(settings: RaySettings) -> None:
+    address = settings.address or ""
+    runtime_env: dict[str, Any] = {"env_vars": ENVIRONMENT}
+    if settings.working_dir is not None:
+        runtime_env["working_dir"] = str(settings.working_dir)
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit() and "/" not in host:
             # Otherwise Ray retries for many minutes to reach an address where nothing listens.
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address=address, configure_logging=False, runtime_env={"env_vars": ENVIRONMENT})
+        ray.init(address=address, configure_logging=False, runtime_env=runtime_env)
     except (OSError, RuntimeError, ValueError) as error:
         raise TrainError(
             f"reach the Ray cluster at {address}",
             " ".join(str(error).split())[:300],
-            "Check ray.address, or leave it out for a local one.",
+            "Check ray.address and ray.working_dir, or leave them out for a local one.",
             retryable=True,
         ) from error
 
 
-def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:
-    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`."""
-    return ray.remote(kind).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=within).remote(*arguments)
+def start(kind: type, *arguments: Any, gpus: float, within: Any = None, calls: int | None = None) -> Any:
+    """An actor of that class with so much of a GPU, or so many (0: none); `within` is where, see `Places.at`. It has
+    so many `calls` at a time; by default one, or any number if its methods are asynchronous."""
+    options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": within, "max_concurrency": calls}
+    return ray.remote(kind).options(**options).remote(*arguments)
 
 
 def gpus() -> int:
@@ -203,20 +231,17 @@ def _resources_text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
 
 
-def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> None:
-    """Give actors the worker's environment, including secrets, and check that the required paths exist on each node.
+def gather(
+    engines: Sequence[Any], others: Sequence[Any], settings: Config, base_model: str, files: Sequence[str] = ()
+) -> None:
+    """Give actors the worker's environment, including secrets, and check that each node has the base model, and those
+    of engines these files of the user's agent.
 
-    Raises TrainError with the node and its missing paths.
+    Raises TrainError with the node and what it lacks.
     """
-    shown = [str(path.absolute()) for path in paths]
-    for node, missing in wait([member.join.remote(_carried(settings), shown) for member in members]):
-        if missing:
-            raise TrainError(
-                f"start the round on the node {node}",
-                f"it has no {', no '.join(missing)}",
-                "All nodes must find state.dir, the base model and the adapters at the same paths: put them on a file"
-                " system that they share, or leave ray.address out.",
-            )
+    needed = [*((engine, list(files)) for engine in engines), *((other, []) for other in others)]
+    environment, sent = _carried(settings), str(settings.ray.working_dir or "")
+    wait([member.join.remote(environment, base_model, own, sent) for member, own in needed])
 
 
 def _carried(settings: Config) -> dict[str, str]:
@@ -249,9 +274,13 @@ def wait(references: Sequence[Any]) -> list[Any]:
 
 
 def on_all(actors: Sequence[Any], method: str, *arguments: Any) -> Any:
-    """Call a method on actors that work together. Returns the result of the first one. Raises like `wait`, also when
-    another one fails."""
-    calls = [getattr(actor, method).remote(*arguments) for actor in actors]
+    """Call a method on actors that work together, see `result_of_all`."""
+    return result_of_all([getattr(actor, method).remote(*arguments) for actor in actors])
+
+
+def result_of_all(calls: Sequence[Any]) -> Any:
+    """The result of the first of some calls of actors that work together. Raises like `wait`, also when another one
+    fails."""
     try:
         return wait(calls)[0]
     except RuntimeError:
@@ -273,17 +302,47 @@ def _get(reference: Any) -> Any:
         if cause is None:
             raise error.cause from error
         raise cause from None
-    except RayActorError as error:
+    except LOST as error:
         raise _died("run the round", "a process of it", error) from error
 
 
-def _died(attempted: str, what: str, error: BaseException) -> TrainError:
-    return TrainError(
+def _died(attempted: str, what: str, error: BaseException) -> ProcessLostError:
+    return ProcessLostError(
         attempted,
         f"{what} died ({' '.join(str(error).split())[:300]})",
         "The worker's log has the cause; often memory ran out. The round can be started again.",
         retryable=True,
     )
+
+
+def load(engines: list[Any], name: str, number: int, files: AdapterFiles) -> LoadedAdapter:
+    """Load an adapter on every engine, under a name and a number that are used once. Raises as `everywhere`."""
+    adapter = LoadedAdapter(name, number, files.sha256[WEIGHTS_FILE])
+    shared = ray.put(files)
+    everywhere(engines, lambda engine: engine.load.remote(adapter, shared))
+    return adapter
+
+
+def everywhere(engines: list[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """The results of a call of each engine, without those of engines that are lost. Raises TrainError if none is
+    left, and Stopped."""
+    found = []
+    for engine, reference in [(engine, call(engine)) for engine in engines]:
+        try:
+            found += wait([reference])
+        except ProcessLostError as error:
+            leave_out(engines, engine, error)
+    return found
+
+
+def anywhere(engines: list[Any], use: Callable[[Any], T]) -> T:
+    """The result of using the first engine, or the next one if it is lost meanwhile. Raises as `everywhere`."""
+    while True:
+        engine = engines[0]
+        try:
+            return use(engine)
+        except ProcessLostError as error:
+            leave_out(engines, engine, error)
 
 
 def stop(engines: Sequence[Any]) -> None:
@@ -306,7 +365,7 @@ class RayCalls:
     def completion(self, call: Any) -> Completion:
         try:
             completion: Completion = ray.get(call)
-        except RayActorError as error:
+        except LOST as error:
             raise _died("generate rollouts", "a rollout engine", error) from error
         except RayTaskError as error:
             if "EngineDead" in type(error.cause).__name__:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flywheel.config import Config
@@ -48,6 +49,9 @@ class RolloutEngine:
         program = program_of(config)
         if program is None:
             raise ValueError("rollout.agent is no program")
+        if config.ray.working_dir is not None:
+            # Ray's copy of it is the working directory of its processes.
+            program = program.moved(str(config.ray.working_dir), str(Path.cwd()))
         self._program = setup
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)

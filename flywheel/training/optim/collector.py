@@ -1,7 +1,8 @@
 """Sends rollout requests to the engines and grades each completion as soon as it is complete.
 
-Generation and judging overlap. A failed rollout has no reward; a dead engine, or a judge that cannot answer at all
-(for example with a wrong key), ends the round.
+Generation and judging overlap. A failed rollout has no reward. The rollouts of an engine that is lost are made again
+by another one, once; the loss of the last engine, or a judge that cannot answer at all (for example with a wrong
+key), ends the round.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from functools import partial
 from typing import Any, Final, Protocol, Self
 
 from flywheel.config import AgentProgramSettings, Config
-from flywheel.errors import FlywheelError
+from flywheel.errors import FlywheelError, ProcessLostError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.rollout import Completion, RewardWeights, Rollout, RolloutBatch, RolloutRequest, exchange
 from flywheel.training.data.round_progress import Meter
+from flywheel.training.engine.lost_engines import leave_out
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ class EngineCalls(Protocol):
         """The calls that have ended, after a wait of at most `seconds` for the first of them."""
 
     def completion(self, call: Any) -> Completion:
-        """The result of a call that has ended. Raises FlywheelError if its engine can make no further one."""
+        """The result of a call that has ended. Raises FlywheelError if its engine can make no further one:
+        ProcessLostError if others may."""
 
     def cancel(self, call: Any) -> None: ...
 
@@ -59,7 +62,7 @@ class Collector:
     def of(
         cls,
         settings: Config,
-        engines: Sequence[Any],
+        engines: list[Any],
         grade: Grade,
         meter: Meter | None = None,
         store: GradedRollouts | None = None,
@@ -80,7 +83,7 @@ class Collector:
 
     def __init__(
         self,
-        engines: Sequence[Any],
+        engines: list[Any],
         grade: Grade,
         *,
         max_thread: int,
@@ -92,7 +95,7 @@ class Collector:
     ) -> None:
         """`meter` counts the completed rollouts. `weights` are for those of the user's agent, which are not graded if
         the rubric has none. `store` gets each rollout, and may have some already. Without `calls`, engines are actors
-        of Ray."""
+        of Ray. Those that are lost are taken out of their list."""
         if calls is None:
             # Imported here: other engines work without Ray.
             from flywheel.training.engine.ray_cluster import RayCalls
@@ -137,8 +140,8 @@ class Collector:
         `on_rollout` gets each rollout when it is graded, in threads of the collector, too. Of calls that run at the
         same time in several threads, that with the smallest `order` is graded first.
 
-        Raises TrainError when an engine dies, and the judge's own error when it can never answer (a wrong key, for
-        example)."""
+        Raises TrainError when the last engine is lost, and the judge's own error when it can never answer (a wrong
+        key, for example)."""
         started = time.monotonic()
         timeout = self._timeout * math.ceil(len(requests) / (most_open or max(1, len(requests))))
         if self._meter is not None:
@@ -159,10 +162,8 @@ class Collector:
             late = time.monotonic() > started + timeout
             # After the timeout, take all completed rollouts without waiting.
             for call in self._calls.ended(list(engines.running), seconds=0 if late else POLL_SECONDS):
-                place = engines.ended(call)
-                completion = self._calls.completion(call)
-                self._completed(len(completion.token_ids))
-                graded(place, completion)
+                if (taken := self._taken(call, engines)) is not None:
+                    graded(*taken)
             if late:
                 cut = engines.cancel()
                 missing = Completion(error=f"no completion within {timeout:g} s")
@@ -185,7 +186,23 @@ class Collector:
             rollouts[place] = future.result()
         made = tuple(rollout for rollout in rollouts if rollout is not None)
         seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
-        return RolloutBatch(made, seconds, generated_at=generated)
+        return RolloutBatch(made, seconds, generated_at=generated, lost=len(engines.lost))
+
+    def _taken(self, call: Any, engines: _Dispatch) -> tuple[int, Completion] | None:
+        """The place of a call that has ended, and its completion; None if its engine was lost and another one has to
+        make it. Raises FlywheelError."""
+        try:
+            completion = self._calls.completion(call)
+        except ProcessLostError as error:
+            engine, place, is_again = engines.lose(call)
+            leave_out(self._engines, engine, error)
+            if not is_again:
+                return None
+            completion = Completion(error=str(error))
+        else:
+            place = engines.ended(call)
+        self._completed(len(completion.token_ids))
+        return place, completion
 
     @property
     def judge_seconds(self) -> float:
@@ -302,13 +319,16 @@ class _Dispatch:
         most_open: int | None = None,
     ) -> None:
         """`places` are those of the requests that engines have to do, at most `most_open` at a time."""
-        self._engines, self._calls, self._requests = engines, calls, requests
+        self._engines, self._calls, self._requests = list(engines), calls, requests
         self._waiting = deque(places)
-        self._open = [0] * len(engines)
+        self._open = [0.0] * len(engines)
+        """The rollouts that each engine has; infinite for one that is lost."""
         self._most = MAX_OPEN if len(engines) > 1 else len(requests)
         if most_open is not None:
             self._most = min(self._most, math.ceil(most_open / len(engines)))
         self._of_group: dict[int, int] = {}
+        self.lost: set[int] = set()
+        """The places of requests whose engine was lost."""
         self.running: dict[Any, tuple[int, int]] = {}
         """The place of each request that an engine has, and the engine's number."""
 
@@ -328,6 +348,16 @@ class _Dispatch:
         self._open[number] -= 1
         return place
 
+    def lose(self, call: Any) -> tuple[Any, int, bool]:
+        """The engine of a call, which takes no further requests, and the place of its request. The request waits for
+        another engine, unless it has lost one before: perhaps it is what ends engines."""
+        place, number = self.running.pop(call)
+        self._open[number] = math.inf
+        if not (is_again := place in self.lost):
+            self.lost.add(place)
+            self._waiting.appendleft(place)
+        return self._engines[number], place, is_again
+
     def cancel(self) -> list[int]:
         """Give up all requests that have not ended. Returns their places."""
         for call in self.running:
@@ -338,7 +368,8 @@ class _Dispatch:
         return places
 
     def _engine(self, group: int) -> int:
-        share = math.ceil((len(self.running) + len(self._waiting) + 1) / len(self._engines))
+        living = sum(map(math.isfinite, self._open))
+        share = math.ceil((len(self.running) + len(self._waiting) + 1) / living)
         known = self._of_group.get(group)
         if known is None or self._open[known] >= min(share, self._most):
             known = self._of_group[group] = self._open.index(min(self._open))

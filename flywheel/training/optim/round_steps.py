@@ -247,7 +247,8 @@ class RoundSteps:
                 self._reserve.drop(taken[group])
         seconds = {part: batch.seconds.get(part, 0.0) + further for part, further in more.seconds.items()}
         rollouts = (*batch.rollouts, *more.rollouts)
-        return RolloutBatch(rollouts, seconds, most, len(replacements), more.generated_at)
+        lost = batch.lost + more.lost
+        return RolloutBatch(rollouts, seconds, most, len(replacements), more.generated_at, lost)
 
     def _store(self, step: int, batch: RolloutBatch) -> None:
         if self._stored is None or step in self._stored:

@@ -1,9 +1,10 @@
 """The trainer: a Ray actor that trains the adapter of a round, stage by stage.
 
-Each step of GRPO syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
+Each step of GRPO sends the adapter to the engines under a new name, collects graded rollouts, takes one optimizer
 step and writes one metrics line. A stage that an earlier worker has begun goes on from its last checkpoint; the
 complete steps behind it are trained again from their stored rollouts. SFT and DPO need no engine. The trainer starts
-no engine and knows no judge; a factory for the grading function is passed in.
+no engine and knows no judge; a factory for the grading function is passed in. Paths in the round's directory may be
+relative to it.
 
 With `training.workers`, several such actors train together (`ranks`). Each method but `meet` and `losses` must then
 be called on all of them, and what the first one returns counts.
@@ -28,12 +29,15 @@ import ray
 from flywheel.config import Config
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.system.process import keep_freed_memory
+from flywheel.system.process_folder import ProcessFolder
 from flywheel.training.data.graded_rollouts import GradedRollouts, StoredSteps
+from flywheel.training.data.mirrored_folder import Change, MirroredFolder
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import LoadedAdapter, RolloutBatch, add_usage, mean
 from flywheel.training.data.round_directory import (
     CHECKPOINTS_DIR,
     END_FILE,
+    NOT_MIRRORED,
     SYNC_DIR,
     Checkpoint,
     go_on_from,
@@ -41,12 +45,14 @@ from flywheel.training.data.round_directory import (
 )
 from flywheel.training.data.round_progress import TOKEN_MEANS, UPDATE_FIGURES, Meter, Metrics, read_steps
 from flywheel.training.data.samples import Item, Pair, RecordedReply, TrainingRow, divided
+from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.policy import (
     adapter_of_checkpoint,
     load_policy,
-    loaded_adapter,
     save_adapter,
     trainer_dtypes,
+    write_adapter,
 )
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.optim.collapse import IN_A_ROW, CollapsedError, CollapseWatch
@@ -54,6 +60,7 @@ from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.epochs import Epochs, rows_of, stage_settings
 from flywheel.training.optim.prefetch import Prefetch
 from flywheel.training.optim.ranks import EndedError, Ranks, open_store, reach_store
+from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import (
     FIRST_LOOK,
     RoundRefusedError,
@@ -108,13 +115,34 @@ class Trainer(RoundActor):
         self._store: Any = None
         self._model: Any = None
         self._compute_dtype = "auto"
+        self._mirror: MirroredFolder | None = None
+
+    def sees(self, path: str) -> bool:
+        return Path(path).exists()
+
+    def use_copy(self) -> None:
+        """Use a folder of this node in place of the round's directory, which is not here. `exchange` fills it."""
+        self._copy = ProcessFolder(Path(ray.get_runtime_context().get_temp_dir()))
+        self._directory = self._copy.path
+        self._mirror = MirroredFolder(self._directory, NOT_MIRRORED)
+
+    def exchange(self, changes: Sequence[Change]) -> list[Change]:
+        """Make changes in the copy of the round's directory. Returns those that were made here. May be called while
+        another method runs."""
+        assert self._mirror is not None
+        self._mirror.apply(changes)
+        return self._mirror.changes()
+
+    def stop(self) -> None:
+        """Remove the copy: its node keeps nothing of the round."""
+        self._copy.remove()
 
     def meet(self) -> tuple[str, int]:
         """Where the other processes meet this one, which is the first: host and port."""
         self._store = open_store(ray.util.get_node_ip_address(), self._ranks.workers)
         return self._store.host, self._store.port
 
-    def start(self, parent: AdapterRef | None, meeting: tuple[str, int] | None = None) -> None:
+    def start(self, parent: AdapterFiles | None, meeting: tuple[str, int] | None = None) -> None:
         """Load the policy that the first stage starts from, and wait for the other processes, if there are any, which
         `meet` here. Raises TrainError."""
         # Ray starts actors with one thread; torch reads the number before its first parallel section.
@@ -137,37 +165,40 @@ class Trainer(RoundActor):
         """Those of the round (`Config`), once it is decided which reward counts."""
         self._settings = Config.model_validate(settings)
 
-    def load(self, parent: AdapterRef | None) -> None:
+    def load(self, parent: AdapterFiles | None) -> None:
         """Load the policy that a stage starts from, with nothing of the stage before. Raises TrainError."""
         spec, training = self._spec, self._settings.training
         dtype, self._compute_dtype = trainer_dtypes(spec.base_model, training.precision)
         quantization = self._settings.model.trainer_quantization
-        self._model = load_policy(
-            spec.base_model, parent, training.lora, spec.seed, dtype=dtype, quantization=quantization
-        )
+        with contextlib.nullcontext() if parent is None else parent.written() as folder:
+            adapter = None if folder is None else AdapterRef(name="parent", path=str(folder), sha256="")
+            self._model = load_policy(
+                spec.base_model, adapter, training.lora, spec.seed, dtype=dtype, quantization=quantization
+            )
 
     def train(
         self,
         prompts: Sequence[Prompt],
-        engines: Sequence[Any],
-        make_grade: Callable[[Callable[[str], None]], Grade],
+        engines: list[Any],
+        make_grade: Callable[[Path, Pause], Grade],
         gate_rollouts: int,
         adapter: Path,
         before: int,
     ) -> Trained:
         """Train with GRPO for the configured steps and write the adapter. Raises TrainError, or the judge's error.
 
-        `make_grade` gets a callback for pauses. `gate_rollouts` is the number of rollouts of the following
-        comparison, for the estimate of the remaining time. Earlier stages took so many steps `before`.
+        `make_grade` gets the round's directory and a callback for pauses. `gate_rollouts` is the number of rollouts
+        of the following comparison, for the estimate of the remaining time. Earlier stages took so many steps
+        `before`.
         """
         settings, updates = self._settings, self._settings.training.updates_per_batch
-        training = settings.training
+        training, adapter = settings.training, self._directory / adapter
         longest = max(prompt.max_tokens for prompt in prompts)
         if not self._ranks.is_first:
             return self._follow(self._trainer(settings, _nothing, _nothing, longest, adapter))
         meter = Meter(self._directory, steps=before + training.steps, gate_rollouts=gate_rollouts)
         store, refusal = GradedRollouts(self._directory), ""
-        with Collector.of(settings, engines, make_grade(meter.pause), meter, store) as collector:
+        with Collector.of(settings, engines, make_grade(self._directory, meter.pause), meter, store) as collector:
             sync = AdapterSync(self._model, engines, self._directory, self._spec.round_id, training.overlap)
             run = TrainingRun(self._spec, settings, self._directory, prompts, sync.load, collector, meter, before)
             trainer = self._trainer(settings, run.roll_out, run.report, longest, adapter)
@@ -210,6 +241,7 @@ class Trainer(RoundActor):
     ) -> Trained:
         """Train on recorded replies (SFT) and write the adapter. `held_out` are replies of which only the loss is
         measured. Earlier stages took so many steps `before`. Raises TrainError."""
+        adapter = self._directory / adapter
         settings = stage_settings(self._settings, "sft", len(replies))
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
         if not self._ranks.is_first:
@@ -228,7 +260,7 @@ class Trainer(RoundActor):
         token. `load` must follow before the policy is trained. `adapter` is where that of the stage will be."""
         settings = stage_settings(self._settings, "sft", len(replies))
         longest = max(len(sample.token_ids) for reply in replies for sample in reply.samples)
-        trainer = self._trainer(settings, _nothing, _nothing, longest, adapter)
+        trainer = self._trainer(settings, _nothing, _nothing, longest, self._directory / adapter)
         return [trainer.mean_nll(rows_of([reply])) for reply in replies]
 
     def prefer(self, pairs: Sequence[Pair], adapter: Path, before: int) -> Trained:
@@ -236,7 +268,7 @@ class Trainer(RoundActor):
         TrainError."""
         from flywheel.training.optim.dpo import PairTrainer, dpo_config
 
-        settings = stage_settings(self._settings, "dpo", len(pairs))
+        adapter, settings = self._directory / adapter, stage_settings(self._settings, "dpo", len(pairs))
         folder, seed = adapter.parent / CHECKPOINTS_DIR, self._spec.seed
         args = dpo_config(settings, folder, seed=seed, compute_dtype=self._dtype())
         if not self._ranks.is_first:
@@ -283,8 +315,14 @@ class Trainer(RoundActor):
 
     def _run(self, trainer: Any, begin: Callable[[], Checkpoint | None]) -> None:
         """Train all steps behind the checkpoint with which rank 0 begins."""
-        checkpoint = self._ranks.from_first(begin)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
+
+        def place() -> Path | None:
+            checkpoint = begin()
+            return None if checkpoint is None else checkpoint.path.relative_to(self._directory)
+
+        # The directory may be another one on the nodes of the others.
+        found = self._ranks.from_first(place)
+        trainer.train(resume_from_checkpoint=None if found is None else str(self._directory / found))
 
     def _follow(self, trainer: Any) -> Trained:
         """Take part in the steps of rank 0, until it ends."""
@@ -314,7 +352,7 @@ def _nothing(*_: Any) -> Any:
 class AdapterSync:
     """Loads the weights of each step into the engines."""
 
-    def __init__(self, model: Any, engines: Sequence[Any], directory: Path, round_id: str, overlap: int) -> None:
+    def __init__(self, model: Any, engines: list[Any], directory: Path, round_id: str, overlap: int) -> None:
         """With `overlap`, rollouts of so many earlier adapters may be running while a new one is loaded."""
         self._model, self._engines, self._round_id, self._in_use = model, engines, round_id, overlap
         self._folder = directory / SYNC_DIR
@@ -326,20 +364,18 @@ class AdapterSync:
         number = next(self._numbers)
         path = self._folder / f"step-{number}"
         path.parent.mkdir(exist_ok=True)
-        save_adapter(self._model, path)
-        new = loaded_adapter(f"{self._round_id}-step-{number}", number, path)
+        write_adapter(self._model, path)
+        files = AdapterFiles.read(path)
+        shutil.rmtree(path)
         while len(self._loaded) > self._in_use:
             self._unload()
-        ray.get([engine.load.remote(new) for engine in self._engines])
+        new = ray_cluster.load(self._engines, f"{self._round_id}-step-{number}", number, files)
         self._loaded.append(new)
         return new
 
     def _unload(self) -> None:
-        # Its files may be deleted only after the engines have unloaded it: an engine whose adapter files are missing
-        # dies.
         old = self._loaded.pop(0)
-        ray.get([engine.unload.remote(old) for engine in self._engines])
-        shutil.rmtree(old.path)
+        ray_cluster.everywhere(self._engines, lambda engine: engine.unload.remote(old))
 
     def clean_up(self) -> None:
         """Unload and remove all."""

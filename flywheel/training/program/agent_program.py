@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 
@@ -35,6 +36,12 @@ def parsed(text: str) -> FunctionName | None:
     """The parts of a name; None if it is of another form."""
     found = re.fullmatch(r"(?P<where>.+?)(?P<mark>:|->)(?P<name>\w+)", text, re.DOTALL)
     return FunctionName(*found.group("where", "mark", "name")) if found is not None else None
+
+
+def in_copy(path: str, folder: str, copy: str) -> str:
+    """A path below `folder` in the `copy` of the folder; others unchanged, and all if `folder` is empty."""
+    inside = bool(folder and path) and PurePath(path).is_relative_to(folder)
+    return str(PurePath(copy, PurePath(path).relative_to(folder))) if inside else path
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,24 @@ class AgentProgram:
     @property
     def _functions(self) -> list[FunctionName]:
         return [each for each in map(parsed, (self.workflow, self.reward_function, self.setup)) if each is not None]
+
+    def moved(self, folder: str, copy: str) -> AgentProgram:
+        """With its files below `folder` read from the `copy` of the folder."""
+
+        def moved(function: str) -> str:
+            found = parsed(function)
+            if found is None or not found.is_in_file:
+                return function
+            return str(found._replace(where=in_copy(found.where, folder, copy)))
+
+        return replace(
+            self,
+            workflow=moved(self.workflow),
+            reward_function=moved(self.reward_function),
+            setup=moved(self.setup),
+            folder=in_copy(self.folder, folder, copy),
+            python=in_copy(self.python, folder, copy),
+        )
 
     @property
     def files(self) -> list[str]:

@@ -79,7 +79,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
             result = whole.run()
         finally:
             if not isinstance(sys.exception(), Stopped):
-                ray_cluster.stop(whole.engines)
+                ray_cluster.stop(whole.started)
     total = round(time.monotonic() - started, 3)
     return result.model_copy(update={"seconds": {**result.seconds, "total": total}})
 

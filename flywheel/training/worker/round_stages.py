@@ -30,7 +30,9 @@ from flywheel.training.data.round_progress import Meter
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.data.stages import TRAINED_FILE, adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.collector import Collector, Grade
+from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
 from flywheel.training.optim.trainer import Trained
 
@@ -87,6 +89,10 @@ def ended_stages(spec: RoundSpec, settings: Config, directory: Path) -> Training
     return ended
 
 
+def files_of(adapter: AdapterRef | None) -> AdapterFiles | None:
+    return None if adapter is None else AdapterFiles.read(Path(adapter.path))
+
+
 class Stages:
     """Those of one round, on running engines and the processes of a trainer that has loaded what the first of them
     starts from."""
@@ -96,13 +102,14 @@ class Stages:
         spec: RoundSpec,
         settings: Config,
         directory: Path,
-        engines: Sequence[Any],
-        trainers: Sequence[Any],
-        make_grade: Callable[[Callable[[str], None]], Grade],
+        engines: list[Any],
+        trainers: Any,
+        make_grade: Callable[[Path, Pause], Grade],
         load: Callable[[AdapterRef | None], LoadedAdapter | None],
         gate_rollouts: int,
     ) -> None:
-        """`load` loads an adapter on every engine. `make_grade` and `gate_rollouts` are as in `Trainer.train`."""
+        """`trainers` are `TrainerProcesses`. `load` loads an adapter on every engine. `make_grade` and
+        `gate_rollouts` are as in `Trainer.train`."""
         self._spec, self._settings, self._directory = spec, settings, directory
         self._engines, self._trainers, self._make_grade, self._load = engines, trainers, make_grade, load
         self._gate_rollouts = gate_rollouts
@@ -117,7 +124,7 @@ class Stages:
         for number, stage in list(enumerate(stages, 1))[ended:]:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
             if number > ended + 1:
-                ray_cluster.on_all(self._trainers, "load", training.adapter)
+                self._trainers.call("load", files_of(training.adapter))
             log.info("stage %d of %d, %s: %d tasks", number, len(stages), stage, len(own))
             path = stage_adapter(self._directory, number, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,8 +164,8 @@ class Stages:
             return Trained(0, None, None, refusal=f"none of {len(prompts)} tasks has a reply to train on{first}")
         if (pool := self._spec.pool) is not None:
             replies = self._chosen(pool, prompts, replies, adapter, training)
-        work = replies, self._replies(held_out)[0], adapter, training.steps
-        trained: Trained = ray_cluster.on_all(self._trainers, "imitate", *work)
+        trained: Trained
+        trained = self._trainers.call("imitate", replies, self._replies(held_out)[0], adapter, training.steps)
         return trained
 
     def _chosen(
@@ -173,9 +180,9 @@ class Stages:
         started again goes on with the choice of the first."""
         lines = read_selection(self._directory)
         if not lines:
-            measured = ray_cluster.on_all(self._trainers[:1], "losses", replies, adapter)
+            measured = self._trainers.call_first("losses", replies, adapter)
             # Nothing of the measurement is left in the policy that is trained.
-            ray_cluster.on_all(self._trainers, "load", training.adapter)
+            self._trainers.call("load", files_of(training.adapter))
             losses = {each.task_id: loss for each, loss in zip(replies, measured, strict=True) if loss is not None}
             tokens = {each.task_id: sum(len(sample.trained) for sample in each.samples) for each in replies}
             said = {each.task.task_id: each.task.exchange for each in prompts}
@@ -225,8 +232,8 @@ class Stages:
         if not pairs.pairs:
             why = f"none of {len(prompts)} tasks has a better and a worse reply"
             return Trained(steps, reward, None, why + (f": {pairs.reasons}" if pairs.reasons else ""), steps)
-        work = pairs.pairs, adapter, training.steps + steps
-        trained: Trained = ray_cluster.on_all(self._trainers, "prefer", *work)
+        trained: Trained
+        trained = self._trainers.call("prefer", pairs.pairs, adapter, training.steps + steps)
         return replace(trained, steps=trained.steps + steps, rollout_steps=steps, reward_first=reward)
 
     def _roll_out(self, prompts: Sequence[Prompt], steps: int, training: Training) -> Iterator[RolloutBatch]:
@@ -245,7 +252,7 @@ class Stages:
 
     def _collector(self, settings: Config, meter: Meter) -> Collector:
         store = GradedRollouts(self._directory)
-        return Collector.of(settings, self._engines, self._make_grade(meter.pause), meter, store)
+        return Collector.of(settings, self._engines, self._make_grade(self._directory, meter.pause), meter, store)
 
     def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
         """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""
@@ -253,14 +260,18 @@ class Stages:
 
     def _recorded(self, tasks: Sequence[RoundTask]) -> tuple[list[RecordedReply], dict[str, str]]:
         empty = self._settings.training.sft.reasoning == "empty"
-        work = self._engines[0].recorded_replies.remote(tasks, empty_reasoning=empty)
-        [(replies, refused)] = ray_cluster.wait([work])
-        return replies, refused
+
+        def replies(engine: Any) -> tuple[list[RecordedReply], dict[str, str]]:
+            [found] = ray_cluster.wait([engine.recorded_replies.remote(tasks, empty_reasoning=empty)])
+            return found  # type: ignore[no-any-return]
+
+        return ray_cluster.anywhere(self._engines, replies)
 
     def _reinforce(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
         """GRPO on rollouts of the prompts."""
         if not prompts:
             return Trained(0, None, None, refusal="no task is left for it")
-        work = prompts, self._engines, self._make_grade, self._gate_rollouts, adapter, training.steps
-        trained: Trained = ray_cluster.on_all(self._trainers, "train", *work)
+        trained: Trained
+        more = self._gate_rollouts, adapter, training.steps
+        trained = self._trainers.call("train", prompts, self._engines, self._make_grade, *more)
         return trained

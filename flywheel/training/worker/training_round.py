@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, overload
-
-import ray
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
@@ -38,15 +35,16 @@ from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.loss_selection import read_selection, why_set_aside
 from flywheel.training.data.prompts import Asked, Prompt, asked, asked_as_served
-from flywheel.training.data.rollout import Completion, LoadedAdapter, add_usage
+from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, add_usage
 from flywheel.training.data.rollout_file import write_answers
 from flywheel.training.data.round_progress import Meter, Metrics
 from flywheel.training.data.stages import adapter_of
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.chat_rendering import ChatFormat, served_format
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
-from flywheel.training.engine.policy import copy_adapter, loaded_adapter, rank
+from flywheel.training.engine.policy import copy_adapter, rank
 from flywheel.training.gate.gate import TRIPWIRES
 from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
 from flywheel.training.optim.collector import Collector, Grade
@@ -58,7 +56,8 @@ from flywheel.training.optim.trainer import Trainer
 from flywheel.training.program.program_pool import decided_reward, program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from flywheel.training.worker.round_stages import Stages, ended_stages
+from flywheel.training.worker.round_stages import Stages, ended_stages, files_of
+from flywheel.training.worker.trainer_process import TrainerProcesses
 
 log = logging.getLogger("flywheel.training.worker")
 
@@ -87,7 +86,7 @@ class Round:
         if not has_judge(settings) or not spec.rubric:
             make_grade = without_judge
         self._grade_by = make_grade
-        self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
+        self.make_grade: Callable[[Path, Pause], Grade] = partial(_make_grade, make_grade, spec)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
         self.grade = make_grade(spec, directory, purpose, self.meter.pause)
         self.ended = ended_stages(spec, settings, directory)
@@ -95,7 +94,10 @@ class Round:
         self._numbers = itertools.count(settings.training.steps + 1)
         self._frozen: dict[str, LoadedAdapter | None] | None = None
         self.engines: list[Any] = []
-        self.trainers: list[Any] = []
+        """Without those that are lost, see `lost_engines`."""
+        self.started: list[Any] = []
+        """Actors that have to be stopped: all engines, and processes of the trainer with a copy of the directory."""
+        self.trainers: TrainerProcesses | None = None
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
         self.about = StartedEngine("none", 0)
@@ -132,17 +134,30 @@ class Round:
         if self.settings.ray.address is None:
             # The processes of the trainer compute at the same time.
             threads = max(1, threads // training.workers)
-        for number, gpu_share in enumerate(placement.trainers):
-            about = self.spec, str(self.directory), threads, number
-            within = places.at(gpu_share)
-            self.trainers.append(ray_cluster.start(Trainer, *about, gpus=gpu_share.share, within=within))
-        members = [*self.engines, *self.trainers]
-        with self._mark() as mark:
-            ray_cluster.gather(members, self.settings, [mark, *self._needed()])
+        self.started = list(self.engines)
+        members = [
+            ray_cluster.start(
+                Trainer,
+                self.spec,
+                str(self.directory),
+                threads,
+                number,
+                gpus=gpu_share.share,
+                within=places.at(gpu_share),
+                calls=1 if self.settings.ray.address is None else 2,
+            )
+            for number, gpu_share in enumerate(placement.trainers)
+        ]
+        files = [path for path in self.program.files if Path(path).is_absolute()] if self.program is not None else []
+        ray_cluster.gather(self.engines, members, self.settings, self.spec.base_model, files)
         ray_cluster.wait([engine.check_memory.remote() for engine in self.engines])
-        meeting = ray_cluster.on_all(self.trainers[:1], "meet") if len(self.trainers) > 1 else None
+        meeting = ray_cluster.on_all(members[:1], "meet") if len(members) > 1 else None
         starting = [engine.start.remote() for engine in self.engines]
-        starting += [trainer.start.remote(self.ended.adapter, meeting) for trainer in self.trainers]
+        if members:
+            self.trainers = TrainerProcesses(members, self.directory)
+            self.trainers.place()
+            self.started += self.trainers.copies
+            starting += [member.start.remote(files_of(self.ended.adapter), meeting) for member in members]
         started = ray_cluster.wait(starting)[: rollout.engines]
         self.about = replace(started[0], context=min(engine.context for engine in started))
 
@@ -157,7 +172,7 @@ class Round:
             max_turns=rollout.max_turns,
         )
         gate = replace(training, shared=spec.shared_gate, on_miss="end")
-        ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
+        ray_cluster.everywhere(self.engines, lambda engine: engine.use_tools.remote(training, gate))
 
     def _use_program(self) -> None:
         """Start the user's agent on the engines, if rollouts run one, with the models of all targets."""
@@ -176,18 +191,8 @@ class Round:
             needs_reward=config.rollout.weights.workflow > 0,
         )
         settings = config.model_dump(mode="json")
-        [found, *_] = ray_cluster.wait([engine.use_program.remote(settings, setup) for engine in self.engines])
+        found, *_ = ray_cluster.everywhere(self.engines, lambda engine: engine.use_program.remote(settings, setup))
         log.info("the agent of rollouts: %s", found)
-
-    @contextlib.contextmanager
-    def _mark(self) -> Iterator[Path]:
-        """A marker file in the round's directory: nodes that see it share the same directory."""
-        mark = self.directory / f".seen-{secrets.token_hex(8)}"
-        mark.touch()
-        try:
-            yield mark
-        finally:
-            mark.unlink(missing_ok=True)
 
     @property
     def frozen(self) -> list[FrozenTarget]:
@@ -197,13 +202,6 @@ class Round:
     def _adapters(self) -> list[AdapterRef | None]:
         """Those that exist before the round: of the parent, of a candidate, of the other targets."""
         return [self.spec.parent, self.spec.candidate, *(each.adapter for each in self.frozen)]
-
-    def _needed(self) -> list[Path]:
-        """Paths of base model, adapters and the user's agent that actors read; a name on a hub is not a path."""
-        named = [self.spec.base_model, *(adapter.path for adapter in self._adapters() if adapter is not None)]
-        if self.program is not None:
-            named += self.program.files
-        return [Path(name) for name in named if Path(name).is_absolute()]
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
         """The tasks that can be trained on: rendered by the model's template, short enough, without duplicates."""
@@ -230,7 +228,9 @@ class Round:
         return found.prompts
 
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
-        [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
+        prompts, refused = ray_cluster.anywhere(
+            self.engines, lambda engine: ray_cluster.wait([engine.encode.remote(list(tasks))])[0]
+        )
         if tasks and len(refused) == len(tasks):
             first = next(f"{task}: {why}" for task, why in refused.items())
             raise TrainError(
@@ -314,8 +314,8 @@ class Round:
         return self._gated(made, held_out, {}, outcome="trained", **figures)
 
     def _end_trainer(self) -> None:
-        for trainer in self.trainers:
-            ray.kill(trainer)
+        if self.trainers is not None:
+            self.trainers.end()
 
     def _kept(self, made: Path) -> AdapterRef:
         """The adapter in a folder as that of the round."""
@@ -332,12 +332,9 @@ class Round:
             self.meter.enter("evaluating", self._gate_rollouts(held_out), step=figures.get("steps", 0), **rewards)
             candidate, deployed = self._load(adapter), self._load(self.spec.parent)
             comparison = self._compare(held_out, candidate, deployed)
-            probe = make_probe(
-                self.engines[0],
-                held_out,
-                candidate,
-                deployed,
-                max_model_len=self.about.context,
+            probe = ray_cluster.anywhere(
+                self.engines,
+                lambda engine: make_probe(engine, held_out, candidate, deployed, max_model_len=self.about.context),
             )
         return self._result(adapter=adapter, comparison=comparison, probe=probe, **figures)
 
@@ -357,9 +354,8 @@ class Round:
         if adapter is None:
             return None
         number = next(self._numbers)
-        loaded = loaded_adapter(f"{adapter.name}-{number}", number, Path(adapter.path))
-        ray_cluster.wait([engine.load.remote(loaded) for engine in self.engines])
-        return loaded
+        files = AdapterFiles.read(Path(adapter.path))
+        return ray_cluster.load(self.engines, f"{adapter.name}-{number}", number, files)
 
     def _too_few_exact(self, train: int, held_out: int) -> RoundResult:
         self._end_trainer()
@@ -379,12 +375,12 @@ class Round:
         reward, why = decided_reward(run)
         self.settings = self.settings.model_copy(update={"rollout": rollout.model_copy(update={"reward": reward})})
         if not has_judge(self.settings):
-            self.make_grade = partial(without_judge)
+            self.make_grade = without_judge
             self.grade = without_judge()
         # From now on, a run without what counts is a failure.
         self._use_program()
-        if self.trainers:
-            ray_cluster.on_all(self.trainers, "use_settings", self.settings.model_dump(mode="json"))
+        if self.trainers is not None:
+            self.trainers.call("use_settings", self.settings.model_dump(mode="json"))
         if why:
             log.info("%s", why)
         return {"reward_by": why} if why else {}
@@ -397,7 +393,7 @@ class Round:
         failures: list[Completion] = []
         is_cut = False
         for some in filter(None, (requests[:1], requests[1:])):
-            made = ray_cluster.wait([self.engines[0].generate.remote(request) for request in some])
+            made: list[Completion] = ray_cluster.anywhere(self.engines, partial(_generated, some))
             failures += (failed := [completion for completion in made if completion.error])
             is_cut |= len(failed) < len(made)
             for completion in made:
@@ -526,6 +522,15 @@ class Round:
             device=self.about.device,
             **fields,
         )
+
+
+def _make_grade(make_grade: MakeGrade, spec: RoundSpec, directory: Path, pause: Pause) -> Grade:
+    """For rollouts to learn from, in the process and the directory where they are graded."""
+    return make_grade(spec, directory, Purpose.ROUNDS, pause)
+
+
+def _generated(requests: Sequence[RolloutRequest], engine: Any) -> list[Completion]:
+    return ray_cluster.wait([engine.generate.remote(request) for request in requests])
 
 
 def _paired(prompts: Sequence[Prompt], pairs: Pairs) -> list[Paired]:

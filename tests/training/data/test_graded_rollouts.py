@@ -154,7 +154,7 @@ def test_other_rollouts_than_the_rounds_are_refused(tmp_path: Path) -> None:
 
 
 def adapter(weights: str) -> LoadedAdapter:
-    return LoadedAdapter("r0001-step-1", 1, "/r0001", weights)
+    return LoadedAdapter("r0001-step-1", 1, weights)
 
 
 def test_graded_rollouts_are_found_by_weights_task_and_seed(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_all_rollouts_of_a_dropped_group_are_written_with_the_reason_and_without
 
 
 def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
-    candidate, deployed = LoadedAdapter("r0002-5", 5, "/r0002"), LoadedAdapter("r0001-6", 6, "/r0001")
+    candidate, deployed = LoadedAdapter("r0002-5", 5), LoadedAdapter("r0001-6", 6)
     done = rollout(0, 1)
     for other in (deployed, None):
         sides = [

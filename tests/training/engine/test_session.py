@@ -35,7 +35,7 @@ async def started(app: ScriptedApplication, calls: int = 1) -> None:
 
 async def test_sampling_is_that_of_the_round_whatever_the_client_asks_for() -> None:
     app = ScriptedApplication()
-    rollout = session(app, LoadedAdapter("r1-3", 3, "/a"))
+    rollout = session(app, LoadedAdapter("r1-3", 3))
     tools = [{"type": "function", "function": {"name": "add"}}]
     sampling = {
         "temperature": 0.0, "top_p": 0.1, "top_k": 3, "min_p": 0.2, "presence_penalty": 2, "frequency_penalty": 2,
@@ -229,9 +229,9 @@ async def test_a_response_without_tokens_is_never_trained_on(missing: str) -> No
 
 async def test_frozen_models_answer_as_the_server_does_and_are_not_recorded() -> None:
     app = ScriptedApplication()
-    writer = LoadedAdapter("r0002-9", 9, "/b")
+    writer = LoadedAdapter("r0002-9", 9)
     rollout = session(
-        app, LoadedAdapter("r1-3", 3, "/a"), model="plan", frozen={"write": writer, "judge": None}, turns=1, tokens=9
+        app, LoadedAdapter("r1-3", 3), model="plan", frozen={"write": writer, "judge": None}, turns=1, tokens=9
     )
     assert rollout.models == ("plan", "write", "judge")
     sampling = {"temperature": 0.1, "max_tokens": 5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,21 @@ from flywheel.errors import TrainError
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.engine.ray_cluster import RoundActor
+from flywheel.training.engine.rollout_engine import RolloutEngine
+from flywheel.training.program.agent_program import ModelEndpoint
+from flywheel.training.program.program_pool import program_of
+from flywheel.training.program.program_rollout import ProgramSetup
+from tests.training.data.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 GPUS_PER_NODE = 4
+AGENT = """\
+from pathlib import Path
+import sys; sys.modules["agentscope"] = None
+async def run(task, model):
+    return {"response": Path("words.txt").read_text()}
+"""
+"""Reads a file of its working directory."""
 NODE = {"num_cpus": 6, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
 
 
@@ -35,6 +48,17 @@ class Process(RoundActor):
 
     def told_by_ray(self) -> str:
         return str(ray.get_runtime_context().runtime_env)
+
+
+class Runs(RoundActor, RolloutEngine):
+    """Runs the user's agent as an engine does, without a model."""
+
+    async def run(self, settings: dict[str, Any]) -> tuple[str, str]:
+        await self.use_program(settings, ProgramSetup({}, "", 0))
+        assert self._pool is not None
+        found = await self._pool.run({}, {"policy": ModelEndpoint("http://127.0.0.1:9/v1", "policy")}, "policy")
+        await self.stop()
+        return ray.get_runtime_context().get_node_id(), str(found.response)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +77,8 @@ def address() -> Iterator[str]:
 
 @contextlib.contextmanager
 def connected(address: str, **settings: Any) -> Iterator[Config]:
-    config = Config.model_validate({"ray": {"address": address, "placement_seconds": 3}, **settings})
+    ray_settings = {"address": address, "placement_seconds": 3, **settings.pop("ray", {})}
+    config = Config.model_validate({"ray": ray_settings, **settings})
     with ray_cluster.session(config):
         yield config
 
@@ -78,7 +103,7 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
             ray_cluster.start(Process, gpus=gpu_share.share, within=places.at(gpu_share))
             for gpu_share in (*placement.trainers, *placement.engines)
         ]
-        ray_cluster.gather(members, config, [])
+        ray_cluster.gather(members[:1], members[1:], config, str(POLICY))
         assert ray_cluster.wait([each.knows.remote(*names, "MY_DIARY") for each in members]) == [
             [*(f"value of {name}" for name in names), None]
         ] * len(members)
@@ -120,15 +145,41 @@ def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: 
         assert ray_cluster.Places(place_on_gpus(4, ray_cluster.gpus(), trainers=0), 60)
 
 
-def test_a_path_that_a_node_does_not_have_is_named(address: str, tmp_path: Path) -> None:
-    missing = tmp_path / "state" / "rounds"
+def test_what_a_node_lacks_is_named(address: str, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
     with connected(address) as config:
         member = ray_cluster.start(Process, gpus=0)
-        ray_cluster.gather([member], config, [tmp_path])
-        with pytest.raises(TrainError, match=f"it has no {missing}") as caught:
-            ray_cluster.gather([member], config, [tmp_path, missing])
-    assert "a file system that they share" in caught.value.hint
-    assert not caught.value.retryable
+        with pytest.raises(TrainError, match=f"it has no {agent}") as caught:
+            ray_cluster.gather([member], [], config, str(POLICY), [str(tmp_path), str(agent)])
+        assert "ray.working_dir" in caught.value.hint
+        # Only engines run the agent.
+        ray_cluster.gather([], [member], config, str(POLICY), [str(agent)])
+        for base in (str(tmp_path / "model"), "nobody/no-model"):
+            with pytest.raises(TrainError, match=f"base model {base}: .+") as caught:
+                ray_cluster.gather([], [member], config, base)
+            assert "by its name on the hub" in caught.value.hint
+            assert not caught.value.retryable
+
+
+def test_the_folder_of_the_users_agent_is_sent_to_each_node(address: str, tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "agent.py").write_text(AGENT)
+    (folder / "words.txt").write_text("sent")
+    agent = {"workflow": f"{folder}/inner/agent.py:run", "folder": str(folder)}
+    settings = {"agent": agent, "workers": 1}
+    with connected(address, ray={"working_dir": str(folder)}, rollout=settings) as config:
+        placement = place_on_gpus(GPUS_PER_NODE + 1, ray_cluster.gpus(), with_trainer=False)
+        places = ray_cluster.Places(placement, 60)
+        members = [ray_cluster.start(Runs, gpus=each.share, within=places.at(each)) for each in placement.engines]
+        program = program_of(config)
+        assert program is not None
+        # No node can read the folder itself.
+        shutil.rmtree(folder)
+        ray_cluster.gather(members, [], config, str(POLICY), program.files)
+        ran = ray_cluster.wait([each.run.remote(config.model_dump(mode="json")) for each in members])
+    assert len({node for node, _ in ran}) == 2
+    assert {text for _, text in ran} == {"sent"}
 
 
 def test_an_address_where_no_cluster_is_is_told() -> None:

@@ -245,7 +245,7 @@ def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     # All checkpoints stay, so that which one is taken does not depend on when the policy collapses.
     monkeypatch.setattr("transformers.trainer.rotate_checkpoints", lambda *_, **__: None)
     adapter = tmp_path / "stages" / "1-grpo" / "adapter"
-    done = trainer.train(prompts, [], lambda _: lambda __: verdict(None), 0, adapter, 0)
+    done = trainer.train(prompts, [], lambda *_: lambda __: verdict(None), 0, adapter, 0)
     lines = metrics_of(tmp_path)
     if rate < 0.1:
         assert (done.refusal, done.steps) == ("", STEPS)

@@ -12,8 +12,9 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import METRICS_FILE, AdapterRef
+from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import Pair, Sample
+from flywheel.training.engine.adapter_files import AdapterFiles
 from tests.factories.round import round_spec
 from tests.training.optim.test_grpo import POLICY, OutOfMemory, policy
 
@@ -64,7 +65,7 @@ def train(
     start = None
     if parent is not None:
         save_adapter(parent, directory / "parent")
-        start = AdapterRef(name="r0001", path=str(directory / "parent"), sha256="")
+        start = AdapterFiles.read(directory / "parent")
     trainer.start(start)
     if prepare is not None:
         prepare(trainer._model)

@@ -24,7 +24,7 @@ from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, answer
 from flywheel.training.worker.training_round import Round
 from tests.training.data.rollouts import missed, prompt, rollout, verdict
 
-CANDIDATE = LoadedAdapter("r0001", 1, "/r0001")
+CANDIDATE = LoadedAdapter("r0001", 1)
 SEEDS = [seed_of(7, "held-out", "t-1", sample) for sample in range(2)]
 
 

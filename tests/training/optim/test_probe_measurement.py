@@ -15,7 +15,7 @@ from flywheel.training.optim.probe_measurement import PROMPTS, TOKENS, make_prob
 from tests.training.data.rollouts import prompt
 
 PLACES = weight_verification.PLACES[-1]
-NEW, PARENT = LoadedAdapter("r0002", 1, "/r0002"), LoadedAdapter("r0001", 2, "/r0001")
+NEW, PARENT = LoadedAdapter("r0002", 1), LoadedAdapter("r0001", 2)
 SHORT = prompt("t-short", (1,) * 10)
 TELLING = prompt("t-telling", (2,) * 12)
 LONG = [prompt(f"t-{number}", (3,) * (20 + number)) for number in range(PROMPTS)]

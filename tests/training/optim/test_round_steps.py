@@ -210,7 +210,7 @@ def run_of(
 
     def load() -> LoadedAdapter:
         number = next(numbers)
-        return LoadedAdapter(f"step-{number}", number, "/step")
+        return LoadedAdapter(f"step-{number}", number)
 
     return trainer.TrainingRun(spec(), made, directory, some, load, collector, meter)
 

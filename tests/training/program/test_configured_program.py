@@ -87,6 +87,30 @@ def test_the_files_of_a_program_are_known_in_each_form_of_its_functions() -> Non
     assert AgentProgram(command=("node", "agent.mjs"), python="/env/python").files == ["/env/python"]
 
 
+def test_a_program_runs_from_a_copy_of_its_folder() -> None:
+    """What is not in the folder, or is a module, stays."""
+    program = AgentProgram(
+        workflow="/work/agent/inner/desk.py:run",
+        reward_function="my_rewards.desk:reward",
+        setup="/other/setup.py->Setup",
+        folder="/work/agent",
+        python="/usr/bin/python3",
+    )
+    moved = program.moved("/work/agent", "/tmp/copy")
+    assert moved.workflow == "/tmp/copy/inner/desk.py:run"
+    assert (moved.reward_function, moved.setup) == (program.reward_function, program.setup)
+    assert (moved.folder, moved.python) == ("/tmp/copy", "/usr/bin/python3")
+    assert moved.moved("", "/elsewhere") == moved
+    assert program.moved("/work/agent/inner", "/tmp/copy").folder == "/work/agent"
+
+
+def test_a_folder_to_send_needs_a_cluster_to_send_it_to(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set address, or remove it"):
+        parse({"ray": {"working_dir": "agents"}}, "flywheel.yaml", tmp_path)
+    sent = parse({"ray": {"address": "10.0.0.1:6379", "working_dir": "agents"}}, "flywheel.yaml", tmp_path)
+    assert sent.ray.working_dir == tmp_path / "agents"
+
+
 def test_rollouts_without_the_users_agent_have_no_program(tmp_path: Path) -> None:
     assert program_of(parse({"rollout": {"agent": "recorded"}}, "flywheel.yaml", tmp_path)) is None
 

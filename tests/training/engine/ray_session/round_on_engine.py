@@ -15,6 +15,7 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import StartedEngine
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.trainer import Trainer
+from flywheel.training.worker.trainer_process import TrainerProcesses
 from flywheel.training.worker.training_round import Round
 from tests.training.worker.test_round import spec as round_spec
 
@@ -39,11 +40,12 @@ def run_round(
 
         def start() -> None:
             whole.engines, whole.about = [engine], StartedEngine("cpu", 192)
-            whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
-            ray_cluster.wait([whole.trainer.start.remote(spec.parent)])
+            actor = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
+            whole.trainers = TrainerProcesses([actor], directory)
+            whole.trainer.call("start", None)
 
         monkeypatch.setattr(whole, "start", start)
         try:
             return whole.run()
         finally:
-            ray.kill(whole.trainer)
+            ray.kill(whole.trainer.actor)

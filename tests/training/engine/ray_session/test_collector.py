@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from flywheel.config import Config
-from flywheel.errors import FlywheelError, JudgeError, TrainError
+from flywheel.errors import FlywheelError, JudgeError, ProcessLostError, TrainError
 from flywheel.records.verdict import CriterionResult, Exchange, Verdict
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.prompts import seed_of
@@ -37,6 +37,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 class Engine:
     """Answers with the request's seed; some seeds fail in their own way."""
 
+    def __init__(self, *, is_mortal: bool = False) -> None:
+        self._is_mortal = is_mortal
+
     async def generate(self, wanted: RolloutRequest) -> Completion:
         match wanted.seed:
             case 1000:
@@ -47,6 +50,9 @@ class Engine:
                 os._exit(1)
             case 1003:
                 return Completion()
+            case 1004 if self._is_mortal:
+                await asyncio.sleep(0.5)
+                os._exit(1)
             case seed if 2000 <= seed < 3000:
                 await asyncio.sleep((seed - 2000) / 5)
         return reply(wanted.prompt, (wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
@@ -73,6 +79,10 @@ def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, ti
 
 def by_answer(shown: Exchange) -> Verdict:
     return verdict(int(shown.answer) / 10)
+
+
+def by_answer_or_0(shown: Exchange) -> Verdict:
+    return verdict(min(int(shown.answer), 10) / 10)
 
 
 def test_rollouts_come_back_in_order_with_their_own_rewards(engine: Any) -> None:
@@ -194,6 +204,57 @@ def test_the_engine_with_the_fewest_open_rollouts_is_next(monkeypatch: pytest.Mo
         assert engines.ended(reference) == reference
         assert engines.submit()
     assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4 + [4] * 4 + [5] * 4}
+
+
+def test_the_rollouts_of_a_lost_engine_are_made_by_another_one(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that it had ended are kept; the list of engines, which others hold, too, is without it."""
+    mortal = ray.remote(Engine).options(num_cpus=1).remote(is_mortal=True)
+    engines = [mortal, engine]
+    # The first group is on the first engine: one rollout ends before, two end with it.
+    seeds = [7, 1004, 2010, 4, 5, 6]
+    with Collector(engines, by_answer_or_0, max_thread=4, timeout_seconds=60) as collector:
+        batch = collector.collect([request(place // 3, seed) for place, seed in enumerate(seeds)])
+    assert [each.completion.text for each in batch.rollouts] == ["7", "1004", "2010", "4", "5", "6"]
+    assert (batch.lost, batch.undecided, batch.summary()["rollouts_lost"]) == (2, 0, 2)
+    assert engines == [engine]
+    assert "a rollout engine is lost, and 1 left" in caplog.text
+
+
+def test_a_request_that_ends_engines_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """At the second one. The others go on."""
+
+    class Calls:
+        """Engines and calls are numbers."""
+
+        def __init__(self) -> None:
+            self.made: list[tuple[int, RolloutRequest]] = []
+
+        def submit(self, engine: int, request: RolloutRequest) -> Any:
+            self.made.append((engine, request))
+            return len(self.made) - 1
+
+        def ended(self, calls: Any, *, seconds: float) -> list[Any]:
+            return list(calls)[:1]
+
+        def completion(self, call: Any) -> Completion:
+            engine, wanted = self.made[call]
+            if wanted.seed == 1002:
+                raise ProcessLostError("generate rollouts", f"engine {engine} died")
+            return reply(wanted.prompt, (wanted.seed,), (-0.1,), str(wanted.seed))
+
+        def cancel(self, call: Any) -> None:
+            raise AssertionError("nothing is cancelled")
+
+    engines = [1, 2, 3]
+    with Collector(engines, by_answer, max_thread=4, timeout_seconds=60, calls=Calls()) as collector:
+        batch = collector.collect([request(place, seed) for place, seed in enumerate((1002, 4, 5, 6))])
+    assert len(engines) == 1
+    assert batch.rollouts[0].failure.startswith("cannot generate rollouts: engine")
+    assert [each.reward for each in batch.rollouts] == [None, 0.4, 0.5, 0.6]
+    assert caplog.text.count("a rollout engine is lost") == 2
+    last = Collector(engines, by_answer, max_thread=4, timeout_seconds=60, calls=Calls())
+    with last, pytest.raises(ProcessLostError):
+        last.collect([request(0, 1002)])
 
 
 def test_a_dead_engine_ends_the_round_which_can_be_tried_again() -> None:

@@ -35,7 +35,7 @@ TOKENS = 24
 def start() -> Any:
     actor = ray_cluster.start(Engine, settings(str(POLICY)), gpus=share_of_an_engine())
     # A key in the environment of the round is for its own servers.
-    ray_cluster.wait([actor.join.remote({"VLLM_API_KEY": "secret"}, [])])
+    ray_cluster.wait([actor.join.remote({"VLLM_API_KEY": "secret"}, str(POLICY), [], "")])
     ray_cluster.wait([actor.start.remote()])
     return actor
 
@@ -131,7 +131,7 @@ def test_an_adapter_that_was_unloaded_is_refused(
     engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
 ) -> None:
     """Never the base model in its place."""
-    url = opened(engine, rollout(prompts[0], LoadedAdapter("gone", 99, adapters[0].path)))
+    url = opened(engine, rollout(prompts[0], LoadedAdapter("gone", 99)))
     with client(url) as agent, pytest.raises(openai.NotFoundError, match="gone"):
         agent.chat.completions.create(model="agent", messages=prompts[0].task.prompt)
     assert closed(engine, url) == ()

@@ -22,6 +22,7 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.optim.rollout_grading import build_grade
@@ -77,8 +78,12 @@ def engine(model: Path) -> Iterator[Any]:
     ray.kill(actor)
 
 
-def strange_adapter(number: int, path: Path) -> LoadedAdapter:
-    """An adapter that changes what the policy says beyond recognition."""
+def load(engine: Any, number: int, path: Path) -> LoadedAdapter:
+    return ray_cluster.load([engine], f"test-{number}", number, AdapterFiles.read(path))
+
+
+def strange_adapter(engine: Any, number: int, path: Path) -> LoadedAdapter:
+    """An adapter that changes what the policy says beyond recognition, written there and loaded."""
     import torch
 
     from flywheel.training.engine.policy import load_policy, save_adapter
@@ -89,14 +94,16 @@ def strange_adapter(number: int, path: Path) -> LoadedAdapter:
             if "lora_B" in name:
                 weight.normal_(std=0.3)
     save_adapter(model, path)
-    return LoadedAdapter(f"test-{number}", number, str(path))
+    return load(engine, number, path)
 
 
 @pytest.fixture(scope="module")
 def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
     """Two adapters, loaded as candidate and deployed would be."""
-    loaded = [strange_adapter(number, tmp_path_factory.mktemp("adapters") / f"a{number}") for number in (21, 22)]
-    ray_cluster.wait([engine.load.remote(adapter) for adapter in loaded])
+    folder = tmp_path_factory.mktemp("adapters")
+    loaded = [strange_adapter(engine, number, folder / f"a{number}") for number in (21, 22)]
+    # What was sent is with the engine.
+    shutil.rmtree(folder)
     return loaded
 
 
@@ -221,21 +228,21 @@ def test_base_and_adapters_in_one_batch_answer_as_they_do_alone(
 
 
 def test_an_adapter_makes_room_for_the_next(
-    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter], tmp_path: Path
 ) -> None:
     """As a round does step by step: load the new one, drop the old one, and the base stays the base."""
     base = generate(engine, requests(prompts, None))
-    old = adapters[1]
+    ray_cluster.wait([engine.unload.remote(adapters[1])])
+    old = strange_adapter(engine, 2, tmp_path / "adapter")
     for number in range(3, 9):
         ray_cluster.wait([engine.unload.remote(old)])
-        new = LoadedAdapter(f"test-{number}", number, adapters[1].path)
-        ray_cluster.wait([engine.load.remote(new)])
+        new = load(engine, number, tmp_path / "adapter")
         both = generate(engine, [*requests(prompts, None), *requests(prompts, new)])
         assert agreeing(base, both[: len(prompts)]) >= 0.9
         assert agreeing(base, both[len(prompts) :]) < 0.5
         old = new
     ray_cluster.wait([engine.unload.remote(old)])
-    ray_cluster.wait([engine.load.remote(LoadedAdapter("test-9", 9, adapters[1].path))])
+    load(engine, 9, tmp_path / "adapter")
 
 
 def test_scores_are_those_of_the_tokens_it_generated(engine: Any, prompts: list[Prompt]) -> None:

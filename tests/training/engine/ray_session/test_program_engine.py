@@ -100,7 +100,7 @@ def engine() -> Iterator[Any]:
 
     setup = replace(settings(str(POLICY)), more_adapters=1)
     actor = ray_cluster.start(Engine, setup, gpus=share_of_an_engine())
-    ray_cluster.wait([actor.join.remote({"JUDGE_API_KEY": "secret-of-the-judge"}, [])])
+    ray_cluster.wait([actor.join.remote({"JUDGE_API_KEY": "secret-of-the-judge"}, str(POLICY), [], "")])
     ray_cluster.wait([actor.start.remote()])
     yield actor
     ray_cluster.stop([actor])
@@ -221,9 +221,7 @@ def test_other_targets_answer_with_their_adapters_and_are_not_trained(
     [alone] = prompts(engine, 1, does="one turn")
     says: dict[str, LoadedAdapter | None] = {}
     for number in range(51, 60):
-        adapter = strange_adapter(number, tmp_path / f"a{number}") if says else None
-        if adapter is not None:
-            ray_cluster.wait([engine.load.remote(adapter)])
+        adapter = strange_adapter(engine, number, tmp_path / f"a{number}") if says else None
         [made] = generate(engine, [alone], adapter=adapter, temperature=0.01)
         if adapter is not None and made.text in says:
             ray_cluster.wait([engine.unload.remote(adapter)])
@@ -301,8 +299,7 @@ def test_in_the_gate_a_run_that_fails_scores_as_a_miss(engine: Any, folder: Path
     use(engine, rollout_settings(folder))
     config = Config.model_validate({"gate": {"samples": 2, "min_tasks": 3}})
     held_out = [*prompts(engine, 1, does="raise"), *prompts(engine, 4)[1:]]
-    candidate = strange_adapter(41, tmp_path / "a41")
-    ray_cluster.wait([engine.load.remote(candidate)])
+    candidate = strange_adapter(engine, 41, tmp_path / "a41")
     with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
         sides: tuple[LoadedAdapter | None, LoadedAdapter | None] = candidate, None
         found = answer(held_out, sides, round_spec("http://127.0.0.1:9/v1"), config, collector, tmp_path)

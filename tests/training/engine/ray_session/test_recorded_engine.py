@@ -110,8 +110,7 @@ def test_the_engines_logprobs_are_those_of_the_merged_sample(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    side = strange_adapter(31, tmp_path / "a31")
-    ray_cluster.wait([engine.load.remote(side)])
+    side = strange_adapter(engine, 31, tmp_path / "a31")
     use(engine)
     base = AutoModelForCausalLM.from_pretrained(POLICY)
     made = generate(engine, prompts, side)
@@ -129,7 +128,7 @@ def test_the_engines_logprobs_are_those_of_the_merged_sample(
         return sum(differences) / len(differences)
 
     assert gap(base) > 0.05
-    assert gap(PeftModel.from_pretrained(base, side.path)) < 1e-3
+    assert gap(PeftModel.from_pretrained(base, tmp_path / "a31")) < 1e-3
 
 
 def test_rollouts_of_a_seed_are_the_same_again(engine: Any, prompts: list[Prompt]) -> None:
@@ -229,8 +228,7 @@ def test_the_gate_scores_misses_of_both_sides(engine: Any, prompts: list[Prompt]
     use(engine)
     config = Config.model_validate({"gate": {"samples": 2, "min_tasks": 3}})
     held_out = [unrecorded(prompts[0]), *prompts[1:3]]
-    candidate = strange_adapter(32, tmp_path / "a32")
-    ray_cluster.wait([engine.load.remote(candidate)])
+    candidate = strange_adapter(engine, 32, tmp_path / "a32")
     with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
         sides = candidate, None
         found = answer(held_out, sides, round_spec("http://127.0.0.1:9/v1"), config, collector, tmp_path)

@@ -13,16 +13,19 @@ import pytest
 import ray
 
 from flywheel.config import Config
-from flywheel.records.round import AdapterRef, RoundTask, SamplePool
+from flywheel.records.round import RoundTask, SamplePool
 from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.records.verdict import Exchange, Verdict
+from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from flywheel.training.data.loss_selection import read_selection
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, RolloutRequest, reply
 from flywheel.training.data.samples import RecordedReply, Sample
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.trainer import Trained
 from flywheel.training.worker.round_stages import Stages, Training, ended_stages
+from flywheel.training.worker.trainer_process import TrainerProcess
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 from tests.training.data.rollouts import verdict
@@ -49,12 +52,12 @@ class Engine:
 class Trainer:
     """Writes an empty adapter for a stage, or refuses it."""
 
-    def __init__(self, refused: frozenset[str] = frozenset()) -> None:
-        self._refused = refused
+    def __init__(self, directory: Path, refused: frozenset[str]) -> None:
+        self._directory, self._refused = directory, refused
         self._calls: list[Any] = []
 
-    def load(self, parent: AdapterRef | None) -> None:
-        self._calls.append(("load", parent and parent.name))
+    def load(self, parent: AdapterFiles | None) -> None:
+        self._calls.append(("load", parent and parent.contents[CONFIG_FILE].decode()))
 
     def imitate(self, replies: Any, held_out: Any, adapter: Path, before: int) -> Trained:
         self._calls.append(("sft", len(replies), len(held_out), before))
@@ -81,8 +84,10 @@ class Trainer:
     def _ended(self, stage: str, adapter: Path, trained: Trained) -> Trained:
         if stage in self._refused:
             return Trained(1, 0.0, 0.0, refusal="nothing can be learned", rollout_steps=1)
+        adapter = self._directory / adapter
         adapter.mkdir()
-        (adapter / "adapter_config.json").write_text(stage)
+        (adapter / CONFIG_FILE).write_text(stage)
+        (adapter / WEIGHTS_FILE).write_text("")
         return trained
 
 
@@ -116,9 +121,10 @@ def run(
     def grade(shown: Exchange) -> Verdict:
         return verdict(int(shown.answer) / 100 if spread else 0.0)
 
-    trainer = ray_cluster.start(Trainer, frozenset(refused), gpus=0)
+    trainer = ray_cluster.start(Trainer, directory, frozenset(refused), gpus=0)
     try:
-        stages = Stages(spec, settings, directory, [engine], trainer, lambda _: grade, lambda _: None, 4)
+        process = TrainerProcess(trainer, directory)
+        stages = Stages(spec, settings, directory, [engine], process, lambda *_: grade, lambda _: None, 4)
         made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
         [calls] = ray_cluster.wait([trainer.calls.remote()])
     finally:
@@ -132,7 +138,7 @@ def ends(training: Training) -> list[tuple[str, str]]:
 
 def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(engine: Any, tmp_path: Path) -> None:
     made, calls = run(engine, tmp_path, {"stages": ["sft", "grpo"]})
-    assert calls == [("sft", 4, 2, 0), ("load", "r0001-sft"), ("grpo", 4, 3)]
+    assert calls == [("sft", 4, 2, 0), ("load", "sft"), ("grpo", 4, 3)]
     assert ends(made) == [("sft", "trained"), ("grpo", "trained")]
     assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (5, 2, 0.1, 0.4)
     assert made.adapter is not None

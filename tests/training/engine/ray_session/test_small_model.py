@@ -33,6 +33,7 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.data.samples import Sample, TrainingRow
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.chat_rendering import ChatFormat
 from flywheel.training.engine.engine import Engine, EngineSettings
 from tests.conftest import free_port, serve_config, start_server, stop_server
@@ -213,9 +214,7 @@ def tuned(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     path = directory / "adapter"
     trainer.imitate(replies[:-2], replies[-2:], path, 0)
     lines = [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
-    adapter = LoadedAdapter("tuned", 2, str(path))
-    ray_cluster.wait([engine.load.remote(adapter)])
-    return Tuned(trainer, adapter, lines)
+    return Tuned(trainer, ray_cluster.load([engine], "tuned", 2, AdapterFiles.read(path)), lines)
 
 
 @pytest.fixture
@@ -283,9 +282,7 @@ def loaded(engine: Any, trainer: Any, name: str, number: int, path: Path) -> Loa
     from flywheel.training.engine.policy import save_adapter
 
     save_adapter(trainer._model, path)
-    adapter = LoadedAdapter(name, number, str(path))
-    ray_cluster.wait([engine.load.remote(adapter)])
-    return adapter
+    return ray_cluster.load([engine], name, number, AdapterFiles.read(path))
 
 
 def answers(

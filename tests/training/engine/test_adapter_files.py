@@ -1,0 +1,51 @@
+"""Adapters as files that travel: what arrives is what was sent."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flywheel.errors import TrainError
+from flywheel.serving.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from flywheel.system.files import file_sha256
+from flywheel.training.engine.adapter_files import AdapterFiles
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> AdapterFiles:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    (folder / CONFIG_FILE).write_text("{}")
+    (folder / WEIGHTS_FILE).write_bytes(os.urandom(1000))
+    (folder / "README.md").write_text("of no use for an engine")
+    return AdapterFiles.read(folder)
+
+
+def test_what_arrives_is_what_was_sent(files: AdapterFiles, tmp_path: Path) -> None:
+    files.write(tmp_path / "there")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+    assert (tmp_path / "there" / WEIGHTS_FILE).read_bytes() == (tmp_path / "made" / WEIGHTS_FILE).read_bytes()
+    assert files.sha256[WEIGHTS_FILE] == file_sha256(tmp_path / "made" / WEIGHTS_FILE)
+
+
+def test_what_arrives_changed_is_refused(files: AdapterFiles, tmp_path: Path) -> None:
+    weights = bytearray(files.contents[WEIGHTS_FILE])
+    weights[500] ^= 1
+    changed = replace(files, contents={**files.contents, WEIGHTS_FILE: bytes(weights)})
+    with pytest.raises(TrainError, match=f"{WEIGHTS_FILE} arrived changed") as caught:
+        changed.write(tmp_path / "there")
+    assert caught.value.retryable
+
+
+def test_a_folder_that_cannot_be_written_is_named(files: AdapterFiles, tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=f"write an adapter to {tmp_path}/none/there: No such file"):
+        files.write(tmp_path / "none" / "there")
+
+
+def test_what_is_written_for_a_while_is_gone_afterwards(files: AdapterFiles) -> None:
+    with files.written() as folder:
+        assert (folder / CONFIG_FILE).read_text() == "{}"
+    assert not folder.parent.exists()
