@@ -20,8 +20,9 @@ from flywheel.cli.demo import judge
 from flywheel.config import Config
 from flywheel.judge.usage import UsageFile
 from flywheel.records.round import RoundSpec
+from flywheel.system.process_folder import PREFIX
 from flywheel.training.data.rollout_file import read_rollouts
-from tests.training.worker.test_round import Done, below, family, read, run, spec, start
+from tests.training.worker.test_round import Done, below, family, left_behind, read, run, spec, start
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -68,7 +69,9 @@ def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str)
     try:
         wait_for(lambda: when() or process.poll() is not None, f"the moment to kill the {who}", seconds=400)
         assert process.poll() is None, read(directory / "worker.log")[-3000:]
-        synced = {weights(path) for path in (directory / "sync").glob("step-*")}
+        # The engine's own copies.
+        sessions = left_behind(process.pid, directory)
+        synced = {weights(path) for each in sessions for path in each.glob(f"{PREFIX}*/*") if path.is_dir()}
         if who != "worker":
             [actor] = [each for each in below(process.pid) if " ".join(each.cmdline()).startswith(f"ray::{who}")]
             actor.kill()

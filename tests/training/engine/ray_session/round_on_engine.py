@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from flywheel.training.optim.trainer import Trainer
 from flywheel.training.worker.trainer_process import TrainerProcesses
 from flywheel.training.worker.training_round import Round
 from tests.training.worker.test_round import spec as round_spec
+
+NUMBERS = itertools.count(1000, 10)
 
 
 def run_round(
@@ -37,6 +40,8 @@ def run_round(
         given["gate"] |= {"max_tasks": 10, "samples": 1}
         spec = round_spec(url, train=train, held_out=held_out, settings=given)
         whole = Round(spec, directory, settings_of(spec), build_grade)
+        # An engine gets a number once; this one has served other rounds.
+        whole._numbers = itertools.count(next(NUMBERS))
 
         def start() -> None:
             whole.engines, whole.about = [engine], StartedEngine("cpu", 192)
