@@ -25,7 +25,7 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.trainer import Trained
 from flywheel.training.worker.round_stages import Stages, Training, ended_stages
-from flywheel.training.worker.trainer_process import TrainerProcess
+from flywheel.training.worker.trainer_process import TrainerProcesses
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 from tests.training.data.rollouts import verdict
@@ -123,7 +123,7 @@ def run(
 
     trainer = ray_cluster.start(Trainer, directory, frozenset(refused), gpus=0)
     try:
-        process = TrainerProcess(trainer, directory)
+        process = TrainerProcesses([trainer], directory)
         stages = Stages(spec, settings, directory, [engine], process, lambda *_: grade, lambda _: None, 4)
         made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
         [calls] = ray_cluster.wait([trainer.calls.remote()])
