@@ -40,11 +40,11 @@ This page is generated from the commands (`python -m scripts.reference_pages`); 
 [JSON output](json.md).
 
 Exit codes: 0 done; 1 failed; 2 usage; 69 the judge cannot be used: it is unreachable, refuses its calls, or gives
-answers that cannot be read; 75 try again: another instance holds the lock, or erased text is not yet purged; 78 wrong
-configuration, rubric, filter, labels or task file; 100 replies are below the quality bar (`--fail-under`, `--max-undecided`); 130, 143 stopped by SIGINT,
-SIGTERM before it was done (`flywheel run` without `--once` ends with 0); 141 the reader of stdout closed it
-(`| head`). An error message says what was attempted, why it failed and what to do. A user's mistake never causes a
-traceback.
+answers that cannot be read; 75 try again: another instance holds the lock, or erased text is not yet purged; 78
+wrong configuration, rubric, filter, labels or task file; 100 replies are below the quality bar (`--fail-under`,
+`--max-undecided`); 130, 143 stopped by SIGINT, SIGTERM before it was done (`flywheel run` without `--once` ends
+with 0); 141 the reader of stdout closed it (`| head`). An error message says what was attempted, why it failed
+and what to do. A user's mistake never causes a traceback.
 
 `-c FILE` and `--set KEY=VALUE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`,
 `rubric schema` and `config schema` need no configuration. `judge` is another name of `filter` and `explain` of `why`.
