@@ -30,7 +30,8 @@ WAIT_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.2
 OUT_OF_REACH: Final = (
     "Not erased, as Flywheel cannot: what the sources themselves have (Studio's database, files), weights that were"
-    " trained on it, exports, what webhooks, Langfuse and trackers were sent, published adapters."
+    " trained on it, backups (a restore erases it again), exports, what webhooks, Langfuse and trackers were sent,"
+    " published adapters."
 )
 
 
