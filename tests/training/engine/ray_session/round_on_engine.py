@@ -47,10 +47,11 @@ def run_round(
             whole.engines, whole.about = [engine], StartedEngine("cpu", 192)
             actor = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
             whole.trainers = TrainerProcesses([actor], directory)
-            whole.trainer.call("start", None)
+            whole.trainers.call("start", None)
 
         monkeypatch.setattr(whole, "start", start)
         try:
             return whole.run()
         finally:
-            ray.kill(whole.trainer.actor)
+            for actor in whole.trainers.actors if whole.trainers is not None else ():
+                ray.kill(actor)
