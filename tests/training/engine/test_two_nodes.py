@@ -169,7 +169,7 @@ def test_the_folder_of_the_users_agent_is_sent_to_each_node(address: str, tmp_pa
     agent = {"workflow": f"{folder}/inner/agent.py:run", "folder": str(folder)}
     settings = {"agent": agent, "workers": 1}
     with connected(address, ray={"working_dir": str(folder)}, rollout=settings) as config:
-        placement = place_on_gpus(GPUS_PER_NODE + 1, ray_cluster.gpus(), with_trainer=False)
+        placement = place_on_gpus(GPUS_PER_NODE + 1, ray_cluster.gpus(), trainers=0)
         places = ray_cluster.Places(placement, 60)
         members = [ray_cluster.start(Runs, gpus=each.share, within=places.at(each)) for each in placement.engines]
         program = program_of(config)
