@@ -106,9 +106,10 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The trainer after the SFT, its adapter in the engine, and the lines of the stage's metrics."""
+    """The trainer after the SFT, its adapter in a folder and in the engine, and the lines of the stage's metrics."""
 
     trainer: Any
+    path: Path
     adapter: LoadedAdapter
     lines: list[dict[str, Any]]
 
@@ -214,7 +215,7 @@ def tuned(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     path = directory / "adapter"
     trainer.imitate(replies[:-2], replies[-2:], path, 0)
     lines = [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
-    return Tuned(trainer, ray_cluster.load([engine], "tuned", 2, AdapterFiles.read(path)), lines)
+    return Tuned(trainer, path, ray_cluster.load([engine], "tuned", 2, AdapterFiles.read(path)), lines)
 
 
 @pytest.fixture
@@ -381,7 +382,7 @@ async def test_the_server_proves_the_adapter_and_then_answers_with_it(
     monkeypatch.setattr(probe_measurement, "TOKENS", 64)
     probe = probe_measurement.make_probe(engine, people[8:], tuned.adapter, None, max_model_len=CONTEXT)
 
-    path, zeroed = Path(tuned.adapter.path), tmp_path / "zeroed"
+    path, zeroed = tuned.path, tmp_path / "zeroed"
     shutil.copytree(path, zeroed)
     weights = load_file(path / WEIGHTS)
     nothing = {name: weight * 0 if "lora_B" in name else weight for name, weight in weights.items()}
