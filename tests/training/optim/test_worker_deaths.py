@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from flywheel.errors import TrainError
-from flywheel.records.round import AdapterRef
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from tests.training.optim.test_grpo import policy, rows
 from tests.training.optim.test_workers import Processes, two_nodes
 from tests.waiting import wait_for
@@ -30,7 +30,7 @@ def test_all_processes_end_when_one_is_killed(tmp_path: Path, rank: int) -> None
     from flywheel.training.engine.policy import save_adapter
 
     save_adapter(policy(), tmp_path / "parent")
-    parent = AdapterRef(name="r0001", path=str(tmp_path / "parent"), sha256="")
+    parent = AdapterFiles.read(tmp_path / "parent")
     with two_nodes():
         processes = Processes(tmp_path / "two", 2, parent)
         pids = [pid for _, pid in processes.each("where")]

@@ -19,10 +19,10 @@ from ray.cluster_utils import Cluster
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.records.round import AdapterRef
 from flywheel.training.data.round_directory import go_on_from
 from flywheel.training.data.samples import RecordedReply, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
+from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.optim.ranks import open_store
 from flywheel.training.optim.trainer import Trainer
@@ -64,13 +64,13 @@ def two_nodes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> AdapterRef:
+def parent(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
     """An adapter that has an effect."""
     from flywheel.training.engine.policy import save_adapter
 
     directory = tmp_path_factory.mktemp("parent") / "adapter"
     save_adapter(policy(), directory)
-    return AdapterRef(name="r0001", path=str(directory), sha256="")
+    return AdapterFiles.read(directory)
 
 
 class Observed(Trainer):
@@ -150,7 +150,7 @@ def settings(workers: int, **training: Any) -> dict[str, Any]:
 class Processes:
     """Those of a trainer, each on a node of its own, or the only one, which is this process."""
 
-    def __init__(self, directory: Path, workers: int, parent: AdapterRef) -> None:
+    def __init__(self, directory: Path, workers: int, parent: AdapterFiles) -> None:
         self.workers, self.parent, self._folders = workers, parent, count()
         self.directory = directory
         arguments = round_spec(seed=3, base_model=str(POLICY), settings=settings(workers)), str(directory), 1
@@ -209,12 +209,12 @@ def furthest(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, parent: AdapterRef) -> Processes:
+def one(tmp_path_factory: pytest.TempPathFactory, parent: AdapterFiles) -> Processes:
     return Processes(tmp_path_factory.mktemp("one"), 1, parent)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, parent: AdapterRef) -> Iterator[Processes]:
+def two(tmp_path_factory: pytest.TempPathFactory, parent: AdapterFiles) -> Iterator[Processes]:
     with two_nodes():
         yield Processes(tmp_path_factory.mktemp("two"), 2, parent)
 
@@ -345,7 +345,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(tmp_path: P
     for config in adapter.peft_config.values():
         config.lora_dropout = 0.5
     save_adapter(adapter, tmp_path / "dropout")
-    two.parent, known = AdapterRef(name="r0001", path=str(tmp_path / "dropout"), sha256=""), two.parent
+    two.parent, known = AdapterFiles.read(tmp_path / "dropout"), two.parent
     try:
         steps, training = [rows()] * 5, {"steps": 5, "save_steps": 2, "learning_rate": 1e-3}
         two.each("reinforce", steps, two.prepare(**training))
