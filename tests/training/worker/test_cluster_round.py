@@ -29,7 +29,7 @@ from tests.training.worker.test_round import GROUP, PROMPTS, Done, lines, run
 from tests.training.worker.test_round import spec as round_spec
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
