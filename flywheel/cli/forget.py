@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -74,6 +73,9 @@ def forget(
 
 async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_run: bool) -> dict[str, Any]:
     """What was erased (`Report`), or would be, and how far that got."""
+    # Imported here: `flywheel --help` needs no event loop.
+    import asyncio
+
     from flywheel.daemon.erasure import Eraser, report_of, used_for
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import erasures
