@@ -202,7 +202,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         skip=told.skip,
         detail=plain_text(told.skip_detail),
         structure="" if told.skip else class_of(told).value,
-        user=told.user.encode("utf-8", "replace").decode(),
+        user=plain_text(told.user),
     )
 
 
