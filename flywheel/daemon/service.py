@@ -43,6 +43,7 @@ from flywheel.store.erasures import ErasureState
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
 from flywheel.system.process import feed_watchdog, in_container, tell_systemd, trim_malloc
+from flywheel.system.signals import on_signal
 
 IDLE_CHECKS: Final = 2
 """Checks without work before memory is released."""
@@ -224,7 +225,7 @@ class Service:
         loop = asyncio.get_running_loop()
         # Until the loop is closed: a signal during the last steps does not interrupt them.
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            on_signal(loop, number, self._signalled)
         await self.recover()
         scheduler = self._schedule()
         beating = asyncio.create_task(feed_watchdog(), name="watchdog")

@@ -26,6 +26,23 @@ SLACK_SECONDS: Final = 2.0
 """Time to store what is finished when the drain time is over."""
 
 
+def on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, call: Callable[[], object]) -> None:
+    """Call something in a loop of the main thread when a signal comes, until the loop is closed.
+
+    `loop.add_signal_handler` loses a signal that comes while the pipe that wakes the loop is full, which happens on a
+    busy machine.
+    """
+
+    def handle(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call)
+            return
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    signal.signal(number, handle)
+
+
 async def in_daemon_thread(work: Callable[[], T]) -> T:
     """The result of `work` in a thread that does not delay the end of the process.
 

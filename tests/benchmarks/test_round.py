@@ -99,7 +99,8 @@ def test_processor_seconds_are_of_all_processes_below() -> None:
         found = processor_seconds(process.pid)
         process.communicate()
     assert len(found) == 2
-    assert min(found.values()) > 0
+    # The parent may have taken less than a tick of the clock.
+    assert max(found.values()) > 0
 
 
 def test_tables_have_the_figures() -> None:
