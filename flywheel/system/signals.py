@@ -37,10 +37,15 @@ def on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, call: Cal
         if not loop.is_closed():
             loop.call_soon_threadsafe(call)
             return
-        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+        use_default(number)
         signal.raise_signal(number)
 
     signal.signal(number, handle)
+
+
+def use_default(number: signal.Signals) -> None:
+    """Let a signal interrupt or end the process, as it does where nobody handles it."""
+    signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
@@ -119,7 +124,7 @@ class StopSignals:
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._hear, number)
+            on_signal(loop, number, partial(self._hear, number))
         task = asyncio.create_task(work)
         listening = asyncio.create_task(self._heard.wait())
         try:
@@ -131,7 +136,7 @@ class StopSignals:
             listening.cancel()
             task.cancel()
             for number in SIGNALS:
-                loop.remove_signal_handler(number)
+                use_default(number)
 
     def error(self, attempted: str, hint: str) -> StoppedError:
         """The error of a command that a signal stopped, with its exit code."""
