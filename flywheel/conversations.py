@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -54,6 +54,11 @@ def conversation_header(request: Request) -> Request:
 def refuses_recording(value: str) -> bool:
     """Whether a value of the header, or of the attribute `flywheel.record`, refuses recording."""
     return value.strip().lower() in REFUSALS
+
+
+def forms_of(conversation_ids: Iterable[str]) -> set[str]:
+    """The ids, and what the header has in their place."""
+    return {form for each in conversation_ids for form in (each, as_header(each))}
 
 
 def as_header(conversation_id: str) -> str:

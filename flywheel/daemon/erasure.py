@@ -129,10 +129,11 @@ class Eraser:
         found = await self.find(Kind(erasure.kind), erasure.subject, erasure.id)
         await self._store.write(_begin, erasure.id, found)
         await self._end_round()
-        erased = await self._store.read(_texts_of, found)
+        of_tasks = await self._store.read(_lines, found)
+        erased, hashes = ErasedTasks.of(of_tasks), {line["metadata"]["qa_hash"] for line in of_tasks}
         await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
         calls, pending = await self._erase_calls(found)
-        lines = await self._ingestion.erase(set(found.tasks.values()), await self._store.read(_hashes_of, found))
+        lines = await self._ingestion.erase(set(found.tasks.values()), hashes)
         spans = await asyncio.to_thread(self._erase_spans, found)
         used = {Path(each) for each in found.rounds.values()}
         files = await asyncio.to_thread(erase_from_files, self._config.state_dir, erased, used) if found.tasks else 0
@@ -267,13 +268,6 @@ def _note_purged(conn: Connection) -> None:
 
 
 def _lines(conn: Connection, found: Touched) -> list[dict[str, Any]]:
+    """The lines of the tasks in the task file."""
     query = select(cast(tasks.c.payload, LargeBinary))
     return [orjson.loads(line) for (line,) in rows_in(conn, query, tasks.c.id, sorted(found.tasks))]
-
-
-def _hashes_of(conn: Connection, found: Touched) -> set[str]:
-    return {line["metadata"]["qa_hash"] for line in _lines(conn, found)}
-
-
-def _texts_of(conn: Connection, found: Touched) -> ErasedTasks:
-    return ErasedTasks.of(_lines(conn, found))

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from flywheel.config import Config
-from flywheel.conversations import as_header
+from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError, ServeError
 from flywheel.records.trace import ModelCall
 from flywheel.serving.calls.call_log import PURGE_SECONDS, CallLog, RecordedCall, call_log_copy_path
 from flywheel.serving.calls.call_log_page import CallPage
 from flywheel.serving.replica_addresses import is_name, replica_urls
 from flywheel.serving.server_keys import admin_key
-from flywheel.sources.calls import conversations
 from flywheel.sources.calls.parsing import parse
 from flywheel.store import ledger
 from flywheel.store.kernel.database import Store
@@ -202,10 +201,6 @@ class CallLogCopy(CallLog):
         """Those of these calls that are there, parsed, by request id."""
         return {request_id: parse(call) for request_id, call in self.find(request_ids).items()}
 
-    def extending(self, request_ids: Iterable[str]) -> list[str]:
-        """The request ids of later calls that go on from one of these, see `conversations.extending`."""
-        return conversations.extending(self, request_ids)
-
     def ids_after(self, number: int, limit: int) -> list[tuple[int, str]]:
         """Numbers and request ids of the calls that were stored after that one, in their order."""
         query = "SELECT number, request_id FROM calls WHERE number > ? ORDER BY number LIMIT ?"
@@ -244,6 +239,8 @@ class CallPuller:
         self._store = store
         self._config = config
         self._settings = config.serving.call_log
+        private = config.privacy.exclude
+        self._private_users, self._private_conversations = frozenset(private.users), forms_of(private.conversations)
         self._lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pulled_at = 0.0
@@ -446,9 +443,7 @@ class CallPuller:
         return ""
 
     def _is_private(self, call: RecordedCall) -> bool:
-        names = self._config.privacy.exclude.names
-        forms = {form for each in names.conversations for form in (each, as_header(each))}
-        return call.user in names.users or call.conversation in forms
+        return call.user in self._private_users or call.conversation in self._private_conversations
 
     async def _replica(self, url: str) -> Replica:
         """The client of a server; its key may have been created or changed meanwhile."""

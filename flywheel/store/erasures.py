@@ -209,9 +209,6 @@ class Touched:
     rounds: dict[str, str] = field(default_factory=dict)
     """Directories by the name of the round."""
 
-    def __bool__(self) -> bool:
-        return bool(self.replies or self.calls)
-
 
 def conversations_of_user(conn: Connection, user: str) -> set[str]:
     """The conversations in which a user asked something, by their keys."""
@@ -243,7 +240,7 @@ def touched(
     All replies of their traces belong to it: an agent that another one calls sees the conversation, too.
     """
     found = Touched(conversations=set(wanted), calls=set(calls), traces=set(traces))
-    columns = replies.c.id, replies.c.span_id, replies.c.trace_id, replies.c.task_id, replies.c.conversation_id
+    columns = replies.c.id, replies.c.span_id, replies.c.trace_id, replies.c.task_id
     query = select(*columns).where(replies.c.state != ReplyState.ERASED.value)
     of_calls = select(reply_calls.c.reply_id)
     seen = -1
@@ -315,10 +312,9 @@ def with_id(conn: Connection, number: int) -> Row[Any]:
 
 
 def note(conn: Connection, number: int, state: ErasureState, report: Mapping[str, Any]) -> None:
-    """Note how far an erasure got. One that is no longer open does not say whom it was about."""
-    subject = {} if state is ErasureState.OPEN else {"subject": ""}
+    """Note how far an erasure got, which does not say any more whom it was about."""
     finished = {"finished_at": utcnow()} if state is ErasureState.PURGED else {}
-    values: dict[str, Any] = {"state": state.value, "report": report, **subject, **finished}
+    values: dict[str, Any] = {"state": state.value, "report": report, "subject": "", **finished}
     conn.execute(update(erasures).where(erasures.c.id == number).values(**values))
 
 

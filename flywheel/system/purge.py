@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-_PAUSE_SECONDS: Final = 0.1
+_PAUSE_SECONDS: Final = 0.05
+_ATTEMPT_MS: Final = 20
+"""How long one attempt to empty the log may keep writers waiting for readers."""
 
 
 def purge(path: Path, seconds: float, *, rewrite: bool = False) -> bool:
@@ -26,6 +28,7 @@ def purge(path: Path, seconds: float, *, rewrite: bool = False) -> bool:
                 if rewrite:
                     connection.execute("VACUUM")
                     rewrite = False
+                connection.execute(f"PRAGMA busy_timeout = {_ATTEMPT_MS}")
                 (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:

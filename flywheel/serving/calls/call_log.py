@@ -21,11 +21,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
-from flywheel.conversations import as_header
+from flywheel.conversations import forms_of
 from flywheel.errors import CallLogError
 from flywheel.serving.calls import erasure, histories
 from flywheel.serving.calls.request_parts import messages_in, packed, parts_of, runs
 from flywheel.system.files import file_identity, make_private_database
+from flywheel.system.purge import purge
 
 FORMAT: Final = 1
 BUSY_SECONDS: Final = 5.0
@@ -45,7 +46,6 @@ MAX_ID_CHARACTERS: Final = 200
 COMPACTING_SECONDS: Final = 120.0
 """How long a connection waits for another one that writes the file anew."""
 PURGE_SECONDS: Final = 5.0
-PURGE_PAUSE_SECONDS: Final = 0.05
 MAX_PAGE_BYTES: Final = 32 << 20
 """The longest page, which has one call. Clients read no more."""
 
@@ -333,14 +333,8 @@ class CallLog:
             with self.transaction() as connection:
                 changes = "SET unpurged = unpurged - ?, compacted_ns = ?"
                 connection.execute(f"UPDATE log {changes}", (unpurged, time.time_ns()))
-        until = time.monotonic() + seconds
-        while True:
-            with self._lock, self._explained("purge"):
-                if erasure.empty_wal(self._connected(), int(self._busy_seconds * 1000)):
-                    return is_due or not unpurged
-            if time.monotonic() > until:
-                return False
-            time.sleep(PURGE_PAUSE_SECONDS)
+        with self._explained("purge"):
+            return purge(self.path, seconds) and (is_due or not unpurged)
 
     def erased(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the calls that were erased."""
@@ -350,7 +344,7 @@ class CallLog:
 
     def ids_of(self, conversations: Collection[str], users: Collection[str]) -> list[str]:
         """The request ids of the calls that name one of these conversations or users, the oldest first."""
-        named = {("conversation", form) for each in conversations for form in (each, as_header(each))}
+        named = {("conversation", form) for form in forms_of(conversations)}
         named |= {("user", each) for each in users}
         found: set[tuple[int, str]] = set()
         with self.reading() as connection:

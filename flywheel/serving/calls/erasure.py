@@ -18,8 +18,6 @@ TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS erased (request_id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS erased_number ON erased (number) WHERE number IS NOT NULL",
 )
-ATTEMPT_MS: Final = 20
-"""How long one attempt to empty the write-ahead log may keep writers waiting for readers."""
 
 
 class Packed(NamedTuple):
@@ -98,13 +96,3 @@ def count_between(connection: sqlite3.Connection, after: int, before: int) -> in
     query = "SELECT count(*) FROM erased WHERE number > ? AND number < ? AND number IS NOT NULL"
     (count,) = connection.execute(query, (after, before)).fetchone()
     return int(count)
-
-
-def empty_wal(connection: sqlite3.Connection, busy_ms: int) -> bool:
-    """Write the write-ahead log into the file and cut it to no bytes; False if others read an older state."""
-    connection.execute(f"PRAGMA busy_timeout = {ATTEMPT_MS}")
-    try:
-        (is_busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    finally:
-        connection.execute(f"PRAGMA busy_timeout = {busy_ms}")
-    return not is_busy

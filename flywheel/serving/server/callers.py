@@ -10,7 +10,7 @@ import json
 import os
 from typing import Final, NamedTuple, Self
 
-from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES, RECORD_HEADER, as_header, refuses_recording
+from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES, RECORD_HEADER, forms_of, refuses_recording
 from flywheel.serving import routes
 from flywheel.serving.calls.request_parts import JsonScan
 from flywheel.serving.environment_variables import EXCLUDED_VARIABLE
@@ -46,7 +46,7 @@ class Exclusions:
 
     def __init__(self, users: frozenset[str] = frozenset(), conversations: frozenset[str] = frozenset()) -> None:
         self._users = users
-        self._conversations = conversations | {as_header(each) for each in conversations}
+        self._conversations = frozenset(forms_of(conversations))
 
     @classmethod
     def of_environment(cls) -> Self:

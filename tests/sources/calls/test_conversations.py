@@ -19,7 +19,7 @@ from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.sources.call_puller import CallLogCopy
-from flywheel.sources.calls.conversations import Conversations, FoundReply, rows_of
+from flywheel.sources.calls.conversations import Conversations, FoundReply, extending, rows_of
 from tests.cases import for_each
 from tests.sources.calls.recorded import (
     BEGIN_NS,
@@ -564,11 +564,11 @@ def test_calls_that_go_on_from_a_call_are_found(tmp_path: Path) -> None:
     with CallLogCopy(tmp_path / "calls.db") as log:
         log.append([first, same, of_same, second, third, failed, retried, of_key, of_user, named])
         extended = [second, third, failed, retried]
-        assert set(log.extending([first.request_id])) == {call.request_id for call in [*extended, named]}
-        assert set(log.extending([second.request_id])) == {call.request_id for call in extended[1:]}
-        assert log.extending([third.request_id]) == []
-        assert log.extending([failed.request_id]) == [retried.request_id]
+        assert set(extending(log, [first.request_id])) == {call.request_id for call in [*extended, named]}
+        assert set(extending(log, [second.request_id])) == {call.request_id for call in extended[1:]}
+        assert extending(log, [third.request_id]) == []
+        assert extending(log, [failed.request_id]) == [retried.request_id]
         log.erase([first.request_id])
         log.append([renamed := replace(first, request_id="fw-1", conversation="c-1")])
         log.append([replace(named, request_id="fw-2"), replace(second, request_id="fw-3")])
-        assert log.extending([renamed.request_id]) == ["fw-3"]
+        assert extending(log, [renamed.request_id]) == ["fw-3"]
