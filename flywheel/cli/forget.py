@@ -28,7 +28,7 @@ WAIT_SECONDS: Final = 60.0
 """How long a running daemon, which ends what it is judging first, is waited for."""
 _PAUSE_SECONDS: Final = 0.2
 OUT_OF_REACH: Final = (
-    "Not erased, as Flywheel cannot: what the sources themselves have (Studio's database, files), weights that were"
+    "Flywheel cannot erase: what the sources themselves have (Studio's database, files), weights that were"
     " trained on it, backups (a restore erases it again), exports, what webhooks, Langfuse and trackers were sent,"
     " published adapters."
 )
@@ -111,7 +111,7 @@ def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
     }  # fmt: skip
     many = {"reply": "replies", "line of the task file": "lines of the task file"}
     what = ", ".join(quantity(count, name, many.get(name, f"{name}s")) for name, count in counts.items() if count)
-    lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing is stored of it"]
+    lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing of it is stored"]
     if found["rounds"]:
         lines.append(f"rounds that used it: {', '.join(found['rounds'])}")
     lines += found["advice"]

@@ -90,18 +90,18 @@ def test_the_files_of_a_program_are_known_in_each_form_of_its_functions() -> Non
 def test_a_program_runs_from_a_copy_of_its_folder() -> None:
     """What is not in the folder, or is a module, stays."""
     program = AgentProgram(
-        workflow="/work/agent/inner/desk.py:run",
+        workflow="/home/agents/inner/desk.py:run",
         reward_function="my_rewards.desk:reward",
         setup="/other/setup.py->Setup",
-        folder="/work/agent",
+        folder="/home/agents",
         python="/usr/bin/python3",
     )
-    moved = program.moved("/work/agent", "/tmp/copy")
+    moved = program.moved("/home/agents", "/tmp/copy")
     assert moved.workflow == "/tmp/copy/inner/desk.py:run"
     assert (moved.reward_function, moved.setup) == (program.reward_function, program.setup)
     assert (moved.folder, moved.python) == ("/tmp/copy", "/usr/bin/python3")
     assert moved.moved("", "/elsewhere") == moved
-    assert program.moved("/work/agent/inner", "/tmp/copy").folder == "/work/agent"
+    assert program.moved("/home/agents/inner", "/tmp/copy").folder == "/home/agents"
 
 
 def test_a_folder_to_send_needs_a_cluster_to_send_it_to(tmp_path: Path) -> None:
