@@ -1,4 +1,4 @@
-"""LoRA in vLLM on a CPU by one product per adapter in the batch, instead of one weight matrix per token.
+"""LoRA in vLLM on a CPU by two products per adapter in the batch, instead of one weight matrix per token.
 
 vLLM 0.32 gathers the matrices of each token's adapter: generation with an adapter is several times slower than
 without. It also reads the index -1 of requests for the base model as the last slot, so that their answers are those
@@ -7,6 +7,8 @@ of the adapter there; here their rows are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,19 @@ Rows = tuple[int, torch.Tensor | None]
 """A slot and the rows of the batch that use its adapter; None: all."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """An adapter's matrices for a layer, of which a packed layer (`qkv_proj`) has several parts: all `A`, and a
+    matrix with all `B` on its diagonal. One large product is faster than a small one for each part."""
+
+    stacked: tuple[torch.Tensor, ...]
+    """What it was made of: kept, so that no other tensor gets the same `id`."""
+    versions: tuple[int, ...]
+    """How often each of `stacked` had been written."""
+    matrices: tuple[torch.Tensor, torch.Tensor] | None
+    """Ranks of all parts × inputs, and outputs of all parts × ranks of all parts. None: they add nothing."""
+
+
 class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
     """vLLM's arithmetic for the LoRA part of linear layers and of the output head."""
 
@@ -24,6 +39,7 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         super().__init__(*args, **more)
         self._by_token: list[Rows] = []
         self._by_request: list[Rows] = []
+        self._joined: dict[tuple[int, int], _Joined] = {}
 
     def update_metadata(self, *args: Any, **more: Any) -> None:
         super().update_metadata(*args, **more)
@@ -42,11 +58,7 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         """Add the adapters' part to `y` (tokens × outputs), whose columns are those of several layers for packed ones
         (`output_slices`); `x` is tokens × inputs. Weights are slots × 1 × rank × inputs, slots × 1 × outputs × rank.
         """
-        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        parts = list(zip(y.split(output_slices, dim=1), lora_a_stacked, lora_b_stacked, strict=True))
-        for rows in self._by_token:
-            for part, a, b in parts:
-                _add(part, x, a, b, scale, rows)
+        self._add(y, x, lora_a_stacked, lora_b_stacked, scale, self._by_token)
 
     def add_lora_logits(
         self,
@@ -57,10 +69,48 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         scale: float,
         **_: Any,
     ) -> None:
-        """The same for the logits `y` (requests × vocabulary), which may be padded, and hidden states `x`."""
+        """The same for the logits `y` (requests × vocabulary), which may be padded, or have fewer columns than the
+        head has outputs, and hidden states `x`."""
+        width = lora_b_stacked.shape[-2]
+        self._add(y[..., :width], x, (lora_a_stacked,), (lora_b_stacked,), scale, self._by_request)
+
+    def _add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: tuple[torch.Tensor, ...],
+        b: tuple[torch.Tensor, ...],
+        scale: float,
+        by: Sequence[Rows],
+    ) -> None:
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        for rows in self._by_request:
-            _add(y[:, : lora_b_stacked.shape[-2]], x, lora_a_stacked, lora_b_stacked, scale, rows)
+        for slot, rows in by:
+            matrices = self._matrices(a, b, slot)
+            if matrices is None:
+                continue
+            inner = (x if rows is None else x[rows]).to(matrices[0].dtype) @ matrices[0].T
+            outer = matrices[1][: y.shape[1]].T
+            if rows is not None:
+                y.index_add_(0, rows, (inner @ outer).to(y.dtype), alpha=scale)
+            elif y.dtype == outer.dtype:
+                y.addmm_(inner, outer, alpha=scale)
+            else:
+                y.add_(inner @ outer, alpha=scale)
+
+    def _matrices(
+        self, a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of the slot's adapter, made again when vLLM has written another one into the stacked tensors."""
+        stacked = (*a, *b)
+        versions = tuple(each._version for each in stacked)
+        known = self._joined.get((id(a[0]), slot))
+        if known is not None and known.versions == versions:
+            return known.matrices
+        joined_a = torch.cat([each[slot].view(-1, each.shape[-1]) for each in a])
+        joined_b = torch.block_diag(*(each[slot].view(-1, each.shape[-1]) for each in b))
+        matrices = (joined_a, joined_b) if joined_a.any() and joined_b.any() else None
+        self._joined[id(a[0]), slot] = _Joined(stacked, versions, matrices)
+        return matrices
 
 
 def _rows(indices: torch.Tensor) -> list[Rows]:
@@ -68,18 +118,6 @@ def _rows(indices: torch.Tensor) -> list[Rows]:
     if len(slots) == 1:
         return [(slot, None) for slot in slots if slot >= 0]
     return [(slot, (indices == slot).nonzero().squeeze(1)) for slot in slots if slot >= 0]
-
-
-def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, rows: Rows) -> None:
-    slot, at = rows
-    weights_a, weights_b = a[slot].view(-1, a.shape[-1]), b[slot].view(-1, b.shape[-1])
-    inner = (x if at is None else x[at]).to(weights_a.dtype) @ weights_a.T * scale
-    # Logits can have fewer columns than the head has outputs.
-    part = (inner.to(weights_b.dtype) @ weights_b.T)[:, : y.shape[1]].to(y.dtype)
-    if at is None:
-        y += part
-    else:
-        y.index_add_(0, at, part)
 
 
 def agrees(ours: type[Any]) -> bool:

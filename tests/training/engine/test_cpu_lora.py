@@ -171,6 +171,32 @@ def test_no_adapter_in_the_batch_changes_nothing() -> None:
         assert torch.equal(y, before)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_adapter_that_is_written_later_is_used(inference: bool) -> None:
+    """vLLM writes into the tensors of a slot, also in the middle of a step, where torch is in its inference mode."""
+    import torch
+    from vllm.lora.layers import LoRAMapping
+
+    wrapper = made()
+    a, b = (torch.zeros(2, 1, 4, 3),), (torch.zeros(2, 1, 7, 4),)
+    wrapper.update_metadata(LoRAMapping((2, 2), (2, 2)), [1, 2], 2, 0)
+    x = torch.randn(2, 3)
+
+    def added() -> torch.Tensor:
+        y = torch.zeros(2, 7)
+        wrapper.add_lora_linear(y, x, a, b, 0.5, (7,))
+        return y
+
+    with torch.inference_mode(inference):
+        assert not added().any()
+        for _ in range(2):
+            a[0][1, 0, :2].copy_(torch.randn(2, 3))
+            b[0][1, 0, :, :2].copy_(torch.randn(7, 2))
+            torch.testing.assert_close(added(), 0.5 * x @ a[0][1, 0].T @ b[0][1, 0].T)
+        b[0][1] = 0
+        assert not added().any()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_full_table_answers_each_request_with_its_own_weights(
     adapters: dict[str, MadeAdapter], tmp_path: Path, dtype: str
