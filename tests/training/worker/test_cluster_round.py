@@ -1,8 +1,9 @@
 """A round on a Ray cluster whose nodes cannot read the worker's files, and of which one is removed in the middle of a
 step.
 
-The worker's node has no room for the round. A node with the trainer and an engine, and one with the other engine,
-have an empty file system of their own where the worker has the round's directory.
+The worker's node has no room for the round. Two nodes have a process of the trainer each, one of them with an engine,
+and a third has the other engine. All have an empty file system of their own where the worker has the round's
+directory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,16 @@ BLIND = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ray's processes and what they started, whoever their parent is by now."""
-    members = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    members = [*below(process), psutil.Process(process.pid)]
     for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(members, timeout=30)
     process.wait()
+
+
+def below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 def command(process: psutil.Process) -> str:
@@ -73,7 +79,8 @@ class Nodes:
             *options,
         ]
         command += where if is_head else [f"--address={self.address}"]
-        with (self._folder / f"node-{len(self.processes)}.log").open("wb") as log:
+        output = self._folder / f"node-{len(self.processes)}.log"
+        with output.open("wb") as log:
             process = subprocess.Popen(
                 command if is_head else [*BLIND, str(self.blind), *command],
                 env={**os.environ, **self.authentication, "HF_HUB_OFFLINE": "1"},
@@ -85,6 +92,8 @@ class Nodes:
         if is_head:
             current = self._folder / "ray_current_cluster"
             self.address = wait_for(lambda: current.exists() and current.read_text().strip(), "the cluster")
+        # A round is placed on the nodes that are there.
+        wait_for(lambda: "Ray runtime started" in output.read_text(), "the node")
         return process
 
     def copies(self) -> list[Path]:
@@ -122,25 +131,35 @@ def parent(directory: Path) -> AdapterRef:
 def settings(judge_url: str, address: str) -> dict[str, Any]:
     given = round_spec(judge_url).settings
     given["rollout"] |= {"engines": 2}
-    given["training"] |= {"steps": STEPS}
+    given["training"] |= {"steps": STEPS, "workers": 2}
     given["ray"] |= {"address": address}
     return Config.model_validate(given).model_dump(mode="json")
 
 
+@dataclass(frozen=True)
+class Ended:
+    round: Done
+    trainers: list[int]
+    """The number of processes of the trainer on each node."""
+    killed: list[str]
+    """The commands of the processes of the node that was removed."""
+
+
 @pytest.fixture(scope="module")
-def ended(nodes: Nodes) -> tuple[Done, list[str]]:
-    """The round, and the names of the processes of the node when it was removed."""
+def ended(nodes: Nodes) -> Ended:
     # As in Ray's placement group: what shares a GPU (here only a number) is one node's.
     nodes.start("--num-cpus=2", "--num-gpus=1")
-    lost = nodes.start("--num-cpus=1", "--num-gpus=1")
+    others = [nodes.start("--num-cpus=1", "--num-gpus=1") for _ in range(2)]
     killed: list[str] = []
+    trainers: list[int] = []
     own = nodes.blind / "r0001"
 
     def remove() -> None:
-        def engine() -> psutil.Process | None:
+        def engine() -> tuple[subprocess.Popen[bytes], psutil.Process] | None:
+            """The engine that is alone on its node, and the node."""
             assert not (own / "error.json").exists(), (own / "error.json").read_text()
-            children = psutil.Process(lost.pid).children(recursive=True)
-            return next((each for each in children if "ray::Engine" in command(each)), None)
+            found = ((node, each) for node in others for each in below(node) if "ray::Engine" in command(each))
+            return next(found, None)
 
         def is_generating() -> bool:
             assert not (own / "error.json").exists(), (own / "error.json").read_text()
@@ -148,8 +167,6 @@ def ended(nodes: Nodes) -> tuple[Done, list[str]]:
 
         def is_stuck() -> bool:
             """Whether the other engine has ended and this one has rollouts that it will not end."""
-            process = engine()
-            assert process is not None
             wait_for(is_generating, "rollouts", seconds=400)
             process.suspend()
             found = [copy / PARTIAL_FILE for copy in nodes.copies() if (copy / PARTIAL_FILE).exists()]
@@ -159,9 +176,10 @@ def ended(nodes: Nodes) -> tuple[Done, list[str]]:
                 return False
             return True
 
-        wait_for(engine, "the engine of the second node")
+        lost, process = wait_for(engine, "an engine alone on a node")
+        trainers.extend(sum("ray::Trainer" in command(each) for each in below(node)) for node in nodes.processes)
         wait_for(is_stuck, "a step in which it has rollouts", seconds=400)
-        killed.extend(map(command, psutil.Process(lost.pid).children(recursive=True)))
+        killed.extend(map(command, below(lost)))
         end(lost)
 
     with judge.running() as url:
@@ -169,11 +187,12 @@ def ended(nodes: Nodes) -> tuple[Done, list[str]]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in nodes.authentication.items():
                 patch.setenv(name, value)
-            return run(own, made, remove), killed
+            return Ended(run(own, made, remove), trainers, killed)
 
 
-def test_the_round_is_whole_although_no_node_reads_its_directory(ended: tuple[Done, list[str]]) -> None:
-    done, _ = ended
+def test_the_round_is_whole_although_no_node_reads_its_directory(ended: Ended) -> None:
+    done = ended.round
+    assert sorted(ended.trainers) == [0, 0, 1, 1]
     assert done.code == 0, done.stderr
     result = done.result
     assert result.outcome == "trained"
@@ -188,9 +207,9 @@ def test_the_round_is_whole_although_no_node_reads_its_directory(ended: tuple[Do
     assert len(lines(done.directory / "usage.jsonl")) > STEPS
 
 
-def test_a_node_that_is_removed_costs_its_rollouts_and_not_the_round(ended: tuple[Done, list[str]]) -> None:
-    done, killed = ended
-    assert "ray::Engine" in " ".join(killed)
+def test_a_node_that_is_removed_costs_its_rollouts_and_not_the_round(ended: Ended) -> None:
+    done = ended.round
+    assert "ray::Engine" in " ".join(ended.killed)
     lost = [line["rollouts_lost"] for line in done.steps]
     assert sum(count > 0 for count in lost) == 1
     # They were made again, by the other engine.
@@ -200,7 +219,7 @@ def test_a_node_that_is_removed_costs_its_rollouts_and_not_the_round(ended: tupl
     assert "a rollout engine is lost, and 1 left" in log
 
 
-def test_nothing_of_the_round_stays_on_its_nodes(ended: tuple[Done, list[str]], nodes: Nodes) -> None:
+def test_nothing_of_the_round_stays_on_its_nodes(ended: Ended, nodes: Nodes) -> None:
     # A node that is removed has no process left that could do it.
     assert len(nodes.copies()) <= 1
-    assert ended[0].left_running == []
+    assert ended.round.left_running == []
