@@ -74,16 +74,22 @@ log = logging.getLogger("flywheel.training.worker")
 
 
 def import_trl() -> None:
-    """Import TRL for this process, without vLLM.
+    """Import TRL for this process, without vLLM, and with an output layer for the scored tokens alone.
 
     TRL imports vLLM where it is installed, which takes longer than all the rest, and needs it only to generate
-    (`use_vllm`), which the trainer never does.
+    (`use_vllm`), which the trainer never does. Where there is no Triton, it computes the output layer for the prompt
+    and the padding, too, so that devices that compile for each shape need not do so again; no CPU does.
     """
     # As an attribute of `trl`, which loads its modules lazily, it would not be found.
     from trl import import_utils
 
     import_utils.is_vllm_available = lambda *_, **__: False
+    import trl.trainer.utils
+
     import flywheel.training.optim.grpo  # noqa: F401
+
+    # It decides this there, and nothing else.
+    trl.trainer.utils._use_triton = lambda _: True
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,29 @@ def test_the_loss_of_each_reply_is_its_cross_entropy_and_changes_no_weight(tmp_p
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_output_layer_is_computed_for_no_prompt_and_no_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.trainer import utils
+
+    original, computed = utils._ChunkedLogProbFunction, []
+
+    class Observed:
+        @staticmethod
+        def apply(hidden: Any, *arguments: Any) -> Any:
+            computed.append(len(hidden))
+            return original.apply(hidden, *arguments)
+
+    trainer = trainer_on(tmp_path, Config.model_validate(GRPO), POLICY)
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Observed)
+    # A sample of nine tokens behind a prompt of five; then one of seven beside one of five, whose prompt is two.
+    trainer.losses([REPLIES[0], REPLIES[2]], tmp_path / "adapter")
+    assert computed == [4, 5 + 3]
+
+
 def astuple(sample: Sample) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     return sample.token_ids, sample.loss_mask
 
