@@ -1,4 +1,4 @@
-"""Flywheel's plugin for vLLM (`vllm.general_plugins`): LoRA on a CPU by one product per adapter.
+"""Flywheel's plugin for vLLM (`vllm.general_plugins`): LoRA on a CPU for each adapter instead of each token.
 
 vLLM calls `register` in each of its processes in this environment, also in those of other programs. It changes
 nothing unless the program that started the process asks for it: `flywheel serve`, and the rollout engine.
@@ -53,5 +53,5 @@ def _wrapper() -> Any:
             why = "its numbers are not vLLM's"
         except Exception as error:  # whatever a changed vLLM raises: this only makes it faster
             why = f"its test failed ({type(error).__name__}: {error})"
-    log.warning("LoRA is computed by vLLM's own method, not by one product per adapter: %s", why)
+    log.warning("LoRA is computed by vLLM's own method, which is slower: %s", why)
     return PunicaWrapperCPU

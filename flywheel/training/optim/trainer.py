@@ -78,7 +78,7 @@ def import_trl() -> None:
 
     TRL imports vLLM where it is installed, which takes longer than all the rest, and needs it only to generate
     (`use_vllm`), which the trainer never does. Where there is no Triton, it computes the output layer for the prompt
-    and the padding, too, so that devices that compile for each shape need not do so again; no CPU does.
+    and the padding, too: some devices compile anew for each number of tokens. A CPU does not.
     """
     # As an attribute of `trl`, which loads its modules lazily, it would not be found.
     from trl import import_utils

@@ -283,8 +283,9 @@ async def recorded(replica: Replica, mark: str) -> list[RecordedCall]:
             assert page is not None
             if found := [call for _, call in page.calls if mark.encode() in call.request]:
                 return found
-            read = max((number for number, _ in page.calls), default=read)
-            if not page.calls:
+            if page.calls:
+                read, _ = page.calls[-1]
+            else:
                 await asyncio.sleep(0.1)
 
 

@@ -177,8 +177,8 @@ def ended(nodes: Nodes) -> Ended:
             return True
 
         lost, process = wait_for(engine, "an engine alone on a node")
-        trainers.extend(sum("ray::Trainer" in command(each) for each in below(node)) for node in nodes.processes)
         wait_for(is_stuck, "a step in which it has rollouts", seconds=400)
+        trainers.extend(sum("ray::Trainer" in command(each) for each in below(node)) for node in nodes.processes)
         killed.extend(map(command, below(lost)))
         end(lost)
 
