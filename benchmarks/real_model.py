@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -50,11 +50,6 @@ SAMPLES: Final = 2
 COMPARED: Final = 16
 """Development messages on which a round compares, which is not what is reported: as few as the gate takes."""
 DPO: Final[Mapping[str, Any]] = {"epochs": 2, "learning_rate": 5e-5}
-COMPARED_CELLS: Final[tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = (
-    (("sft",), ()),
-    (("sft", "grpo"), ("sft",)),
-    (("sft", "dpo"), ("sft",)),
-)
 RATE_PROMPTS: Final = 32
 PATIENCE_SECONDS: Final = 20.0
 
@@ -97,6 +92,17 @@ def cells(seeds: Sequence[int] = SEEDS) -> list[Cell]:
         # As many judge calls as [sft, grpo] with the fewest replies has.
         found.append(Cell(("sft",), Cell(("sft", "grpo"), REPLIES[0], seed).judge_calls, seed))
     return list(dict.fromkeys(found))
+
+
+def compared(seed: int) -> list[tuple[Cell, Cell]]:
+    """Cells with what they are compared with: what a stage adds on equal replies, then with equal judge calls."""
+    found = []
+    for replies in REPLIES:
+        taught = Cell(("sft",), replies, seed)
+        found.append((taught, Cell((), 0, seed)))
+        found += [(Cell(("sft", stage), replies, seed), taught) for stage in ("grpo", "dpo")]
+    further = [Cell(("sft", stage), REPLIES[0], seed) for stage in ("grpo", "dpo")]
+    return found + [(cell, Cell(("sft",), cell.judge_calls, seed)) for cell in further]
 
 
 class Bench:
@@ -297,14 +303,15 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def gain(results: Mapping[str, Any], stages: tuple[str, ...], over: tuple[str, ...], replies: int, of: int) -> Any:
-    """By how much cells are better than others, by exact answers (`of` 0) or right fields (1): the mean over seeds of
-    each phrase's difference, with its interval over phrases. None where no seed has both."""
-    names = [[Cell(each, replies if "sft" in each else 0, seed).name for each in (stages, over)] for seed in SEEDS]
-    pairs = [
-        [values_of(results[name], of) for name in both] for both in names if all(name in results for name in both)
+def gain(results: Mapping[str, Any], pairs: Iterable[tuple[Cell, Cell]], of: int) -> Any:
+    """By how much the first cells are better than the second, by exact answers (`of` 0) or right fields (1): the mean
+    over pairs, one for each seed, of each phrase's difference, with its interval over phrases. None where no pair was
+    measured."""
+    names = [[cell.name for cell in pair] for pair in pairs]
+    measured = [
+        [values_of(results[name], of) for name in pair] for pair in names if all(name in results for name in pair)
     ]
-    return mean_gain((better, worse) for better, worse in pairs) if pairs else None
+    return mean_gain((better, worse) for better, worse in measured) if measured else None
 
 
 def values_of(figures: Mapping[str, Any], of: int) -> dict[str, float]:
@@ -327,14 +334,16 @@ def table(results: Mapping[str, Any]) -> str:
         lines.append(
             "| " + " | ".join([stages, str(row["replies"] or ""), str(row["judge_calls"]), *shares, *cost]) + " |"
         )
-    lines += ["", "| compared | recorded replies | all fields right | fields right |", "|---|---:|---:|---:|"]
-    for compared, over in COMPARED_CELLS:
-        for replies in REPLIES:
-            found = [gain(results, compared, over, replies, of) for of in (0, 1)]
-            if all(found):
-                name = f"`[{', '.join(compared)}]` over " + (f"`[{', '.join(over)}]`" if over else "the base model")
-                lines.append(_line(name, replies, *map(_signed, found)))
+    lines += ["", "| compared | all fields right | fields right |", "|---|---:|---:|"]
+    for pairs in zip(*map(compared, SEEDS), strict=True):
+        found = [gain(results, pairs, of) for of in (0, 1)]
+        if all(found):
+            lines.append(_line(" over ".join(map(_described, pairs[0])), *map(_signed, found)))
     return "\n".join(lines)
+
+
+def _described(cell: Cell) -> str:
+    return f"`[{', '.join(cell.stages)}]` on {cell.replies} replies" if cell.stages else "the base model"
 
 
 def _line(*values: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real_model import RESULTS, SEEDS, Cell, cells, gain, read, rows_of, table
+from benchmarks.real_model import RESULTS, SEEDS, Cell, cells, compared, gain, read, rows_of, table
 from tests.benchmarks.test_quick_runs import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "real-model.md"
@@ -47,9 +47,17 @@ def test_a_gain_is_of_the_same_seeds_and_phrases() -> None:
         Cell(("sft",), 32, SEEDS[1]).name: figures(Cell(("sft",), 32, SEEDS[1]), 0.9, 0.9),
         Cell(("sft", "grpo"), 32, SEEDS[0]).name: figures(Cell(("sft", "grpo"), 32, SEEDS[0]), 0.3, 0.7),
     }
-    found = gain(results, ("sft", "grpo"), ("sft",), 32, 0)
+    pairs = [(Cell(("sft", "grpo"), 32, seed), Cell(("sft",), 32, seed)) for seed in SEEDS]
+    found = gain(results, pairs, 0)
     assert (found.mean, found.lower, found.upper) == pytest.approx((0.1, 0.1, 0.1))
-    assert gain(results, ("sft", "dpo"), ("sft",), 32, 0) is None
+    assert gain(results, [(Cell(("sft", "dpo"), 32, SEEDS[0]), pairs[0][1])], 0) is None
+
+
+def test_stages_are_compared_on_equal_replies_and_with_equal_judge_calls() -> None:
+    pairs = [(cell, over) for cell, over in compared(SEEDS[0]) if len(cell.stages) == 2]
+    assert {(cell.replies, over.replies) for cell, over in pairs} == {(32, 32), (128, 128), (32, 672)}
+    assert all(cell in cells() and over in cells() for cell, over in pairs)
+    assert all(cell.replies == over.replies or cell.judge_calls == over.judge_calls for cell, over in pairs)
 
 
 def test_a_stage_without_an_adapter_is_said() -> None:
