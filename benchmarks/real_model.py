@@ -185,6 +185,8 @@ class Bench:
         chosen["judge"]["base_url"] = self._judge_url
         chosen["training"] |= {"seed": cell.seed, "dpo": dict(DPO), "group_size": ROLLOUTS}
         chosen["model"] = {"base": str(self._base)}
+        # The gate's answers have the server's limits, and the base model writes on until it is stopped.
+        chosen["serving"] = {"max_model_len": settings["serving"]["max_model_len"]}
         chosen["gate"] = settings["gate"] | {"samples": 1, "max_tasks": COMPARED, "min_tasks": COMPARED}
         path = self._folder / f"{cell.name}-{stage}.yaml"
         path.write_text(yaml.safe_dump(chosen))
