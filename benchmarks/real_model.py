@@ -309,11 +309,12 @@ def gain(results: Mapping[str, Any], pairs: Iterable[tuple[Cell, Cell]], of: int
     """By how much the first cells are better than the second, by exact answers (`of` 0) or right fields (1): the mean
     over pairs, one for each seed, of each phrase's difference, with its interval over phrases. None where no pair was
     measured."""
-    names = [[cell.name for cell in pair] for pair in pairs]
     measured = [
-        [values_of(results[name], of) for name in pair] for pair in names if all(name in results for name in pair)
+        (values_of(results[cell.name], of), values_of(results[over.name], of))
+        for cell, over in pairs
+        if cell.name in results and over.name in results
     ]
-    return mean_gain((better, worse) for better, worse in measured) if measured else None
+    return mean_gain(measured) if measured else None
 
 
 def values_of(figures: Mapping[str, Any], of: int) -> dict[str, float]:
@@ -333,9 +334,7 @@ def table(results: Mapping[str, Any]) -> str:
         stages = f"`[{row['stages']}]`" if row["stages"] != "base" else "base model"
         stages += f" (no adapter: {row['no_adapter']} of {row['seeds']})" if row["no_adapter"] else ""
         stages += f", {row['seeds']} of {len(SEEDS)} seeds" if row["seeds"] < len(SEEDS) else ""
-        lines.append(
-            "| " + " | ".join([stages, str(row["replies"] or ""), str(row["judge_calls"]), *shares, *cost]) + " |"
-        )
+        lines.append(_line(stages, row["replies"] or "", row["judge_calls"], *shares, *cost))
     lines += ["", "| compared | all fields right | fields right |", "|---|---:|---:|"]
     for pairs in zip(*map(compared, SEEDS), strict=True):
         found = [gain(results, pairs, of) for of in (0, 1)]
