@@ -155,7 +155,8 @@ class RoundProgress(Frozen):
             step = min(self.step + 1, self.steps) if self.phase == "training" else self.step
             if self.steps:
                 parts.append(f"step {step} of {self.steps}")
-            parts.append(f"{self.rollouts:,} of {self.rollouts_planned:,} rollouts")
+            if self.rollouts_planned:
+                parts.append(f"{self.rollouts:,} of {self.rollouts_planned:,} rollouts")
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
         if self.tokens_per_second:

@@ -329,7 +329,8 @@ class Round:
         with self._timed("evaluate"):
             self.metrics.phase("evaluating", prompts=len(held_out), **about)
             rewards = {"reward_first": figures.get("reward_first"), "reward": figures.get("reward_last")}
-            self.meter.enter("evaluating", self._gate_rollouts(held_out), step=figures.get("steps", 0), **rewards)
+            done = figures.get("steps", 0)  # SFT and DPO take other numbers of steps than `training.steps`.
+            self.meter.enter("evaluating", self._gate_rollouts(held_out), step=done, steps=done, **rewards)
             candidate, deployed = self._load(adapter), self._load(self.spec.parent)
             comparison = self._compare(held_out, candidate, deployed)
             probe = ray_cluster.anywhere(

@@ -128,6 +128,8 @@ def test_progress_reads_as_one_line() -> None:
         seconds_left=725.0,
     ).summary  # fmt: skip
     assert told == "training, step 3 of 50, 40 of 64 rollouts, reward 0.412, 812 tokens/s, about 12 min 5 s left"
+    imitating = RoundProgress(phase="training", step=2, steps=15).summary
+    assert imitating == "training, step 3 of 15"
     paused = RoundProgress(
         phase="evaluating", step=50, steps=50, rollouts_planned=8, paused="the judge is away"
     ).summary

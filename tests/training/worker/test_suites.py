@@ -20,6 +20,7 @@ from flywheel.config import Config
 from flywheel.daemon.file_round import spec_of
 from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.round import DecisionReason
+from flywheel.training.data.round_progress import progress_of
 from flywheel.training.gate.gate import decide
 from tests.factories.config import make_config, write_yaml
 from tests.training.data.test_round_directory import POLICY
@@ -140,6 +141,15 @@ def test_without_a_margin_it_is_promoted_and_the_loss_is_told(forgot: Forgot) ->
     decision = decide(comparison, unguarded.gate)
     assert decision.promote, decision.reason
     assert "; worse in suite plain (" in decision.reason
+
+
+def test_the_gates_progress_has_the_steps_of_sft(forgot: Forgot) -> None:
+    """Which are not `training.steps`."""
+    progress = progress_of(forgot.done.directory)
+    assert progress is not None
+    steps = forgot.done.result.steps
+    assert (progress.phase, progress.step, progress.steps) == ("evaluating", steps, steps)
+    assert 0 < steps != forgot.config.training.steps
 
 
 def test_a_task_of_the_suite_is_not_trained_on(forgot: Forgot) -> None:
