@@ -1,13 +1,12 @@
-"""LoRA in vLLM on a CPU by two products per adapter in the batch, instead of one weight matrix per token.
+"""LoRA in vLLM on a CPU by two products for the whole batch, instead of one weight matrix per token.
 
 vLLM 0.32 gathers the matrices of each token's adapter: generation with an adapter is several times slower than
 without. It also reads the index -1 of requests for the base model as the last slot, so that their answers are those
-of the adapter there; here their rows are left out.
+of the adapter there; here they get nothing added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +14,33 @@ import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-Rows = tuple[int, torch.Tensor | None]
-"""A slot and the rows of the batch that use its adapter; None: all."""
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    slots: frozenset[int]
+    """Those whose adapters the rows of the batch use."""
+    others: torch.Tensor | None
+    """Rows × slots: whether the row does not use the slot's adapter. None: all rows use the only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """An adapter's matrices for a layer, of which a packed layer (`qkv_proj`) has several parts: all `A`, and a
-    matrix with all `B` on its diagonal. One large product is faster than a small one for each part."""
+    """The adapters of all slots for a layer, of which a packed one (`qkv_proj`) has several parts: all `A` below each
+    other, and all `B` beside each other, a slot's on the diagonal of its block. Two large products are faster than
+    two small ones for each part and each adapter of the batch, whose rows would have to be copied out and back."""
 
     stacked: tuple[torch.Tensor, ...]
     """What it was made of: kept, so that no other tensor gets the same `id`."""
     versions: tuple[int, ...]
     """How often each of `stacked` had been written."""
-    matrices: tuple[torch.Tensor, torch.Tensor] | None
-    """Ranks of all parts × inputs, and outputs of all parts × ranks of all parts. None: they add nothing."""
+    a: torch.Tensor
+    """Slots × ranks of all parts × inputs."""
+    b: torch.Tensor
+    """Outputs of all parts × (slots × ranks of all parts)."""
+    used: frozenset[int]
+    """Slots whose adapter adds something here."""
+    not_finite: frozenset[int]
+    """Slots that have an infinite weight or NaN, which no factor of 0 would keep from other rows."""
 
 
 class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
@@ -37,13 +48,15 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._by_token: list[Rows] = []
-        self._by_request: list[Rows] = []
-        self._joined: dict[tuple[int, int], _Joined] = {}
+        self._tokens = self._requests = _Batch(frozenset(), None)
+        self._joined: dict[int, _Joined] = {}
 
-    def update_metadata(self, *args: Any, **more: Any) -> None:
-        super().update_metadata(*args, **more)
-        self._by_token, self._by_request = map(_rows, (self.token_lora_indices, self.sampler_indices))
+    def update_metadata(
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, *args: Any, **more: Any
+    ) -> None:
+        super().update_metadata(mapping, lora_index_to_id, max_loras, *args, **more)
+        self._tokens = _batch(self.token_lora_indices, max_loras)
+        self._requests = _batch(self.sampler_indices, max_loras)
 
     def add_lora_linear(
         self,
@@ -58,7 +71,7 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         """Add the adapters' part to `y` (tokens × outputs), whose columns are those of several layers for packed ones
         (`output_slices`); `x` is tokens × inputs. Weights are slots × 1 × rank × inputs, slots × 1 × outputs × rank.
         """
-        self._add(y, x, lora_a_stacked, lora_b_stacked, scale, self._by_token)
+        self._add(y, x, lora_a_stacked, lora_b_stacked, scale, self._tokens)
 
     def add_lora_logits(
         self,
@@ -72,7 +85,7 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         """The same for the logits `y` (requests × vocabulary), which may be padded, or have fewer columns than the
         head has outputs, and hidden states `x`."""
         width = lora_b_stacked.shape[-2]
-        self._add(y[..., :width], x, (lora_a_stacked,), (lora_b_stacked,), scale, self._by_request)
+        self._add(y[..., :width], x, (lora_a_stacked,), (lora_b_stacked,), scale, self._requests)
 
     def _add(
         self,
@@ -81,43 +94,58 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         a: tuple[torch.Tensor, ...],
         b: tuple[torch.Tensor, ...],
         scale: float,
-        by: Sequence[Rows],
+        batch: _Batch,
     ) -> None:
+        if not batch.slots:
+            return
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        for slot, rows in by:
-            matrices = self._matrices(a, b, slot)
-            if matrices is None:
-                continue
-            inner = (x if rows is None else x[rows]).to(matrices[0].dtype) @ matrices[0].T
-            outer = matrices[1][: y.shape[1]].T
-            if rows is not None:
-                y.index_add_(0, rows, (inner @ outer).to(y.dtype), alpha=scale)
-            elif y.dtype == outer.dtype:
+        layer = self._layer(a, b)
+        if slots := batch.slots & layer.used:
+            first, end, ranks = min(slots), max(slots) + 1, layer.a.shape[1]
+            inner = x.to(layer.a.dtype) @ layer.a[first:end].flatten(0, 1).T
+            if batch.others is not None:
+                inner.view(-1, end - first, ranks).masked_fill_(batch.others[:, first:end, None], 0)
+            outer = layer.b[: y.shape[1], first * ranks : end * ranks].T
+            if y.dtype == outer.dtype:
                 y.addmm_(inner, outer, alpha=scale)
             else:
                 y.add_(inner @ outer, alpha=scale)
+        for slot in batch.slots & layer.not_finite:
+            y[slice(None) if batch.others is None else ~batch.others[:, slot]] = torch.nan
 
-    def _matrices(
-        self, a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], slot: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Those of the slot's adapter, made again when vLLM has written another one into the stacked tensors."""
+    def _layer(self, a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> _Joined:
+        """All adapters of a layer, joined again when vLLM has written another one into the stacked tensors."""
         stacked = (*a, *b)
         versions = tuple(each._version for each in stacked)
-        known = self._joined.get((id(a[0]), slot))
+        known = self._joined.get(id(a[0]))
         if known is not None and known.versions == versions:
-            return known.matrices
-        joined_a = torch.cat([each[slot].view(-1, each.shape[-1]) for each in a])
-        joined_b = torch.block_diag(*(each[slot].view(-1, each.shape[-1]) for each in b))
-        matrices = (joined_a, joined_b) if joined_a.any() and joined_b.any() else None
-        self._joined[id(a[0]), slot] = _Joined(stacked, versions, matrices)
-        return matrices
+            return known
+        all_a = torch.cat([each.squeeze(1) for each in a], dim=1)
+        all_b = torch.stack(
+            [torch.block_diag(*parts) for parts in zip(*(each.squeeze(1) for each in b), strict=True)]
+        )
+        finite = (all_a.isfinite().flatten(1).all(1) & all_b.isfinite().flatten(1).all(1)).tolist()
+        for slot, is_finite in enumerate(finite):
+            if not is_finite:
+                all_a[slot] = all_b[slot] = 0
+        added = (all_a.flatten(1).any(1) & all_b.flatten(1).any(1)).tolist()
+        joined = _Joined(
+            stacked,
+            versions,
+            all_a,
+            torch.cat([*all_b], dim=1),
+            frozenset(slot for slot, adds in enumerate(added) if adds),
+            frozenset(slot for slot, is_finite in enumerate(finite) if not is_finite),
+        )
+        self._joined[id(a[0])] = joined
+        return joined
 
 
-def _rows(indices: torch.Tensor) -> list[Rows]:
-    slots = torch.unique(indices).tolist()
-    if len(slots) == 1:
-        return [(slot, None) for slot in slots if slot >= 0]
-    return [(slot, (indices == slot).nonzero().squeeze(1)) for slot in slots if slot >= 0]
+def _batch(indices: torch.Tensor, slots: int) -> _Batch:
+    """`indices`: each row's slot; -1: the base model."""
+    found = torch.unique(indices).tolist()
+    others = None if len(found) == 1 else indices[:, None] != torch.arange(slots)
+    return _Batch(frozenset(slot for slot in found if slot >= 0), others)
 
 
 def agrees(ours: type[Any]) -> bool:
