@@ -7,7 +7,7 @@ import random
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from agentscope.tool import FunctionTool, Toolkit
 
@@ -33,6 +33,14 @@ class Calculator(TwoTurns):
         f"the judge, are scripts: {WRONG_REPLIES:.0%} of those trajectories guess or call it with a wrong number."
     )
     template = "demo-real-agent.yaml"
+    budgets: ClassVar[Mapping[str, int]] = {
+        **TwoTurns.budgets,
+        # An answer is two calls of the model, and the steps are fewer.
+        "turn 1, measured": 90,
+        "turn 2: the deployed model answers": 90,
+        "turn 2: GRPO, gate and swap": 320,
+        "turn 2, measured": 80,
+    }
     agent = NAME
     system_prompt = SYSTEM_PROMPT
     max_tokens = 48

@@ -46,6 +46,8 @@ from flywheel.store.kernel.database import Store
 
 TEACHER: Final = "large-model"
 AT_ONCE: Final = 32
+TURN_1_SAMPLES: Final = 1
+"""Answers per task and adapter of the first gate: the base model can do nearly nothing, so that few show the gain."""
 ANSWER_SECONDS: Final = 300.0
 STOP_SECONDS: Final = 25.0
 LEAST_NOISE: Final = 1e-3
@@ -113,11 +115,11 @@ class TwoTurns(ABC):
         "the server starts": 40,
         "the base model, measured": 60,
         "turn 1: judge the recorded replies": 10,
-        "turn 1: SFT, gate and swap": 220,
+        "turn 1: SFT, gate and swap": 200,
         "turn 1, measured": 60,
         "turn 2: the deployed model answers": 40,
         "turn 2: judge its replies": 10,
-        "turn 2: GRPO, gate and swap": 600,
+        "turn 2: GRPO, gate and swap": 650,
         "turn 2, measured": 60,
     }
     agent: ClassVar[str]
@@ -176,7 +178,7 @@ class TwoTurns(ABC):
         """How good the answers to the held-out questions are, by exact checks."""
 
     def settings(self, judge_url: str) -> dict[str, Any]:
-        """The configuration of the first turn."""
+        """What both turns have in common; the stages are those of the first one."""
         settings = settings_of(self.template, self._folder, judge_url, free_port())
         settings["training"]["seed"] = self._seed
         return settings
@@ -205,7 +207,8 @@ class TwoTurns(ABC):
                     base = await asyncio.to_thread(small_model.for_this_machine)
                 settings = self.settings(judge_url)
                 settings["model"]["base"] = str(base)
-                first = self.write("turn-1.yaml", settings)
+                gate = {**settings["gate"], "samples": TURN_1_SAMPLES}
+                first = self.write("turn-1.yaml", {**settings, "gate": gate})
                 second = self.write("turn-2.yaml", self.second_turn(settings))
                 url, alias = f"http://127.0.0.1:{settings['serving']['port']}", settings["model"]["alias"]
                 with self._phase("recorded replies of the large model"):
@@ -291,14 +294,14 @@ class TwoTurns(ABC):
 
     async def _measure(self, version: str, url: str, alias: str) -> None:
         """What the alias answers now, by exact checks."""
-        results = []
-        for temperature in (1.0, 0.0):
-            answers = await self._answers(f"{url}/v1", alias, self.held_out, temperature, [])
-            results.append(self.check(answers))
+        temperatures = (1.0, 0.0)
+        asked = (self._answers(f"{url}/v1", alias, self.held_out, each, []) for each in temperatures)
+        sampled, greedy = answered = await asyncio.gather(*asked)
+        for temperature, answers in zip(temperatures, answered, strict=True):
             by_question = dict(zip(self.held_out, answers, strict=True))
             self.write(f"answers-{version.replace(' ', '-')}-{temperature:g}.yaml", by_question)
-        self.report.measured[version] = Measured(*results)
-        self._say("  " + ", ".join(f"{name} {share}" for name, share in results[0].shares.items()))
+        measured = self.report.measured[version] = Measured(self.check(sampled), self.check(greedy))
+        self._say("  " + ", ".join(f"{name} {share}" for name, share in measured.sampled.shares.items()))
 
     async def _judge(self, config: Path, expected: int) -> None:
         """Read and judge the new replies, of which there are at least `expected`."""
