@@ -124,21 +124,16 @@ class LoraByAdapter(PunicaWrapperCPU):  # type: ignore[misc]
         all_b = torch.stack(
             [torch.block_diag(*parts) for parts in zip(*(each.squeeze(1) for each in b), strict=True)]
         )
-        finite = (all_a.isfinite().flatten(1).all(1) & all_b.isfinite().flatten(1).all(1)).tolist()
-        for slot, is_finite in enumerate(finite):
-            if not is_finite:
-                all_a[slot] = all_b[slot] = 0
-        added = (all_a.flatten(1).any(1) & all_b.flatten(1).any(1)).tolist()
-        joined = _Joined(
-            stacked,
-            versions,
-            all_a,
-            torch.cat([*all_b], dim=1),
-            frozenset(slot for slot, adds in enumerate(added) if adds),
-            frozenset(slot for slot, is_finite in enumerate(finite) if not is_finite),
-        )
+        broken = ~(all_a.isfinite().flatten(1).all(1) & all_b.isfinite().flatten(1).all(1))
+        all_a[broken] = all_b[broken] = 0
+        used = all_a.flatten(1).any(1) & all_b.flatten(1).any(1)
+        joined = _Joined(stacked, versions, all_a, torch.cat([*all_b], dim=1), _slots(used), _slots(broken))
         self._joined[id(a[0])] = joined
         return joined
+
+
+def _slots(which: torch.Tensor) -> frozenset[int]:
+    return frozenset(which.nonzero().flatten().tolist())
 
 
 def _batch(indices: torch.Tensor, slots: int) -> _Batch:
