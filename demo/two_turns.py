@@ -178,10 +178,14 @@ class TwoTurns(ABC):
         """How good the answers to the held-out questions are, by exact checks."""
 
     def settings(self, judge_url: str) -> dict[str, Any]:
-        """What both turns have in common; the stages are those of the first one."""
+        """What both turns have in common, with the first one's stages."""
         settings = settings_of(self.template, self._folder, judge_url, free_port())
         settings["training"]["seed"] = self._seed
         return settings
+
+    def first_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of the first turn: SFT on the large model's replies."""
+        return {**settings, "gate": {**settings["gate"], "samples": TURN_1_SAMPLES}}
 
     def second_turn(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration of the second turn: GRPO on the model's own traffic."""
@@ -207,8 +211,7 @@ class TwoTurns(ABC):
                     base = await asyncio.to_thread(small_model.for_this_machine)
                 settings = self.settings(judge_url)
                 settings["model"]["base"] = str(base)
-                gate = {**settings["gate"], "samples": TURN_1_SAMPLES}
-                first = self.write("turn-1.yaml", {**settings, "gate": gate})
+                first = self.write("turn-1.yaml", self.first_turn(settings))
                 second = self.write("turn-2.yaml", self.second_turn(settings))
                 url, alias = f"http://127.0.0.1:{settings['serving']['port']}", settings["model"]["alias"]
                 with self._phase("recorded replies of the large model"):

@@ -42,9 +42,11 @@ print(json.dumps(dict(zip(scene.recorded, answers))))
 def test_the_settings_of_both_turns_are_valid(name: str, tmp_path: Path) -> None:
     scene = SCENES[name](tmp_path, 0, print)
     settings = scene.settings("http://127.0.0.1:1/v1")
-    first = load(scene.write("turn-1.yaml", settings))
+    first = load(scene.write("turn-1.yaml", scene.first_turn(settings)))
     second = load(scene.write("turn-2.yaml", scene.second_turn(settings)))
     assert (first.training.stages, second.training.stages) == (["sft"], ["grpo"])
+    assert first.gate.samples is not None and second.gate.samples is not None
+    assert first.gate.samples < second.gate.samples
     assert first.sources[0].models.teachers == [TEACHER] and not second.sources[0].models.teachers
     assert first.state_dir == second.state_dir and first.serving.urls == second.serving.urls
 
