@@ -144,7 +144,11 @@ class Visitor:
             self.problems.append(f"{kind}: {text}")
 
     def check(self, page: Page) -> None:
-        """Nothing is wrong with what the page shows now: scripts, policy, requests, width, accessibility."""
+        """Nothing is wrong with what the page shows now: scripts, policy, requests, width, accessibility.
+
+        A page that a click led to may have its content before its style sheets, so it waits for those.
+        """
+        page.wait_for_load_state("load")
         self.problems += [f"policy: {each}" for each in page.evaluate("window.violations")]
         assert not self.problems
         assert "broken" not in page.title()
