@@ -232,8 +232,12 @@ def test_a_live_round(own_state: Config, own_address: str, live_directory: Path,
     meter.enter("starting")
     expect(now).to_contain_text("not known yet")
     metrics.phase("training", prompts=67)
-    meter.enter("training", rollouts=64)
+    # SFT and DPO on recorded replies have no rollouts.
+    meter.enter("training")
     expect(now).to_contain_text("1 of 3")
+    expect(now).not_to_contain_text("Rollouts of the step")
+    meter.enter("training", rollouts=64)
+    expect(now).to_contain_text("Rollouts of the step\n0 of 64", use_inner_text=True)
     (live_directory / "worker.log").write_bytes(b"\x1b[36m(Engine)\x1b[0m loaded\r\nstep one\n")
     expect(page.locator("#log")).to_contain_text("The log")
 
