@@ -184,7 +184,10 @@ async def test_a_web_page_of_another_host_reads_nothing(serve: Serve, host: str)
             assert (await get(f"{url}/metrics", host=right)).status_code == 200
 
 
-async def test_requests_at_once_read_the_state_once(serve: Serve, tmp_path: Path) -> None:
+async def test_requests_at_once_read_the_state_once(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "FRESH_SECONDS", 60.0)
     config = configured(tmp_path)
     async with serve() as (server, _):
         state = await server._snapshot()

@@ -104,12 +104,12 @@ def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypat
 
 def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> None:
     def slow(handler: JsonHandler) -> None:
-        time.sleep(0.8)
+        time.sleep(2)
         answers(b"{}")(handler)
 
     with Served(slow) as served:
-        http = client(served.url, timeout=3)
-        for _ in range(5):
+        http = client(served.url, timeout=7)
+        for _ in range(4):
             assert http.post("/v1", b"{}", "key").body == b"{}"
         http.close()
     assert len(served.connections) == 1

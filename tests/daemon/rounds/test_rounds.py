@@ -510,9 +510,9 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
     monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.05)
-    rounds_of = wheel.others(with_settings(wheel.config, daemon={"round_timeout_seconds": 1.0}))
+    rounds_of = wheel.others(with_settings(wheel.config, daemon={"round_timeout_seconds": 3.0}))
     paused = '{"phase": "training", "paused": "the judge is away"}'
-    works(tmp_path, monkeypatch, f"echo '{paused}' > $3/progress.json; sleep 3; {REFUSES}")
+    works(tmp_path, monkeypatch, f"echo '{paused}' > $3/progress.json; sleep 6; {REFUSES}")
     await rounds_of.plan("test")
     assert await rounds_of.finish_live() is RoundState.REJECTED
     working = '{"phase": "training", "paused": ""}'
@@ -520,4 +520,4 @@ async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monk
     await wheel.store.write(put_more_tasks, 6)
     await rounds_of.plan("test")
     assert await rounds_of.finish_live() is RoundState.FAILED
-    assert "ran longer than 1 s" in (await wheel.row("r0002")).reason
+    assert "ran longer than 3 s" in (await wheel.row("r0002")).reason
