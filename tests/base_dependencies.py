@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 import zipfile
 from email.parser import BytesParser
 from importlib.metadata import Distribution, distribution
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+DEPENDENCIES: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
 
 
 def requirements_of(wheel: Path) -> list[str]:

@@ -21,7 +21,7 @@ from flywheel.config.ingest import host_and_port
 from flywheel.judge.rubric.file import parse_rubric
 from flywheel.serving import routes
 from flywheel.serving.server.vllm_command import check_arguments
-from tests.test_docker import ROOT
+from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "operate" / "kubernetes"
 OBJECTS: list[dict[str, Any]] = [

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.base_dependencies import closure
+from tests.base_dependencies import DEPENDENCIES, closure
 from tests.conftest import TRAINING
 
 ROOT = Path(__file__).parent.parent
-DEPENDENCIES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def pinned(name: str) -> dict[str, str]:

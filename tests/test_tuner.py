@@ -20,9 +20,8 @@ from flywheel.config import AgentProgramSettings, Config, agentjet
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
 from flywheel.tuner import call, objects
-from tests.base_dependencies import closure, link
-from tests.test_requirements import DEPENDENCIES
-from tests.training.data.test_round_directory import POLICY
+from tests.base_dependencies import DEPENDENCIES, closure, link
+from tests.factories.round import POLICY
 
 
 async def run(task: Any, model: Any) -> float:

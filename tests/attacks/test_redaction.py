@@ -19,8 +19,9 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import dead_letters
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import balance
-from tests.daemon.test_metrics_server import running, until
+from tests.daemon.test_metrics_server import running
 from tests.factories.trace import reply
+from tests.waiting import until
 
 ADDRESS = "jane.doe@example.org"
 NESTED = "[" * 60_000 + "]" * 60_000

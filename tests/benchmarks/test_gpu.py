@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import PLACE, RESULTS, read, table, tables, written_page
 from flywheel.training.optim.round_steps import WIDEST_GAP
-from tests.benchmarks.test_quick_runs import result_of
+from tests.factories.benchmark import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 CASE: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.loss_selection import RESULTS, SIZE, STRATEGIES, accepted, chosen, table
-from tests.benchmarks.test_quick_runs import result_of
+from tests.factories.benchmark import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "training.md"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.overlap import RESULTS, SEEDS, compared, table
-from tests.benchmarks.test_quick_runs import result_of
+from tests.factories.benchmark import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "round.md"
 

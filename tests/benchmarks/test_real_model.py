@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real_model import RESULTS, SEEDS, Cell, cells, compared, gain, read, rows_of, table
-from tests.benchmarks.test_quick_runs import result_of
+from tests.factories.benchmark import result_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "real-model.md"
 

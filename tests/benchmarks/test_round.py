@@ -19,8 +19,8 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange
-from tests.benchmarks.test_quick_runs import result_of
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.benchmark import result_of
+from tests.factories.round import POLICY
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "round.md"
 

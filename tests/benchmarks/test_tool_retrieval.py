@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tool_retrieval import RESULTS, tables
-from tests.benchmarks.test_quick_runs import result_of
+from tests.factories.benchmark import result_of
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 FIGURES: dict[str, Any] = json.loads(RESULTS.read_text())

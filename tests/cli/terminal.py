@@ -74,3 +74,7 @@ def in_terminal(
 
 
 _OF_TERMINALS = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "FLYWHEEL_CONFIG", "FLYWHEEL_HOME", "FLYWHEEL_LOG"}
+
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b2J\u202eevil\r"
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")

@@ -14,9 +14,9 @@ import pytest
 from flywheel.store.backup import CURRENT
 from flywheel.system.lock import instance_lock
 from tests.cli.conftest import Run
-from tests.cli.test_documented_json import compare, documented
 from tests.daemon.conftest import server
 from tests.factories.config import write_config, write_rubric
+from tests.factories.documented_json import compare, documented
 from tests.factories.round import PROBE, put_trained
 from tests.factories.state import execute, write_state
 from tests.serving.fake_vllm import BASE, FakeVllm, replica

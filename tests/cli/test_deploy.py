@@ -19,10 +19,10 @@ from flywheel.store import deployments
 from flywheel.system.lock import instance_lock
 from tests import warm
 from tests.cli.conftest import Run
-from tests.cli.test_metrics import by, parsed
 from tests.conftest import free_port
 from tests.daemon.conftest import server
 from tests.factories.config import base_model, write_config
+from tests.factories.metrics import by, parsed
 from tests.factories.round import put_deployment, put_trained
 from tests.factories.state import read_state, write_state
 from tests.serving.fake_vllm import BASE, FakeVllm

@@ -14,15 +14,14 @@ from flywheel.config import Config
 from flywheel.records.states import Split
 from flywheel.records.trace import Reply
 from flywheel.store.kernel.database import Store
-from tests.daemon.rounds.test_planner import made
-from tests.daemon.rounds.test_round_tasks import asked, judged
-from tests.factories.config import BOXED_RUBRIC, base_model
+from tests.factories.config import BOXED_RUBRIC, base_model, round_config
 from tests.factories.trace import replies_on, reply
-from tests.training.recorded.recordings import ADD, call, steps, tool
+from tests.factories.verdict import put_judged
+from tests.training.recorded.recordings import ADD, asked, call, steps, tool
 
 
 def parsing(tmp_path: Path, **sections: Any) -> Config:
-    return made(tmp_path, **{"serving": {"tool_call_parser": "hermes"}, **sections})
+    return round_config(tmp_path, **{"serving": {"tool_call_parser": "hermes"}, **sections})
 
 
 def called(number: int, name: str = "add", tools: tuple[Any, ...] = (ADD,), **arguments: Any) -> Reply:
@@ -32,14 +31,14 @@ def called(number: int, name: str = "add", tools: tuple[Any, ...] = (ADD,), **ar
 
 async def found(store: Store, config: Config, *replies: Reply) -> Finding:
     if replies:
-        await judged(store, *replies)
+        await store.write(put_judged, *replies)
     return await check_recordings(config)
 
 
 async def test_without_tools_there_is_nothing_to_check(tmp_path: Path, store: Store) -> None:
-    finding = await found(store, made(tmp_path), *replies_on(Split.TRAIN, 2))
+    finding = await found(store, round_config(tmp_path), *replies_on(Split.TRAIN, 2))
     assert (finding.result, finding.text) == (Result.SKIPPED, "no task was offered tools")
-    nowhere = made(tmp_path, state={"dir": str(tmp_path / "none")})
+    nowhere = round_config(tmp_path, state={"dir": str(tmp_path / "none")})
     assert (await check_recordings(nowhere)).result is Result.SKIPPED
 
 
@@ -116,7 +115,7 @@ async def test_a_rate_that_would_drop_groups_is_a_warning(
 async def test_calls_that_no_parser_reads_are_a_warning(
     tmp_path: Path, store: Store, serving: dict[str, Any], *, is_parsed: bool
 ) -> None:
-    finding = await found(store, made(tmp_path, serving=serving), called(1, a=1))
+    finding = await found(store, round_config(tmp_path, serving=serving), called(1, a=1))
     assert (finding.result is Result.OK) == is_parsed
     if not is_parsed:
         assert "no parser is known for the tool calls of" in finding.text
@@ -146,19 +145,19 @@ async def test_a_template_that_writes_no_tools_fails_the_check(
     path.write_text(template)
     if where != "model":
         serving["extra_args"] = ["--chat-template", str(path) if where == "file" else template]
-    finding = await found(store, made(tmp_path, serving=serving), called(1, a=1), called(2, a=2))
+    finding = await found(store, round_config(tmp_path, serving=serving), called(1, a=1), called(2, a=2))
     assert (finding.result is Result.FAILED) != writes
     assert finding.figures["tools_tasks"] == 2
     if not writes:
         assert finding.text.startswith("2 tasks with tools, and ")
         assert (str(path) if where == "file" else "chat template") in finding.text
         assert "--chat-template" in finding.remedy
-    left_out = made(tmp_path, serving=serving, rollout={"agent": "reply"})
+    left_out = round_config(tmp_path, serving=serving, rollout={"agent": "reply"})
     assert (await check_recordings(left_out)).result is Result.OK
 
 
 async def test_rounds_of_single_messages_need_no_recordings(tmp_path: Path, store: Store) -> None:
-    finding = await found(store, made(tmp_path, rollout={"agent": "reply"}), called(1, a=1))
+    finding = await found(store, round_config(tmp_path, rollout={"agent": "reply"}), called(1, a=1))
     assert (finding.result, finding.figures) == (Result.OK, {"tools_tasks": 1})
     assert "rounds leave them out (`rollout.agent: reply`)" in finding.text
 

@@ -26,8 +26,8 @@ from flywheel.store import gate_tests
 from tests.cli.conftest import Ran, Run
 from tests.cli.filter_bench import Bench
 from tests.cli.terminal import in_terminal
-from tests.cli.test_documented_json import compare, documented
 from tests.factories.config import BOXED_RUBRIC
+from tests.factories.documented_json import compare, documented
 from tests.factories.judge_server import JudgeServer
 from tests.factories.model_endpoint import Endpoint, calls, says
 from tests.factories.state import read_state

@@ -19,7 +19,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT, questions
 from flywheel.daemon.rounds.worker_process import WorkerProcess
 from tests.factories.config import BOXED_RUBRIC, write_yaml
 from tests.factories.judge_server import JudgeServer
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.round import POLICY
 
 ROOT = Path(__file__).parents[2]
 TASKS = 16

@@ -16,7 +16,7 @@ import pytest
 
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from tests.cli.conftest import Run
-from tests.cli.test_documented_json import compare, documented
+from tests.factories.documented_json import compare, documented
 from tests.factories.forgettable import (
     CONVERSATION,
     LEFT,

@@ -7,26 +7,12 @@ import re
 import shutil
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
-
 from flywheel.sources.otlp.inbox import inbox_path
 from tests.cli.conftest import Run
-from tests.daemon.test_operate_files import needs_promtool, promtool
+from tests.factories.metrics import by, needs_promtool, parsed, promtool
 from tests.sources.studio.writer import DATA
 
 ROOT = Path(__file__).parents[2]
-
-
-def parsed(text: str) -> dict[str, list[Sample]]:
-    found = list(text_string_to_metric_families(text))
-    assert all(family.documentation for family in found)
-    assert len({family.name for family in found}) == len(found)
-    return {family.name: family.samples for family in found}
-
-
-def by(samples: list[Sample], *labels: str) -> dict[str, float]:
-    return {" ".join(sample.labels[label] for label in labels): sample.value for sample in samples}
 
 
 def test_it_says_what_the_json_says(flywheel: Run, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from tests.cli.conftest import Run
-from tests.daemon.rounds.test_retention import LONG_AGO, lay_out, put
 from tests.factories.config import write_config
+from tests.factories.old_round import LONG_AGO, lay_out, put
 from tests.factories.state import write_state
 from tests.serving.fake_vllm import FakeVllm
 

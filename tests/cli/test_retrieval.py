@@ -13,7 +13,7 @@ from benchmarks.tool_calls import DataSet, replies, words
 from flywheel.records.states import Split, TaskState
 from flywheel.records.task import split_of
 from tests.cli.conftest import Run
-from tests.cli.test_documented_json import compare, documented
+from tests.factories.documented_json import compare, documented
 from tests.training.data.formats.filling import Judged, fill
 
 

@@ -13,50 +13,11 @@ from rich.console import Console
 
 from flywheel.cli.rollouts import print_table, table_of
 from tests.cli.conftest import Run
-from tests.cli.terminal import in_terminal
-from tests.cli.test_documented_json import compare, documented
-from tests.cli.test_terminal_escapes import COMMANDS, EVIL
+from tests.cli.terminal import COMMANDS, EVIL, in_terminal
+from tests.factories.documented_json import compare, documented
+from tests.factories.rollout import REASON, STEPS, rollout, sample
 
 QUESTION = "What is 3 plus 4? Think about it as long as you need, and put the final number into a box."
-REASON = "The box holds 8, and 3 plus 4 is 7, which is easy to see when one counts on from four."
-CALL = {"function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}
-STEPS = [
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "add", "content": "7"},
-]
-
-
-def sample(**changes: Any) -> dict[str, Any]:
-    return {
-        "token_ids": [1, 2, 3, 4, 5, 6],
-        "loss_mask": [0, 0, 1, 1, 1, 1],
-        "logprobs": [None, None, -0.05, -0.5, None, -3.0],
-        "text": ["What?", "\n", "It", " is", "\n", " 7"],
-        **changes,
-    }
-
-
-def rollout(**changes: Any) -> dict[str, Any]:
-    return {
-        "step": 1,
-        "task_id": "t-1",
-        "group": 0,
-        "seed": 7,
-        "steps": [],
-        "answer": "\\boxed{8}",
-        "truncated": False,
-        "reward": 0.25,
-        "criteria": [
-            {"criterion": "boxed", "choice": "yes", "value": 1.0, "passed": True, "reason": "There is a box."},
-            {"criterion": "right", "choice": "no", "value": 0.0, "passed": False, "reason": REASON},
-        ],
-        "error": "",
-        "missed": False,
-        "advantage": -0.866025,
-        "dropped": None,
-        "samples": [sample()],
-        **changes,
-    }
 
 
 """A line of the first format."""

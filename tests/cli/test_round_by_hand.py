@@ -24,11 +24,11 @@ from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
 from flywheel.store.kernel.database import read_once
 from tests.cli.conftest import Run
-from tests.cli.test_documented_json import compare, documented
-from tests.cli.test_metrics import by, parsed
-from tests.cli.test_rollouts import STEPS, rollout
-from tests.cli.test_terminal_escapes import COMMANDS, EVIL
+from tests.cli.terminal import COMMANDS, EVIL
 from tests.daemon.rounds.workers import REFUSES, works
+from tests.factories.documented_json import compare, documented
+from tests.factories.metrics import by, parsed
+from tests.factories.rollout import STEPS, rollout
 from tests.waiting import wait_for
 
 PYTHON = sys.executable

@@ -12,9 +12,8 @@ import typer
 
 from flywheel.cli.app import app
 from tests.cli.conftest import Run
-from tests.cli.test_settings import settings
 from tests.daemon.rounds.workers import works
-from tests.factories.config import write_yaml
+from tests.factories.config import told_settings, write_yaml
 
 
 def ajet(model: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def test_a_setting_goes_above_the_file_and_is_named_as_the_origin(flywheel: Run,
         "judge: {model: of-the-file, max_thread: 3}\nsources: [{path: a.sqlite}, {type: jsonl, path: b.jsonl}]\n"
     )
     given = ("--set", "judge.model=given", "--set", "sources.1.path=c.jsonl", "--set", "training.stages=[sft, grpo]")
-    found = settings(flywheel("config", "show", "--json", *given))
+    found = told_settings(flywheel("config", "show", "--json", *given))
     assert found["judge.model"] == ("given", "--set")
     assert found["sources.1.path"] == (str(tmp_path / "c.jsonl"), "--set")
     assert found["training.stages"] == (["sft", "grpo"], "--set")
@@ -56,9 +55,9 @@ def test_a_setting_goes_above_the_file_and_is_named_as_the_origin(flywheel: Run,
 def test_it_stands_before_or_after_the_command_and_needs_no_file(flywheel: Run) -> None:
     ran = flywheel("--set", "judge.model=first", "--set", "judge.max_thread=2", "config", "show", "--json", "--set",
                    "judge.model=second")  # fmt: skip
-    found = settings(ran)
+    found = told_settings(ran)
     assert (found["judge.model"], found["judge.max_thread"]) == (("second", "--set"), (2, "--set"))
-    found = settings(flywheel("config", "show", "--json"))
+    found = told_settings(flywheel("config", "show", "--json"))
     assert found["judge.max_thread"] == (16, "default"), "those of another command line are forgotten"
 
 
@@ -66,13 +65,13 @@ def test_keys_of_another_program_are_set_before_they_are_translated(flywheel: Ru
     file = write_yaml(tmp_path / "ajet.yaml", ajet({"path": "of/the-author"}))
     given = ("ajet.model.path=of/the-author", "judge.base_url=http://127.0.0.1:9/v1", "ajet.rollout.mine.depth=2")
     ran = flywheel("config", "show", "--json", "-c", file, *(f"--set={each}" for each in given))
-    found = settings(ran)
+    found = told_settings(ran)
     assert found["model.base"] == ("of/the-author", "--set")
     assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "--set")
     assert found["rollout.temperature"] == (0.9, f"{file}:7")
     assert found["judge.model"] == ("gpt-4o-mini", "default")
     ran = flywheel("config", "show", "--json", "-c", write_yaml(file, ajet({})), "--set=ajet.model.path=other/one")
-    assert settings(ran)["model.base"] == ("other/one", "--set"), "also where the file has none"
+    assert told_settings(ran)["model.base"] == ("other/one", "--set"), "also where the file has none"
 
 
 @pytest.mark.parametrize(

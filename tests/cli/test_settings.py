@@ -15,14 +15,10 @@ from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
 from flywheel.judge.filters.chain import FILTERS, load_chain
 from tests.cli.conftest import Run
-from tests.config.test_config import MISTAKES
+from tests.factories.config import MISTAKES, told_settings
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = "sk-0123456789abcdef"
-
-
-def settings(ran: Any) -> dict[str, tuple[Any, str]]:
-    return {each["key"]: (each["value"], each["origin"]) for each in ran.json["settings"]}
 
 
 def test_each_setting_has_its_value_in_effect_and_its_origin(
@@ -34,7 +30,7 @@ def test_each_setting_has_its_value_in_effect_and_its_origin(
     )
     ran = flywheel("config", "show", "--json")
     assert ran.json["file"] == str(tmp_path / "flywheel.yaml")
-    found = settings(ran)
+    found = told_settings(ran)
     file = tmp_path / "flywheel.yaml"
     assert found["judge.model"] == ("grader", f"{file}:2")
     assert found["judge.max_thread"] == (3, f"{file}:3")
@@ -56,7 +52,7 @@ def test_settings_by_name_are_shown_each(flywheel: Run, tmp_path: Path) -> None:
     file.write_text(
         "targets:\n  a: {}\n  b:\n    rubric: own.yaml\ngate:\n  suites:\n    sums:\n      file: suite.jsonl\n"
     )
-    found = settings(flywheel("config", "show", "--json"))
+    found = told_settings(flywheel("config", "show", "--json"))
     assert found["targets.a.rubric"] == (None, "default")
     assert found["targets.b.rubric"] == (str(tmp_path / "own.yaml"), f"{file}:4")
     assert found["gate.suites.sums.file"] == (str(tmp_path / "suite.jsonl"), f"{file}:8")
@@ -82,7 +78,7 @@ def test_every_key_is_shown(flywheel: Run) -> None:
         found = {f"{above}{name}" for name in inner if name not in nested}
         return found.union(*(keys(value, f"{above}{name}.") for name, value in nested.items()))
 
-    shown = settings(flywheel("config", "show", "--json"))
+    shown = told_settings(flywheel("config", "show", "--json"))
     assert set(shown) - {key for key in shown if key.startswith("sources.")} == keys(Config()) - {"sources"}
     assert {key for key in shown if key.startswith("sources.")} > {"sources.0.type", "sources.0.path"}
 
@@ -108,7 +104,7 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
     ran = flywheel("config", "show", "--json", "-c", file)
     why = "where tutorial/ is"
     assert ran.json["project"] == {"root": str(tmp_path), "why": why}
-    found, relative = settings(ran), f"; relative to the project root {tmp_path}, {why}"
+    found, relative = told_settings(ran), f"; relative to the project root {tmp_path}, {why}"
     assert found["model.base"] == (str(tmp_path / "models/mine"), f"{file}:2{relative}")
     assert found["sources.0.path"] == (str(tmp_path / "data/db.sqlite"), f"{file}:10{relative}")
     assert found["ingest.output"] == ("/data/tasks.jsonl", f"{file}:11")
@@ -126,7 +122,7 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
     )
     file.write_text(file.read_text().replace("./models/mine", "Qwen/Qwen3-4B"))
     of_the_hub = flywheel("config", "show", "--json", "-c", file)
-    assert settings(of_the_hub)["model.base"] == ("Qwen/Qwen3-4B", f"{file}:2"), "no path"
+    assert told_settings(of_the_hub)["model.base"] == ("Qwen/Qwen3-4B", f"{file}:2"), "no path"
 
 
 def test_a_database_of_agentjets_that_is_not_there_is_an_error(flywheel: Run, tmp_path: Path) -> None:
@@ -146,7 +142,7 @@ def test_no_secret_is_shown(flywheel: Run, tmp_path: Path, monkeypatch: pytest.M
     }
     (tmp_path / "flywheel.yaml").write_text(yaml.safe_dump(raw))
     ran = flywheel("config", "show", "--json")
-    found = settings(ran)
+    found = told_settings(ran)
     assert found["judge.api_key_env"][1].endswith("; set")
     assert found["judge.base_url"][0] == "http://[secret]@host/v1"
     assert found["serving.extra_args"][0] == ["--api-key", "[secret]", "--hf-token=[secret]", "--seed", "7"]

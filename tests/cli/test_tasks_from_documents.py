@@ -24,8 +24,8 @@ from flywheel.records.ground_truth import ground_truth_of
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.schema import tasks
 from tests.cli.conftest import Ran, Run
-from tests.cli.test_documented_json import compare, documented
 from tests.factories.config import write_config, write_rubric
+from tests.factories.documented_json import compare, documented
 from tests.factories.judge_server import JudgeServer
 from tests.factories.state import read_state
 from tests.factories.task_writer import WriterServer, about

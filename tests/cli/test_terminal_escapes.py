@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Ran, Run
+from tests.cli.terminal import COMMANDS, EVIL
 from tests.factories.config import write_config, write_rubric
 from tests.factories.judge_server import JudgeServer
 from tests.factories.trace import write_lines
-
-EVIL = "\x1b]0;title\x07\x1b[2J\x9b2J\u202eevil\r"
-COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
 
 
 class EvilJudge(JudgeServer):

@@ -18,10 +18,10 @@ from flywheel.training.data.round_directory import identity_of, read_spec
 from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.tracking import figures_of
 from tests.cli.conftest import Run
-from tests.cli.test_documented_json import compare, documented
 from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import BOXED_RUBRIC, make_config
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.documented_json import compare, documented
+from tests.factories.round import POLICY
 from tests.training.data.test_tracking import READERS, same
 
 CHATS = [

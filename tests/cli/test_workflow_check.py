@@ -14,7 +14,7 @@ from flywheel.records.states import Split
 from tests.agents.running import EXAMPLES
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.cli.conftest import Ran, Run
-from tests.cli.test_documented_json import compare, documented
+from tests.factories.documented_json import compare, documented
 from tests.factories.state import write_state
 from tests.factories.trace import replies_on
 from tests.factories.verdict import put_judged

@@ -13,6 +13,7 @@ from flywheel.config import Config, default_state_dir, defaults, load, parse
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.system import files
+from tests.factories.config import MISTAKES
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -61,22 +62,6 @@ def test_what_is_wrong_is_named(raw: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         parse(raw, "c.yaml", Path())
     assert caught.value.exit_code == 78
-
-
-MISTAKES: list[dict[Any, Any]] = [
-    {"sources": 5}, {"sources": [5]}, {"sources": [[{"path": "a"}]]}, {"sources": {"path": "x"}}, {"sources": [None]},
-    {"sources": [{"type": 5}]}, {"sources": [{"type": ["studio"]}]}, {"sources": [{"path": 5}]}, {"training": None},
-    {"training": [1]}, {"training": {"steps": 1.5}}, {"training": {"steps": -1}}, {"training": {"steps": None}},
-    {"training": {"learning_rate": float("nan")}}, {"gate": {"alpha": float("nan")}}, {"gate": {"alpha": "high"}},
-    {"training": {"loss_type": "x"}}, {"training": {"lora": {"target_modules": []}}}, {"judge": {"model": None}},
-    {"training": {"lora": {"target_modules": [5]}}}, {"training": {"seed": 2**40}}, {"judge": {"prices": {}}},
-    {"judge": {"api_key_env": ["a"]}}, {"judge": {"backup": "x"}}, {"judge": {"allow_self": "maybe"}},
-    {"serving": {"urls": []}}, {"serving": {"urls": "http://x"}}, {"serving": {"urls": ["http://[x"]}},
-    {"serving": {"urls": ["http://x:port"]}}, {"serving": {"extra_args": "--x"}}, {"serving": {"extra_args": [1]}},
-    {"gate": {"non_inferiority_margins": [1]}}, {"gate": {"non_inferiority_margins": {1: 0.1}}}, {5: 1},
-    {"trigger": {"cron": "99 * * * *"}}, {"trigger": {"cron": 5}}, {"filter": {"rubric": None}}, {"judge": {5: 1}},
-    {"state": {"dir": ["a"]}}, {"ingest": {"split_seed": float("inf")}}, {"retention": {"keep_days": 10**9}},
-]  # fmt: skip
 
 
 PYDANTIC_WORDS = re.compile(

@@ -21,9 +21,9 @@ from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, ReceiverError, StoreError
 from flywheel.store.kernel.database import Store
 from flywheel.system.lock import instance_lock
-from tests.cli.test_metrics import by, parsed
 from tests.factories.config import make_config
 from tests.factories.judge_server import JudgeServer
+from tests.factories.metrics import by, parsed
 from tests.factories.state import open_state, running_daemon
 from tests.factories.trace import write_lines
 from tests.waiting import until

@@ -7,34 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+
+from tests.factories.metrics import needs_promtool, promtool
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "operate"
 ALERTS = FOLDER / "flywheel-alerts.yml"
 DASHBOARD = json.loads((FOLDER / "grafana-dashboard.json").read_text())
 RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus has it)"
-)
-
-
-def promtool(*arguments: str | Path, text: str | None = None) -> None:
-    assert PROMTOOL is not None
-    done = subprocess.run(
-        [PROMTOOL, *arguments], input=text, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout + done.stderr
 
 
 def expressions() -> Iterator[str]:

@@ -15,8 +15,8 @@ from flywheel.records.states import RoundState, Split
 from flywheel.store import rounds
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
-from tests.daemon.rounds.test_gate_planning import ended, filled, made
 from tests.factories.config import base_model, with_settings, write_chain
+from tests.factories.gate import ended, filled, gate_config
 from tests.factories.round import planned_round
 
 NEEDED = 4
@@ -26,7 +26,7 @@ NEEDED = 4
 def config(tmp_path: Path) -> Config:
     """Rounds of eight samples at most, of which four start one."""
     sections = {"training": {"prompts_per_step": 8}, "trigger": {"min_samples": NEEDED}}
-    return with_settings(made(tmp_path), model={"base": base_model(tmp_path)}, **sections)
+    return with_settings(gate_config(tmp_path), model={"base": base_model(tmp_path)}, **sections)
 
 
 async def states(store: Store) -> list[str]:

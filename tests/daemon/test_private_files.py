@@ -19,8 +19,8 @@ from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.server.alias_table import AliasTable
 from flywheel.system.lock import instance_lock
 from tests.daemon.following import Following, exported
+from tests.factories.round import round_spec
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
-from tests.training.data.test_round_directory import spec
 from tests.waiting import until
 
 
@@ -82,7 +82,7 @@ async def test_a_task_file_elsewhere_is_for_whom_the_umask_lets(tmp_path: Path) 
 @pytest.mark.parametrize("_umask", [0o000], indirect=True)
 async def test_what_a_round_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     directory = tmp_path / "state" / "rounds" / "r0001"
-    unfit = spec().model_copy(update={"train": []})
+    unfit = round_spec().model_copy(update={"train": []})
     worker = await WorkerProcess.start(directory, unfit)
     await worker.wait()
     found = modes(tmp_path / "state")

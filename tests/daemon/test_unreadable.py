@@ -24,8 +24,8 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.views.balance import balance
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench
-from tests.daemon.judging.test_judging import RUBRIC, config, states, tell
 from tests.factories.judge_server import JudgeServer
+from tests.factories.judging import RUBRIC, config, states, tell
 from tests.waiting import until
 
 PROSE = "ignoring, nonsense"

@@ -56,3 +56,38 @@ def base_model(folder: Path, name: str = "base") -> str:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text("{}")
     return str(directory)
+
+
+def told_settings(ran: Any) -> dict[str, tuple[Any, str]]:
+    """Value and origin of each setting that `flywheel config show --json` printed."""
+    return {each["key"]: (each["value"], each["origin"]) for each in ran.json["settings"]}
+
+
+MISTAKES: list[dict[Any, Any]] = [
+    {"sources": 5}, {"sources": [5]}, {"sources": [[{"path": "a"}]]}, {"sources": {"path": "x"}}, {"sources": [None]},
+    {"sources": [{"type": 5}]}, {"sources": [{"type": ["studio"]}]}, {"sources": [{"path": 5}]}, {"training": None},
+    {"training": [1]}, {"training": {"steps": 1.5}}, {"training": {"steps": -1}}, {"training": {"steps": None}},
+    {"training": {"learning_rate": float("nan")}}, {"gate": {"alpha": float("nan")}}, {"gate": {"alpha": "high"}},
+    {"training": {"loss_type": "x"}}, {"training": {"lora": {"target_modules": []}}}, {"judge": {"model": None}},
+    {"training": {"lora": {"target_modules": [5]}}}, {"training": {"seed": 2**40}}, {"judge": {"prices": {}}},
+    {"judge": {"api_key_env": ["a"]}}, {"judge": {"backup": "x"}}, {"judge": {"allow_self": "maybe"}},
+    {"serving": {"urls": []}}, {"serving": {"urls": "http://x"}}, {"serving": {"urls": ["http://[x"]}},
+    {"serving": {"urls": ["http://x:port"]}}, {"serving": {"extra_args": "--x"}}, {"serving": {"extra_args": [1]}},
+    {"gate": {"non_inferiority_margins": [1]}}, {"gate": {"non_inferiority_margins": {1: 0.1}}}, {5: 1},
+    {"trigger": {"cron": "99 * * * *"}}, {"trigger": {"cron": 5}}, {"filter": {"rubric": None}}, {"judge": {5: 1}},
+    {"state": {"dir": ["a"]}}, {"ingest": {"split_seed": float("inf")}}, {"retention": {"keep_days": 10**9}},
+]  # fmt: skip
+
+
+def round_config(tmp_path: Path, **sections: Any) -> Config:
+    """With it, a round can be planned."""
+    defaults = {
+        "model": {"base": base_model(tmp_path), "alias": "agent"},
+        "gate": {"min_tasks": 1, "min_power": 0},
+        "filter": {"rubric": str(BOXED_RUBRIC)},
+    }
+    return make_config(tmp_path, **{**defaults, **sections})
+
+
+def with_chain(tmp_path: Path, *filters: dict[str, Any]) -> dict[str, Any]:
+    return {"filter": {"rubric": str(BOXED_RUBRIC), "chain": str(write_chain(tmp_path, *filters))}}

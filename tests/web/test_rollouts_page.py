@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 from flywheel.config import Config
 from flywheel.training.data.rollout_file import append
 from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutFilter, RolloutSelection, listed, token_runs
-from tests.cli.test_rollouts import rollout, sample
+from tests.factories.rollout import rollout, sample
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE
 

@@ -5,48 +5,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging
 from flywheel.errors import ConfigError
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
-from tests.factories.config import make_config, write_yaml
 from tests.factories.judge_server import JudgeServer
-from tests.factories.task import task_states
+from tests.factories.judging import RUBRIC, config, states, tell
 from tests.factories.trace import put_replies, reply
 from tests.waiting import SOON, until
-
-RUBRIC: dict[str, Any] = {"id": "r", "threshold": 0.7, "criteria": [{"id": "correct", "value": "It is right."}]}
 
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-
-
-def config(folder: Path, judge: JudgeServer, rubric: dict[str, Any] = RUBRIC, **settings: Any) -> Config:
-    write_yaml(folder / "rubric.yaml", rubric)
-    daemon = settings.pop("daemon", {})
-    own = {"base_url": judge.base_url, "model": "j", "max_attempts": 2, "max_thread": 4, **settings}
-    return make_config(folder, filter={"rubric": "rubric.yaml"}, judge=own, daemon=daemon)
-
-
-async def tell(store: Store, number: int) -> None:
-    await store.write(put_replies, *(reply(n) for n in range(number)))
-
-
-async def states(store: Store) -> Counter[str]:
-    return Counter(await store.read(task_states))
 
 
 async def stored_verdicts(store: Store) -> list[Any]:

@@ -22,7 +22,7 @@ from flywheel.daemon.rounds.gate_planning import NextTest, next_test
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
-from flywheel.records.round import AdapterRef, Comparison, RoundResult, RoundSpec, Score
+from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.records.states import RoundState, Split
 from flywheel.store import gate_tests, rounds
 from flywheel.store.kernel import schema
@@ -31,51 +31,11 @@ from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256, write_json
 from flywheel.training.gate.gate import alpha_of
 from tests import warm
-from tests.factories.config import BOXED_RUBRIC, make_config
+from tests.factories.gate import ended, filled, gate_config, result_of
 from tests.factories.round import debug_round, planned_round
 from tests.factories.state import open_state
-from tests.factories.trace import on_both_sides, replies_on, reply
+from tests.factories.trace import replies_on, reply
 from tests.factories.verdict import put_judged
-
-
-def made(tmp_path: Path, **gate: Any) -> Config:
-    return make_config(
-        tmp_path,
-        filter={"rubric": str(BOXED_RUBRIC)},
-        training={"steps": 1, "prompts_per_step": 1},
-        trigger={"min_samples": 1, "min_held_out": 1},
-        gate={"min_tasks": 1, "min_power": 0, **gate},
-        daemon={"round_attempts": 1},
-    )
-
-
-async def filled(store: Store, held_out: int, train: int = 20) -> None:
-    """So many held-out conversations of one task each, beside those that are there already."""
-    await store.write(put_judged, *on_both_sides(train, held_out))
-
-
-def result_of(spec: RoundSpec, **values: Any) -> RoundResult:
-    """What its worker came to: no gain on every task that it was given."""
-    scores = [Score(task_id=task.task_id, candidate=0.5, deployed=0.5) for task in spec.held_out]
-    comparison = Comparison(
-        tasks=len(scores), samples=8, undecided=0, candidate_mean=0.5, deployed_mean=0.5, gain=0, lower=-0.1,
-        upper=0.1, confidence=0.99, method="test", spread=0.3, scores=scores,
-    )  # fmt: skip
-    defaults: dict[str, Any] = {"outcome": "trained", "comparison": comparison}
-    return RoundResult(round_id=spec.round_id, **{**defaults, **values})
-
-
-async def ended(store: Store, spec: RoundSpec, state: RoundState = RoundState.REJECTED, **values: Any) -> None:
-    """A round that its worker was through with before it ended."""
-
-    def end(conn: Connection) -> None:
-        row = rounds.by_name(conn, spec.round_id)
-        move(conn, row.id, RoundState.PLANNED, RoundState.TRAINING)
-        rounds.store_result(conn, row.id, result_of(spec, **values))
-        move(conn, row.id, RoundState.TRAINING, RoundState.EVALUATING)
-        rounds.finish(conn, row.id, RoundState.EVALUATING, state, "test", max_uses=3)
-
-    await store.write(end)
 
 
 def keys(spec: RoundSpec) -> set[str]:
@@ -95,7 +55,7 @@ def used(conn: Connection) -> dict[int, int]:
 
 async def test_a_round_on_the_same_conversations_is_the_next_test_of_the_epoch(tmp_path: Path, store: Store) -> None:
     await filled(store, 10)
-    config = made(tmp_path, non_inferiority_margins={"correct": 0.1, "boxed": 0.1})
+    config = gate_config(tmp_path, non_inferiority_margins={"correct": 0.1, "boxed": 0.1})
     first = await planned_round(store, config)
     assert number_of(first) == (1, 1, alpha_of(0.004, 1))
     assert len({task.conversation for task in first.held_out}) == 10
@@ -111,10 +71,10 @@ async def test_a_round_on_the_same_conversations_is_the_next_test_of_the_epoch(t
 
 async def test_what_came_since_is_asked_too_while_the_epoch_goes_on(tmp_path: Path, store: Store) -> None:
     await filled(store, 10)
-    first = await planned_round(store, made(tmp_path))
+    first = await planned_round(store, gate_config(tmp_path))
     await ended(store, first)
     await filled(store, 19)
-    second = await planned_round(store, made(tmp_path))
+    second = await planned_round(store, gate_config(tmp_path))
     assert number_of(second)[:2] == (1, 2)
     assert len(keys(second)) == 19 and keys(first) < keys(second)
 
@@ -123,20 +83,20 @@ async def test_an_epoch_begins_with_as_many_conversations_as_the_last_test_used_
     tmp_path: Path, store: Store
 ) -> None:
     await filled(store, 10)
-    first = await planned_round(store, made(tmp_path))
+    first = await planned_round(store, gate_config(tmp_path))
     await ended(store, first)
     await filled(store, 20)
-    second = await planned_round(store, made(tmp_path))
+    second = await planned_round(store, gate_config(tmp_path))
     assert number_of(second) == (2, 1, alpha_of(0.004, 1))
     assert len(keys(second)) == 10 and keys(first).isdisjoint(keys(second))
     await ended(store, second)
-    third = await planned_round(store, made(tmp_path))
+    third = await planned_round(store, gate_config(tmp_path))
     assert number_of(third)[:2] == (2, 2)
     assert keys(third) == keys(second), "those of an earlier epoch are never asked again"
 
 
 async def test_a_full_gate_leaves_new_conversations_for_the_next_epoch(tmp_path: Path, store: Store) -> None:
-    config = made(tmp_path, max_tasks=8)
+    config = gate_config(tmp_path, max_tasks=8)
     await filled(store, 8)
     first = await planned_round(store, config)
     await ended(store, first)
@@ -164,13 +124,13 @@ async def test_only_a_round_whose_rewards_were_seen_has_spent_its_test(
     tmp_path: Path, store: Store, state: RoundState, values: dict[str, Any], test: int
 ) -> None:
     await filled(store, 10)
-    await ended(store, await planned_round(store, made(tmp_path)), state, **values)
-    assert number_of(await planned_round(store, made(tmp_path)))[:2] == (1, test)
+    await ended(store, await planned_round(store, gate_config(tmp_path)), state, **values)
+    assert number_of(await planned_round(store, gate_config(tmp_path)))[:2] == (1, test)
 
 
 async def test_a_debug_round_is_no_test(tmp_path: Path, store: Store) -> None:
     await filled(store, 10)
-    config = made(tmp_path)
+    config = gate_config(tmp_path)
     spec = await debug_round(store, config)
     assert (spec.test, spec.held_out) == (None, [])
     assert number_of(await planned_round(store, config))[:2] == (1, 1)
@@ -183,7 +143,7 @@ async def test_one_task_of_every_conversation_is_asked_before_a_second_one(tmp_p
         for turn in range(30)
     ]
     await store.write(put_judged, *replies_on(Split.TRAIN, 2), *replies_on(Split.HELD_OUT, 10), *long)
-    spec = await planned_round(store, made(tmp_path, max_tasks=12))
+    spec = await planned_round(store, gate_config(tmp_path, max_tasks=12))
     assert len(spec.held_out) == 12
     assert len({task.conversation for task in spec.held_out}) == 10
 
@@ -191,11 +151,11 @@ async def test_one_task_of_every_conversation_is_asked_before_a_second_one(tmp_p
 async def test_replies_without_a_conversation_are_told_apart_by_their_traces(tmp_path: Path, store: Store) -> None:
     alone = [each for number in range(60) if (each := reply(number, conversation_id="unknown"))]
     await store.write(put_judged, *alone, *replies_on(Split.TRAIN, 2))
-    first = await planned_round(store, made(tmp_path))
+    first = await planned_round(store, gate_config(tmp_path))
     assert len({task.conversation for task in first.held_out}) == len(first.held_out) > 5
     await ended(store, first)
     assert await store.read(used) == {1: len(first.held_out)}
-    assert number_of(await planned_round(store, made(tmp_path)))[:2] == (1, 2)
+    assert number_of(await planned_round(store, gate_config(tmp_path)))[:2] == (1, 2)
 
 
 async def coming(store: Store, config: Config) -> NextTest:
@@ -205,7 +165,7 @@ async def coming(store: Store, config: Config) -> NextTest:
 async def test_no_round_starts_that_could_hardly_show_ten_points_and_status_tells_what_is_missing(
     tmp_path: Path, store: Store
 ) -> None:
-    config = made(tmp_path, min_power=0.3)
+    config = gate_config(tmp_path, min_power=0.3)
     await filled(store, 20)
     gate = (await store.read(snapshot, config)).targets[""].gate
     assert (gate.epoch, gate.test, gate.conversations) == (1, 1, 20)
@@ -228,10 +188,10 @@ async def test_no_round_starts_that_could_hardly_show_ten_points_and_status_tell
 
 
 async def test_what_is_missing_is_the_shorter_way_to_this_test_or_a_new_epoch(tmp_path: Path, store: Store) -> None:
-    config = made(tmp_path, min_power=0.3)
+    config = gate_config(tmp_path, min_power=0.3)
     await filled(store, 45)
     for number in range(1, 4):
-        spec = await planned_round(store, config.model_copy(update={"gate": made(tmp_path).gate}))
+        spec = await planned_round(store, config.model_copy(update={"gate": gate_config(tmp_path).gate}))
         assert number_of(spec)[:2] == (1, number)
         await ended(store, spec)
     found = await coming(store, config)
@@ -244,7 +204,7 @@ async def test_what_is_missing_is_the_shorter_way_to_this_test_or_a_new_epoch(tm
 
 
 async def test_a_gate_that_can_never_ask_enough_says_so(tmp_path: Path, store: Store) -> None:
-    config = made(tmp_path, min_power=0.3, max_tasks=10)
+    config = gate_config(tmp_path, min_power=0.3, max_tasks=10)
     await filled(store, 30)
     found = await coming(store, config)
     assert found.missing is None
@@ -252,7 +212,7 @@ async def test_a_gate_that_can_never_ask_enough_says_so(tmp_path: Path, store: S
 
 
 async def test_past_comparisons_tell_how_many_conversations_are_needed(tmp_path: Path, store: Store) -> None:
-    config = made(tmp_path, min_power=0.3)
+    config = gate_config(tmp_path, min_power=0.3)
     await filled(store, 45)
     spec = await planned_round(store, config)
     await ended(store, spec)
@@ -280,7 +240,7 @@ async def finish(config: Config) -> RoundState | None:
 
 @pytest.mark.parametrize("point", ["_trained", "decide", "finish"])
 async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_path: Path, point: str) -> None:
-    config = made(tmp_path)
+    config = gate_config(tmp_path)
     async with open_state(config.state_dir) as store:
         await filled(store, 10)
         spec = await planned_round(store, config)
@@ -305,7 +265,7 @@ def main(arguments: Sequence[str]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(rounds if point == "finish" else rounds_module, point, die)
-    asyncio.run(finish(made(Path(folder))))
+    asyncio.run(finish(gate_config(Path(folder))))
 
 
 if __name__ == "__main__":

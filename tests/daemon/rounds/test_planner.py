@@ -30,25 +30,12 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move_all
 from flywheel.store.views import balance, lineage
 from tests.cases import for_each
-from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_chain
+from tests.factories.config import BOXED_RUBRIC, base_model, make_config, round_config, with_chain
 from tests.factories.round import debug_round, planned_round, put_deployed, put_round
 from tests.factories.task import task_keys
 from tests.factories.trace import on_both_sides, put_replies, replies_on
 from tests.factories.verdict import accepted, only_training_accepted, put_judged, rejected
 from tests.training.recorded.recordings import ADD, call, steps
-
-
-def made(tmp_path: Path, **sections: Any) -> Config:
-    defaults = {
-        "model": {"base": base_model(tmp_path), "alias": "agent"},
-        "gate": {"min_tasks": 1, "min_power": 0},
-        "filter": {"rubric": str(BOXED_RUBRIC)},
-    }
-    return make_config(tmp_path, **{**defaults, **sections})
-
-
-def with_chain(tmp_path: Path, *filters: dict[str, Any]) -> dict[str, Any]:
-    return {"filter": {"rubric": str(BOXED_RUBRIC), "chain": str(write_chain(tmp_path, *filters))}}
 
 
 def judged(conn: Connection, train: int, held_out: int) -> None:
@@ -62,7 +49,7 @@ async def test_an_accepted_answer_is_the_reference_of_a_held_out_task_and_a_reje
     """The judge is told that a reference was accepted, and `math-equal` takes it for the right result."""
     judge = (lambda _: accepted()) if right else only_training_accepted
     await store.write(put_judged, *on_both_sides(2, 3), judge=judge)
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert len(spec.held_out) == 3
     train, held_out = ([task.exchange.reference for task in tasks] for tasks in (spec.train, spec.held_out))
     assert all(answer.startswith("\\boxed{") if right else answer == "" for answer in held_out)
@@ -72,7 +59,7 @@ async def test_an_accepted_answer_is_the_reference_of_a_held_out_task_and_a_reje
 async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path: Path, store: Store) -> None:
     train = [replace(one, output_tokens=700 + n) for n, one in enumerate(replies_on(Split.TRAIN, 3))]
     await store.write(put_judged, *train, *replies_on(Split.HELD_OUT, 2))
-    config = made(tmp_path)
+    config = round_config(tmp_path)
     for spec in (await debug_round(store, config), await planned_round(store, config)):
         assert [task.output_tokens for task in spec.train] == [700, 701, 702]
 
@@ -80,7 +67,7 @@ async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path:
 async def test_rollouts_are_judged_as_the_chain_says_tasks_are(tmp_path: Path, store: Store) -> None:
     params = {"temperature": 0.3, "max_tokens": 77, "max_thread": 3}
     await store.write(judged, 2, 1)
-    config = made(tmp_path, **with_chain(tmp_path, {"type": "llm_evaluate", "params": params}))
+    config = round_config(tmp_path, **with_chain(tmp_path, {"type": "llm_evaluate", "params": params}))
     for spec in (await debug_round(store, config), await planned_round(store, config)):
         judge = Config.model_validate(spec.settings).judge
         assert (judge.temperature, judge.max_tokens, judge.max_thread) == (0.3, 77, 3)
@@ -88,7 +75,7 @@ async def test_rollouts_are_judged_as_the_chain_says_tasks_are(tmp_path: Path, s
 
 async def test_a_round_reports_to_a_directory_of_its_own(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 2, 1)
-    config = made(tmp_path, tracking={"report_to": ["tensorboard"]})
+    config = round_config(tmp_path, tracking={"report_to": ["tensorboard"]})
     specs = [await debug_round(store, config), await planned_round(store, config)]
     tracking = [Config.model_validate(spec.settings).tracking for spec in specs]
     assert [each.dir for each in tracking] == [config.state_dir / "tracking" / name for name in ("debug", "r0001")]
@@ -97,7 +84,7 @@ async def test_a_round_reports_to_a_directory_of_its_own(tmp_path: Path, store: 
 async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Path, store: Store) -> None:
     """What is consumed without a rollout is lost, and `why` would name it as what made the adapter."""
     await store.write(judged, 9, 1)
-    config = made(tmp_path, training={"steps": 3, "prompts_per_step": 2, "group_size": 4})
+    config = round_config(tmp_path, training={"steps": 3, "prompts_per_step": 2, "group_size": 4})
     spec = await planned_round(store, config)
     assert len(spec.train) == 6
     books = await store.read(balance.balance)
@@ -107,7 +94,7 @@ async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Pa
 async def test_a_round_whose_steps_ask_more_prompts_takes_more_samples(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 9, 1)
     training = {"steps": 2, "prompts_per_step": 2, "group_size": 4}
-    config = made(tmp_path, training=training, rollout={"oversample": 1.5})
+    config = round_config(tmp_path, training=training, rollout={"oversample": 1.5})
     assert len((await planned_round(store, config)).train) == 2 * 3
     assert len((await debug_round(store, config)).train) == 3
 
@@ -115,7 +102,7 @@ async def test_a_round_whose_steps_ask_more_prompts_takes_more_samples(tmp_path:
 async def test_a_debug_round_has_the_number_of_prompts_of_its_own(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 9, 1)
     training = {"prompts_per_step": 4, "debug_prompts": 3, "group_size": 4}
-    config = made(tmp_path, training=training, rollout={"oversample": 2})
+    config = round_config(tmp_path, training=training, rollout={"oversample": 2})
     spec = await debug_round(store, config)
     settings = Config.model_validate(spec.settings)
     assert len(spec.train) == settings.rollout.prompts_asked(settings.training.prompts_per_step) == 3
@@ -151,13 +138,13 @@ def test_a_step_asks_its_prompts_times_oversample_rounded_up(oversample: float, 
 async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 2, 1)
     await store.write(put_deployed, base_model(tmp_path))
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert spec.parent.name == "r0001"
 
 
 async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 2, 1)
-    config = made(tmp_path)
+    config = round_config(tmp_path)
     rubric = rubric_of(config)
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     assert row.parent is None
@@ -173,7 +160,7 @@ async def test_an_adapter_of_another_base_model_is_not_gone_on_from(tmp_path: Pa
     """Of the same shape it would load, and mean nothing."""
     await store.write(judged, 2, 8)
     await store.write(put_deployed, "/models/b")
-    config = made(tmp_path, trigger={"min_samples": 2})
+    config = round_config(tmp_path, trigger={"min_samples": 2})
     wanted = await store.read(planner.due, config)
     assert not wanted.start
     assert f"r0001, which serves, was trained on /models/b, and model.base is {base_model(tmp_path)}" in wanted.reason
@@ -205,7 +192,7 @@ async def test_a_base_model_that_cannot_be_found_starts_no_worker(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1" if is_offline else "0")
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     await store.write(judged, 4, 2)
-    here, there = made(tmp_path), made(tmp_path, model={"base": base}, trigger={"min_samples": 2})
+    here, there = round_config(tmp_path), round_config(tmp_path, model={"base": base}, trigger={"min_samples": 2})
     rubric = rubric_of(there)
     if not why:
         assert (await store.read(planner.due, there)).start
@@ -227,7 +214,7 @@ async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_ei
 ) -> None:
     """It would train for hours and consume its samples, for "not enough evidence"."""
     await store.write(judged, 4, 3)
-    config = made(tmp_path, trigger={"min_samples": 2}, gate={"min_tasks": 4, "min_power": 0})
+    config = round_config(tmp_path, trigger={"min_samples": 2}, gate={"min_tasks": 4, "min_power": 0})
     assert (await store.read(planner.due, config)).reason == "3 of 4 held-out tasks are judged"
     with pytest.raises(TrainError, match=r"3 held-out tasks are judged, and gate\.min_tasks is 4"):
         await planned_round(store, config)
@@ -274,7 +261,7 @@ async def test_what_is_excluded_is_left_out_of_training_and_gate(
     tmp_path: Path, store: Store, reason: Exclusion
 ) -> None:
     await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[reason])
-    config = made(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2, "min_power": 0})
+    config = round_config(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2, "min_power": 0})
     assert (await store.read(planner.due, config)).reason == "3 of 4 samples are free"
     status = await store.read(snapshot, config)
     assert (status.targets[""].free_samples, status.targets[""].held_out) == (3, 2)
@@ -298,7 +285,7 @@ async def test_what_is_excluded_is_left_out_of_training_and_gate(
 
 async def test_the_choice_by_influence_leaves_excluded_tasks_out_too(tmp_path: Path, store: Store) -> None:
     await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[Exclusion.IMAGE])
-    spec = await planned_round(store, made(tmp_path, **with_chain(tmp_path, INFLUENCE)))
+    spec = await planned_round(store, round_config(tmp_path, **with_chain(tmp_path, INFLUENCE)))
     assert (len(spec.train), len(spec.held_out)) == (3, 2)
 
 
@@ -312,7 +299,7 @@ async def test_the_choice_by_influence_leaves_excluded_tasks_out_too(tmp_path: P
 async def test_settings_take_what_is_left_out_otherwise(
     tmp_path: Path, setting: dict[str, str], taken: set[Exclusion]
 ) -> None:
-    config = made(tmp_path, training=setting)
+    config = round_config(tmp_path, training=setting)
     for reason, values in LEFT_OUT.items():
         store = await Store.open(tmp_path / reason.value)
         await store.write(judged_with_some_left_out, 3, 2, values)
@@ -348,7 +335,7 @@ async def test_tasks_with_tools_are_taken_where_recordings_can_answer(
     """What was rejected is not trained on. The gate asks it, unless no tool was called: then recordings could not
     show whether calling one would have been better. The user's own agent can call its tools."""
     await store.write(judged_with_some_left_out, 3, 2, WITH_TOOLS[reason], right=right)
-    config = made(tmp_path, rollout=rollout)
+    config = round_config(tmp_path, rollout=rollout)
     gate = gate and (right or reason is not Exclusion.UNCALLED or rollout == COMMAND)
     status = await store.read(snapshot, config)
     expected = (5 if train and right else 3, 4 if gate else 2)
@@ -373,16 +360,16 @@ async def test_a_task_with_two_reasons_is_taken_when_both_are(tmp_path: Path, st
         ({"inexact_prompts": "use"}, 3),
         ({"images": "text-only", "inexact_prompts": "use"}, 5),
     ):
-        status = await store.read(snapshot, made(tmp_path, training=training))
+        status = await store.read(snapshot, round_config(tmp_path, training=training))
         assert status.targets[""].free_samples == free
         assert len(status.left_out) == 2 - len(training)
 
 
 async def test_a_margin_for_a_criterion_that_the_rubric_does_not_have_is_refused(tmp_path: Path) -> None:
     """A guard by a misspelled name would guard nothing, or stop every promotion hours later."""
-    assert rubric_of(made(tmp_path, gate={"non_inferiority_margins": {"correct": 0.1}})).id == "math-boxed"
+    assert rubric_of(round_config(tmp_path, gate={"non_inferiority_margins": {"correct": 0.1}})).id == "math-boxed"
     with pytest.raises(ConfigError, match=r"math-boxed has no criterion corect\. Its criteria are boxed, correct"):
-        rubric_of(made(tmp_path, gate={"non_inferiority_margins": {"corect": 0.1}}))
+        rubric_of(round_config(tmp_path, gate={"non_inferiority_margins": {"corect": 0.1}}))
 
 
 async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_path: Path, store: Store) -> None:
@@ -402,7 +389,7 @@ async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_
             claims.apply(conn, task.id, verdict, 0.0)
 
     await store.write(put_aside)
-    spec = await planned_round(store, made(tmp_path, gate={"min_tasks": 4, "min_power": 0}))
+    spec = await planned_round(store, round_config(tmp_path, gate={"min_tasks": 4, "min_power": 0}))
     keys = {task.task_id for task in spec.held_out}
     every = await store.read(task_keys)
     assert keys == {every[place] for place in (2, 3, 4, 6)}
@@ -415,7 +402,7 @@ async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_
     train = replies_on(Split.TRAIN, 1, query="Write to jo@example.com.", answer="jo@example.com it is")
     held_out = replies_on(Split.HELD_OUT, 1, query="Who reads the letters that jo@example.com is sent?")
     await store.write(put_judged, *train, *held_out)
-    config = made(tmp_path, **with_chain(tmp_path, {"type": "pii"}))
+    config = round_config(tmp_path, **with_chain(tmp_path, {"type": "pii"}))
     for spec in (await debug_round(store, config), await planned_round(store, config)):
         assert "[EMAIL_1]" in spec.train[0].exchange.query
         assert "jo@example.com" not in spec.model_dump_json()
@@ -424,10 +411,10 @@ async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_
 async def test_a_round_is_recorded_with_the_rubric_that_it_is_graded_by(tmp_path: Path, store: Store) -> None:
     """The daemon can be started again with another one while a round is planned."""
     await store.write(judged, 2, 1)
-    config = made(tmp_path)
+    config = round_config(tmp_path)
     earlier = rubric_of(config)
     row = await store.write(planner.plan, config, earlier, config.state_dir / "rounds", "test")
-    other = made(tmp_path, filter={"rubric": str(BOXED_RUBRIC.with_name("qa-quality.yaml"))})
+    other = round_config(tmp_path, filter={"rubric": str(BOXED_RUBRIC.with_name("qa-quality.yaml"))})
     rubric = rubric_of(other)
     assert rubric.hash != earlier.hash
     row = await store.write(planner.begin, row, other, rubric)
@@ -442,7 +429,7 @@ async def test_rounds_that_fail_again_and_again_wait_longer_each_time(tmp_path: 
         put_round(conn, number, state, finished_at=(datetime.now(UTC) - ago).isoformat())
 
     await store.write(judged, 2, 1)
-    config = made(tmp_path, trigger={"min_samples": 2}, daemon={"failed_round_wait_seconds": 600})
+    config = round_config(tmp_path, trigger={"min_samples": 2}, daemon={"failed_round_wait_seconds": 600})
     times = timedelta(seconds=600)
     await store.write(ended, 1, RoundState.FAILED, 1.5 * times)
     assert (await store.read(planner.due, config)).start
@@ -460,7 +447,7 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
 ) -> None:
     """The trigger looks every few seconds; a large backlog must not be loaded, nor the chain read, each time."""
     training = {"steps": 5, "prompts_per_step": 2}
-    config = made(tmp_path, **with_chain(tmp_path, INFLUENCE), trigger={"min_samples": 2}, training=training)
+    config = round_config(tmp_path, **with_chain(tmp_path, INFLUENCE), trigger={"min_samples": 2}, training=training)
     await store.write(judged, 3, 1)
     rounds_ = Rounds(store, config, rubric_of(config), Deployer(store, config))
     loaded: list[int] = []
@@ -478,7 +465,7 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
     await store.write(lambda conn: move_all(conn, [1], TaskState.ACCEPTED, TaskState.RESERVED))
     assert not (
         await store.read(
-            planner.due, made(tmp_path, trigger={"min_samples": 3}), rounds_._targets[""].available_samples
+            planner.due, round_config(tmp_path, trigger={"min_samples": 3}), rounds_._targets[""].available_samples
         )
     ).start
     await store.read(planner.due, config, rounds_._targets[""].available_samples)

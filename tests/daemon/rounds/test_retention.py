@@ -6,12 +6,11 @@ import errno
 import json
 import shutil
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
@@ -25,13 +24,11 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.views import balance, lineage
-from flywheel.system.files import write_json
 from flywheel.system.lock import instance_lock
 from tests.factories.config import make_config, with_settings
-from tests.factories.round import put_adapter, put_round
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
-
-LONG_AGO = (datetime.now(UTC) - timedelta(days=400)).isoformat(timespec="milliseconds")
+from tests.factories.old_round import LONG_AGO, lay_out, put
+from tests.factories.round import put_round
+from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 
 
 @dataclass
@@ -68,27 +65,6 @@ class Old:
 
     async def remove(self, **values: Any) -> Removal:
         return await self.with_retention(**{"keep_served": 0, **values}).remove(90, "test")
-
-
-def put(conn: Connection, directory: Path, number: int, *, adapter: bool, finished_at: str) -> None:
-    times = {"created_at": finished_at, "finished_at": finished_at}
-    put_round(conn, number, RoundState.REJECTED if adapter else RoundState.FAILED, directory, **times)
-    if adapter:
-        put_adapter(conn, number, directory / "adapter", base_model=BASE, probe=PROBE.model_dump(mode="json"))
-
-
-def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
-    directory.mkdir(parents=True)
-    for name in (*STAYS, "rollouts.jsonl", "worker.log"):
-        (directory / name).write_text("x" * 100)
-    write_json(
-        directory / "spec.json",
-        {"round_id": directory.name, "train": [{"query": "?"}], "held_out": [1], "suites": [1]},
-    )
-    if adapter:
-        (directory / "adapter").mkdir()
-        (directory / "adapter" / "weights").write_text(directory.name)
-        server.weights[str(directory / "adapter")] = PROBE.second.adapter
 
 
 @pytest.fixture

@@ -31,28 +31,16 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, exchange
 from flywheel.training.recorded import recordings
 from flywheel.training.recorded.recordings import call_key, tools_by_name
-from tests.daemon.rounds.test_planner import made, with_chain
+from tests.factories.config import round_config, with_chain
 from tests.factories.round import planned_round, spec_again
 from tests.factories.trace import put_replies, replies_on, reply
 from tests.factories.verdict import accepted, put_judged, rejected
-from tests.training.recorded.recordings import ADD, call, said, steps, tool
-
-SUM = {"a": 1, "b": 2}
+from tests.training.recorded.recordings import ADD, SUM, asked, call, said, steps, tool
 
 
 def key(arguments: dict[str, Any], of: dict[str, Any] = ADD) -> str:
     (found,) = tools_by_name([of]).values()
     return call_key(found, arguments)
-
-
-def asked(split: Split, *results: str | None, tools: tuple[Any, ...] = (ADD,), **values: Any) -> list[Reply]:
-    """A conversation for each result, in which the same sum was asked; None is a reply without a call."""
-    found = []
-    for number, one in enumerate(replies_on(split, len(results), tools=tools, **values)):
-        result = results[number]
-        made_steps = steps((call(arguments=SUM), result)) if result is not None else ()
-        found.append(replace(one, trajectory=made_steps))
-    return found
 
 
 async def judged(store: Store, *replies: Reply, **values: Any) -> None:
@@ -103,7 +91,7 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
         plain,
         *replies_on(Split.HELD_OUT, 1),
     )
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     first, second, third = spec.train
     assert [task.agent for task in spec.train] == ["recorded", "recorded", "reply"]
     assert [step["role"] for step in first.steps] == ["assistant", "tool"]
@@ -112,7 +100,7 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
     assert (third.steps, third.errors, third.sends_reasoning) == ((), (), False)
     again = RoundSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
-    spec = await spec_again(store, made(tmp_path, rollout={"agent": "recorded"}))
+    spec = await spec_again(store, round_config(tmp_path, rollout={"agent": "recorded"}))
     assert [task.agent for task in spec.train] == ["recorded"] * 3
 
 
@@ -133,7 +121,7 @@ async def test_replies_that_people_accept_are_imitated_whatever_the_judge_said(
     ):  # fmt: skip
         await store.write(labels.add, keys[name], label, by)
     await store.write(labels.add, keys["wrong"], Label.ACCEPT, "ann", criterion="correct")
-    config = made(tmp_path, training={"stages": stages})
+    config = round_config(tmp_path, training={"stages": stages})
     spec = await planned_round(store, config)
     tasks = {task.task_id: task for task in (*spec.train, *spec.held_out)}
     imitated = {name for name, each in keys.items() if each in tasks and tasks[each].reply}
@@ -162,7 +150,7 @@ async def test_people_say_which_reply_of_a_pair_is_the_better_one(tmp_path: Path
     await judged(store, *replies, judge=lambda line: rejected() if line["answer"] == "people's" else accepted())
     for one, label in ((first, Label.REJECT), (second, Label.ACCEPT)):
         await store.write(labels.add, task_id(one.trace_id, one.span_id), label, "ann")
-    spec = await planned_round(store, made(tmp_path, training={"stages": ["dpo"]}))
+    spec = await planned_round(store, round_config(tmp_path, training={"stages": ["dpo"]}))
     pairs = [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in spec.train]
     assert pairs == [("people's", "judge's")] * 2
     assert {(task.reply_task_id, task.rejected_task_id) for task in spec.train} == {(_id(second), _id(first))}
@@ -171,7 +159,7 @@ async def test_people_say_which_reply_of_a_pair_is_the_better_one(tmp_path: Path
 async def test_the_reasoning_of_an_answer_is_imitated_with_it(tmp_path: Path, store: Store) -> None:
     thought, plain = replies_on(Split.TRAIN, 2)
     await judged(store, replace(thought, reasoning="1 and 1."), plain, *replies_on(Split.HELD_OUT, 1))
-    spec = await planned_round(store, made(tmp_path, training={"stages": ["sft"]}))
+    spec = await planned_round(store, round_config(tmp_path, training={"stages": ["sft"]}))
     [[answer], [other]] = (task.reply for task in spec.train)
     assert answer == {"role": "assistant", "content": thought.answer, "reasoning_content": "1 and 1."}
     assert other == {"role": "assistant", "content": plain.answer}
@@ -185,14 +173,14 @@ async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data
         store, *(replace(one, extra=own) for one in replies_on(Split.TRAIN, 1)), *replies_on(Split.HELD_OUT, 1)
     )
     program = {"rollout": {"agent": {"command": ["true"]}}}
-    spec = await planned_round(store, made(tmp_path, **program))
+    spec = await planned_round(store, round_config(tmp_path, **program))
     assert spec.train[0].line["database"] == "shop.db"
     assert spec.train[0].line["metadata"]["owner"] == "jane.doe@example.org"
     assert spec.train[0].line["metadata"]["conversation_id"] == spec.train[0].conversation
-    spec = await spec_again(store, made(tmp_path, **program, **with_chain(tmp_path, {"type": "pii"})))
+    spec = await spec_again(store, round_config(tmp_path, **program, **with_chain(tmp_path, {"type": "pii"})))
     assert spec.train[0].line["metadata"]["owner"] == "[EMAIL_1]"
     assert spec.train[0].line["metadata"]["start_page"] == "/shoes"
-    assert (await spec_again(store, made(tmp_path))).train[0].line == {}
+    assert (await spec_again(store, round_config(tmp_path))).train[0].line == {}
 
 
 async def test_a_rollout_is_graded_by_the_ground_truth_of_its_task(tmp_path: Path, store: Store) -> None:
@@ -203,7 +191,7 @@ async def test_a_rollout_is_graded_by_the_ground_truth_of_its_task(tmp_path: Pat
         *(replace(one, extra=own, tools=(ADD,)) for one in asked(Split.TRAIN, "3")),
         *replies_on(Split.HELD_OUT, 1),
     )
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     # As the worker reads it.
     [task] = RoundSpec.model_validate_json(spec.model_dump_json()).train
     assert task.exchange.line == {"metadata": {"ground_truth": truth}}
@@ -231,7 +219,7 @@ async def test_results_of_other_traces_are_those_on_which_two_conversations_agre
         return rejected() if line["metadata"]["span_id"] in spans else accepted()
 
     await judged(store, *train, *both, judge=verdict)
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert len(spec.train) == 2 and len(spec.held_out) == 2
     assert spec.shared.results == {key(SUM): ToolResult("3")}
     assert spec.shared_gate.results == {key(SUM): ToolResult("3"), key({}, other): ToolResult("x")}
@@ -253,14 +241,14 @@ async def test_training_reads_no_held_out_trace_whatever_its_line_says(tmp_path:
         conn.execute(update(schema.tasks).values(payload=changed_line))
 
     await store.write(lines_say_train)
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert spec.shared.results == {}
     assert spec.shared_gate.results == {key(SUM): ToolResult("3")}
 
 
 async def test_a_held_out_trace_that_differs_is_seen_by_the_gate_alone(tmp_path: Path, store: Store) -> None:
     await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "4"))
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert spec.shared.results == {key(SUM): ToolResult("3")}
     assert spec.shared_gate.results == {}
 
@@ -268,7 +256,7 @@ async def test_a_held_out_trace_that_differs_is_seen_by_the_gate_alone(tmp_path:
 @pytest.mark.parametrize(("tools", "shares"), [({}, True), ({"share": "off"}, False)])
 async def test_sharing_can_be_off(tmp_path: Path, store: Store, tools: dict[str, Any], *, shares: bool) -> None:
     await judged(store, *asked(Split.TRAIN, "3", "3"), *asked(Split.HELD_OUT, "3"))
-    spec = await planned_round(store, made(tmp_path, rollout={"tools": tools}))
+    spec = await planned_round(store, round_config(tmp_path, rollout={"tools": tools}))
     assert bool(spec.shared.results) == bool(spec.shared_gate.results) == shares
     assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
 
@@ -281,7 +269,7 @@ async def test_without_recorded_tasks_no_recording_is_read(
     of_gate = replies_on(Split.HELD_OUT, 6)[4:]
     none = asked(Split.TRAIN, None, None) if not rollout else asked(Split.TRAIN, "3", "3")
     await judged(store, *plain, *of_gate, *none)
-    config = made(tmp_path, rollout=rollout)
+    config = round_config(tmp_path, rollout=rollout)
     rubric = rubric_of(config)
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
 
@@ -303,7 +291,7 @@ async def test_recordings_are_redacted_as_the_tasks_of_the_round_are(tmp_path: P
         for each in asked(Split.TRAIN, "", "") + asked(Split.HELD_OUT, "", "")
     ]
     await judged(store, *told)
-    spec = await planned_round(store, made(tmp_path, **with_chain(tmp_path, {"type": "pii"})))
+    spec = await planned_round(store, round_config(tmp_path, **with_chain(tmp_path, {"type": "pii"})))
     assert "jo@example.com" not in spec.model_dump_json()
     expected = {key({"a": "[EMAIL_1]"}): ToolResult("sent to [EMAIL_1]")}
     assert spec.shared.results == spec.shared_gate.results == expected
@@ -331,7 +319,7 @@ async def test_what_a_filter_or_a_person_set_aside_is_no_recording_but_repetitio
         conn.execute(insert(schema.duplicates).values(task_id=ids[2], original_id=ids[0], **about))
 
     await store.write(set_aside)
-    config = made(tmp_path)
+    config = round_config(tmp_path)
     spec = await planned_round(store, config)
     assert spec.shared.results == {}
     await store.write(repeats)
@@ -351,16 +339,16 @@ async def test_a_task_whose_calls_are_all_of_finish_tools_is_left_out_with_the_r
     await judged(store, *submitted, added)
     names = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key, schema.tasks.c.split)).all())
     rollout = {"finish_tools": ["generate_response", "submit"]}
-    config = made(tmp_path, rollout=rollout)
+    config = round_config(tmp_path, rollout=rollout)
     spec = await planned_round(store, config)
     left_out = next(row.key for row in names if row.split == "train" and row.key not in {spec.train[0].task_id})
     assert spec.left_out == {left_out: "the agent called no tool but those of `rollout.finish_tools`"}
     assert len(spec.train) == 1
     # Accepted answers without another call are questions for the gate.
     assert len(spec.held_out) == 2
-    use = made(tmp_path, rollout={**rollout, "tools": {"uncalled": "use"}})
+    use = round_config(tmp_path, rollout={**rollout, "tools": {"uncalled": "use"}})
     assert len((await spec_again(store, use)).train) == 2
-    every = made(tmp_path, rollout={"finish_tools": ["submit", "add"]})
+    every = round_config(tmp_path, rollout={"finish_tools": ["submit", "add"]})
     with pytest.raises(TrainError, match=r"start r0001: none of its 2 tasks can be asked: the agent called no tool"):
         await spec_again(store, every)
 
@@ -376,7 +364,7 @@ async def test_the_gate_leaves_out_what_was_rejected_and_has_no_other_call(tmp_p
         return rejected() if line["metadata"]["span_id"] == held_out[0].span_id else accepted()
 
     await judged(store, *asked(Split.TRAIN, "3"), *held_out, judge=verdict)
-    spec = await planned_round(store, made(tmp_path, rollout={"finish_tools": ["submit"]}))
+    spec = await planned_round(store, round_config(tmp_path, rollout={"finish_tools": ["submit"]}))
     assert len(spec.held_out) == 1
     assert spec.left_out == {}
 
@@ -385,8 +373,8 @@ async def test_tasks_of_a_planned_round_are_not_asked_if_rollouts_are_single_mes
     tmp_path: Path, store: Store
 ) -> None:
     await judged(store, *asked(Split.TRAIN, "3"), *replies_on(Split.TRAIN, 2)[1:], *replies_on(Split.HELD_OUT, 1))
-    await planned_round(store, made(tmp_path))
-    spec = await spec_again(store, made(tmp_path, rollout={"agent": "reply"}))
+    await planned_round(store, round_config(tmp_path))
+    spec = await spec_again(store, round_config(tmp_path, rollout={"agent": "reply"}))
     assert [task.agent for task in spec.train] == ["reply"]
     assert list(spec.left_out.values()) == [
         "the agent called tools, and with `rollout.agent: reply` a rollout is a single message"
@@ -406,7 +394,7 @@ async def test_a_specification_has_room_for_the_most_frequent_results(
     told = sums(first, *range(8)), sums(second, *range(8)), sums(third, 0, 2)
     await judged(store, *told, *asked(Split.HELD_OUT, "3"))
     monkeypatch.setattr(recordings, "MAX_BYTES", 70)
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert spec.shared.results == {key({"a": 0}): ToolResult(short), key({"a": 2}): ToolResult(short)}
 
 
@@ -428,7 +416,7 @@ async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_pa
         )
 
     await store.write(multiply)
-    spec = await planned_round(store, made(tmp_path, training={"steps": 50}))
+    spec = await planned_round(store, round_config(tmp_path, training={"steps": 50}))
     assert len(spec.train) == 400
     assert len(spec.shared.results) == recordings.MAX_BYTES // 2010
     assert len(spec.model_dump_json()) < 2.5 * recordings.MAX_BYTES
@@ -446,7 +434,7 @@ async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_pa
 
     train = asked(Split.TRAIN, "3")
     await judged(store, *train, recorded, wrong, uncalled, wrong_uncalled, plain, judge=verdict)
-    config = made(tmp_path)
+    config = round_config(tmp_path)
     first = await planned_round(store, config)
     keys = {each.span_id: task_id(each.trace_id, each.span_id) for each in (recorded, wrong, uncalled, plain)}
     assert {task.task_id for task in first.held_out} == set(keys.values())
@@ -467,7 +455,7 @@ async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_trac
     reminder = {"role": "user", "content": "<system-reminder>It is noon.</system-reminder>"}
     prompt = (*history, {"role": "user", "content": one.query}, reminder)
     await judged(store, replace(one, history=history, prompt=prompt), *replies_on(Split.HELD_OUT, 1))
-    spec = await planned_round(store, made(tmp_path))
+    spec = await planned_round(store, round_config(tmp_path))
     assert spec.train[0].prompt == list(prompt)
     assert exchange(Prompt(spec.train[0], ()), Completion("3")).history == history
 
@@ -489,7 +477,7 @@ async def test_the_best_and_the_worst_recorded_reply_to_a_prompt_are_a_pair(
     await judged(store, *answers, judge=verdict)
     await judged(store, *alone, *replies_on(Split.HELD_OUT, 1))
     training = {"training": {"stages": ["dpo"]}}
-    spec = await planned_round(store, made(tmp_path, **training))
+    spec = await planned_round(store, round_config(tmp_path, **training))
     texts = [tuple(part[-1]["content"] for part in (task.reply, task.rejected) if part) for task in spec.train]
     own = [("answer 0", "answer 2")] * 2 if is_pair else [("answer 0",), ("answer 1",)]
     assert texts == [*own, (alone[0].answer,)]

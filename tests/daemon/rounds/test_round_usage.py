@@ -20,11 +20,11 @@ from flywheel.records.states import RoundState
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage, notices, rounds
 from flywheel.store.kernel import schema
-from tests.cli.test_metrics import by, parsed
 from tests.daemon.rounds.test_rounds import Wheel, put_more_tasks
 from tests.daemon.rounds.test_rounds import wheel as judged_wheel
 from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import with_settings
+from tests.factories.metrics import by, parsed
 
 __all__ = ["judged_wheel"]
 

@@ -24,8 +24,7 @@ from flywheel.records.round import RoundSpec, Suite
 from flywheel.records.states import Split
 from flywheel.store.kernel.database import Store
 from flywheel.training.gate.gate import power_on_suite
-from tests.daemon.rounds.test_planner import made
-from tests.factories.config import BOXED_RUBRIC, write_rubric
+from tests.factories.config import BOXED_RUBRIC, round_config, write_rubric
 from tests.factories.task import round_task
 from tests.factories.trace import replies_on
 from tests.factories.verdict import put_judged
@@ -44,7 +43,7 @@ def asking(number: int) -> list[dict[str, Any]]:
 
 
 def suites(folder: Path, gate: dict[str, Any] | None = None, **values: Any) -> list[Suite]:
-    config = made(folder, gate={**GATE, **(gate or {}), "suites": {"far": {"file": "suite.jsonl", **values}}})
+    config = round_config(folder, gate={**GATE, **(gate or {}), "suites": {"far": {"file": "suite.jsonl", **values}}})
     return suites_of(config, rubric_of(config))
 
 
@@ -93,14 +92,14 @@ def test_a_suite_that_cannot_be_used_is_refused(
 @pytest.mark.parametrize("name", ["", "a/b", "ä", "-a"])
 def test_a_name_that_could_be_taken_for_a_task_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="suites"):
-        made(tmp_path, gate={"suites": {name: {"file": "suite.jsonl"}}})
+        round_config(tmp_path, gate={"suites": {name: {"file": "suite.jsonl"}}})
 
 
 def test_a_rubric_that_is_never_asked_is_refused(tmp_path: Path) -> None:
     own = {"agent": {"command": ["true"]}, "reward": {"rubric": 0, "workflow": 1}}
     gate = {"suites": {"far": {"file": "suite.jsonl", "rubric": "r.yaml"}}}
     with pytest.raises(ConfigError, match="no rubric is asked"):
-        made(tmp_path, rollout=own, gate=gate)
+        round_config(tmp_path, rollout=own, gate=gate)
 
 
 def needed(folder: Path, **values: Any) -> int:
@@ -176,7 +175,7 @@ def test_a_suite_without_a_margin_may_have_any_size(tmp_path: Path) -> None:
 async def test_rounds_do_not_begin_with_a_suite_that_is_refused(tmp_path: Path, store: Store) -> None:
     """As `flywheel run` and `flywheel round` make them."""
     suite_file(tmp_path, asking(2))
-    config = made(tmp_path, gate={**GATE, "suites": {"far": {"file": "suite.jsonl", "margin": 0.1}}})
+    config = round_config(tmp_path, gate={**GATE, "suites": {"far": {"file": "suite.jsonl", "margin": 0.1}}})
     with pytest.raises(ConfigError, match=r"use gate\.suites\.far"):
         Rounds(store, config, rubric_of(config), Deployer(store, config))
 
@@ -225,7 +224,7 @@ async def test_a_planned_round_leaves_the_tasks_of_its_suites_out(tmp_path: Path
     )
     await store.write(put_judged, first, second, *replies_on(Split.HELD_OUT, 1))
     suite_file(tmp_path, [{"question": QUESTION}])
-    config = made(tmp_path, gate={**GATE, "suites": {"way": {"file": "suite.jsonl"}}})
+    config = round_config(tmp_path, gate={**GATE, "suites": {"way": {"file": "suite.jsonl"}}})
     rubric = rubric_of(config)
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     spec = await store.read(planner.spec_of, row, config, rubric, suites_of(config, rubric))
@@ -243,11 +242,11 @@ def test_a_round_on_files_asks_the_suites_and_trains_on_none_of_their_tasks(tmp_
     data, held_out = (tmp_path / suite_file(tmp_path, some, name) for some, name in ((lines[:12], "a.jsonl"), (lines[12:], "b.jsonl")))  # fmt: skip # noqa: E501
     suite_file(tmp_path, lines[:2])
     gate = {**GATE, "suites": {"sums": {"file": "suite.jsonl"}}}
-    config = made(tmp_path, sources=[], gate=gate, filter={"rubric": str(BOXED_RUBRIC)})
+    config = round_config(tmp_path, sources=[], gate=gate, filter={"rubric": str(BOXED_RUBRIC)})
     spec = spec_on_files(config, data, held_out)
     assert (len(spec.train), len(spec.held_out), len(spec.left_out)) == (10, 8, 2)
     assert [suite.name for suite in spec.suites] == ["sums"]
-    without = made(tmp_path, sources=[], gate=gate, training={"stages": ["sft"]})
+    without = round_config(tmp_path, sources=[], gate=gate, training={"stages": ["sft"]})
     spec = spec_on_files(without, data, held_out, compares=False)
     assert (len(spec.train), spec.suites) == (12, []), "nothing is compared without a rubric"
     suite_file(tmp_path, lines)

@@ -12,7 +12,7 @@ import pytest
 from flywheel.errors import StoreError
 from flywheel.training.data import rollout_file
 from flywheel.training.data.rollout_file import IndexedGroup, append, groups, rollout_of
-from tests.cli.test_rollouts import rollout
+from tests.factories.rollout import rollout
 
 INDEX, ROLLOUTS = "rollouts.index.jsonl", "rollouts.jsonl"
 

@@ -27,26 +27,7 @@ from flywheel.training.data.round_directory import (
     settings_of,
     version_of,
 )
-from tests.factories.task import round_task
-
-POLICY = Path(__file__).parents[3] / "demo" / "policy"
-RUBRIC = {"version": 1, "id": "boxed", "criteria": [{"id": "boxed", "type": "contains", "value": "\\boxed{"}]}
-
-
-def spec(**changes: Any) -> RoundSpec:
-    fields: dict[str, Any] = {
-        "round_id": "r0001",
-        "attempt": 1,
-        "seed": 1,
-        "debug": False,
-        "base_model": str(POLICY),
-        "parent": None,
-        "train": [round_task()],
-        "held_out": [],
-        "rubric": RUBRIC,
-        "settings": Config().model_dump(mode="json"),
-    }
-    return RoundSpec(**{**fields, **changes})
+from tests.factories.round import BOXED, round_spec
 
 
 def worker(directory: Path, made: RoundSpec | None) -> subprocess.CompletedProcess[str]:
@@ -70,7 +51,7 @@ def bad_parent(path: Path, digest: str) -> dict[str, Any]:
             "hub",
         ),
         ({"train": []}, "cannot train r0001: it has no task", "judge more traces"),
-        ({"rubric": {**RUBRIC, "criteria": []}}, "the rubric of r0001", "rubric"),
+        ({"rubric": {**BOXED, "criteria": []}}, "the rubric of r0001", "rubric"),
         ({"settings": {"trainin": {}}}, "unknown key `trainin` (did you mean `training`?)", "versions"),
         (
             bad_parent(Path("/nowhere/adapter"), "0"),
@@ -82,7 +63,7 @@ def bad_parent(path: Path, digest: str) -> dict[str, Any]:
 def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
     tmp_path: Path, changes: dict[str, Any], error: str, hint: str
 ) -> None:
-    done = worker(tmp_path, spec(**changes))
+    done = worker(tmp_path, round_spec(**changes))
     assert done.returncode == 1
     assert done.stderr.startswith("flywheel.training.worker: cannot ")
     assert done.stderr.count("\n") == 1
@@ -106,7 +87,7 @@ def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -
 @pytest.mark.training
 def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "worker.lock").mkdir()
-    done = worker(tmp_path, spec())
+    done = worker(tmp_path, round_spec())
     assert done.returncode == 1
     assert done.stderr.startswith("flywheel.training.worker: cannot run r0001: IsADirectoryError")
     assert done.stderr.count("\n") == 1
@@ -120,7 +101,7 @@ def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    (tmp_path / "spec.json").write_text(spec().model_dump_json())
+    (tmp_path / "spec.json").write_text(round_spec().model_dump_json())
     result = RoundResult(round_id="r0001", outcome="refused", reason="no spread")
     monkeypatch.setattr(worker, "run_round", lambda *_: result)
     monkeypatch.setattr(worker, "write_atomic", full)
@@ -141,7 +122,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
         (directory / "rollouts.jsonl").write_text("{}\n")
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    (tmp_path / "spec.json").write_text(spec().model_dump_json())
+    (tmp_path / "spec.json").write_text(round_spec().model_dump_json())
     monkeypatch.setattr(worker, "run_round", fill)
     with pytest.raises(TrainError, match=r"cannot run r0001: RuntimeError: .*\(os error 28\)\. Free space\."):
         worker.work(tmp_path, worker.build_grade)
@@ -156,7 +137,7 @@ def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text('{"r": 8}')
     digest = tree_sha256(adapter)
     (adapter / "adapter_config.json").write_text('{"r": 16}')
-    done = worker(tmp_path, spec(**bad_parent(adapter, digest)))
+    done = worker(tmp_path, round_spec(**bad_parent(adapter, digest)))
     assert done.returncode == 1
     assert "are not those that were evaluated" in done.stderr
 
@@ -166,7 +147,7 @@ def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
     with alone_in(tmp_path):
         with pytest.raises(LockedError, match="another worker"), alone_in(tmp_path):
             pass
-        done = worker(tmp_path, spec())
+        done = worker(tmp_path, round_spec())
         assert done.returncode == 75
         # The other worker's files are its own.
         assert not (tmp_path / "error.json").exists()
@@ -181,17 +162,17 @@ def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
     reference = AdapterRef(name="r0001", path=str(adapter), sha256=tree_sha256(adapter))
     result = RoundResult(round_id="r0001", outcome="trained", adapter=reference)
-    assert not finished(tmp_path, spec())
+    assert not finished(tmp_path, round_spec())
     (tmp_path / "result.json").write_text(result.model_dump_json())
-    assert finished(tmp_path, spec())
-    assert worker(tmp_path, spec(attempt=2)).returncode == 0
+    assert finished(tmp_path, round_spec())
+    assert worker(tmp_path, round_spec(attempt=2)).returncode == 0
     assert (adapter / "adapter_model.safetensors").read_bytes() == b"weights"
 
-    assert not finished(tmp_path, spec(round_id="r0002"))
+    assert not finished(tmp_path, round_spec(round_id="r0002"))
     (adapter / "adapter_model.safetensors").write_bytes(b"torn")
-    assert not finished(tmp_path, spec())
+    assert not finished(tmp_path, round_spec())
     (tmp_path / "result.json").write_text(result.model_dump_json()[:40])
-    assert not finished(tmp_path, spec())
+    assert not finished(tmp_path, round_spec())
 
 
 MADE_ANEW = ["evaluation.jsonl", "progress.json", "result.json", "error.json", "adapter", "sync", ".adapter.new"]
@@ -214,9 +195,9 @@ def names(directory: Path) -> set[str]:
 
 
 def test_a_further_attempt_goes_on_with_the_same_round(tmp_path: Path) -> None:
-    assert go_on(tmp_path, spec(attempt=1)) == ""
+    assert go_on(tmp_path, round_spec(attempt=1)) == ""
     left_by_a_worker(tmp_path)
-    assert go_on(tmp_path, spec(attempt=2)) == ""
+    assert go_on(tmp_path, round_spec(attempt=2)) == ""
     assert names(tmp_path) == {*GONE_ON_WITH, *OTHERS, "metrics.jsonl", "identity.json"}
     # Phases are those of the worker that runs; half a line is none.
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
@@ -229,11 +210,11 @@ def test_a_worker_of_another_version_goes_on_and_is_known_by_its_version(
 ) -> None:
     assert version_of(tmp_path) is None
     monkeypatch.setattr("flywheel.training.data.round_directory.__version__", "0.0.1")
-    go_on(tmp_path, spec())
+    go_on(tmp_path, round_spec())
     assert version_of(tmp_path) == "0.0.1"
     left_by_a_worker(tmp_path)
     monkeypatch.undo()
-    assert go_on(tmp_path, spec(attempt=2)) == ""
+    assert go_on(tmp_path, round_spec(attempt=2)) == ""
     assert (version_of(tmp_path), (tmp_path / "rollouts.jsonl").exists()) == (__version__, True)
 
 
@@ -258,9 +239,9 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
 def test_another_round_in_the_same_place_starts_over_and_says_what_changed(
     tmp_path: Path, change: dict[str, Any], what: str
 ) -> None:
-    go_on(tmp_path, spec())
+    go_on(tmp_path, round_spec())
     left_by_a_worker(tmp_path)
-    assert go_on(tmp_path, spec(attempt=2, **change)) == what
+    assert go_on(tmp_path, round_spec(attempt=2, **change)) == what
     assert names(tmp_path) == {*OTHERS, "identity.json"}
 
 
@@ -275,18 +256,18 @@ def test_another_round_in_the_same_place_starts_over_and_says_what_changed(
 def test_settings_that_change_no_rollout_and_no_weight_start_nothing_over(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    go_on(tmp_path, spec())
+    go_on(tmp_path, round_spec())
     left_by_a_worker(tmp_path)
-    assert go_on(tmp_path, spec(attempt=2, settings=settings)) == ""
+    assert go_on(tmp_path, round_spec(attempt=2, settings=settings)) == ""
     assert (tmp_path / "rollouts.jsonl").exists()
 
 
 def test_a_debug_round_and_files_without_an_identity_start_over(tmp_path: Path) -> None:
     left_by_a_worker(tmp_path)
-    assert go_on(tmp_path, spec(debug=True)) == ""
+    assert go_on(tmp_path, round_spec(debug=True)) == ""
     assert names(tmp_path) == {*OTHERS, "identity.json"}
     left_by_a_worker(tmp_path)
-    assert go_on(tmp_path, spec(debug=True)) == ""
+    assert go_on(tmp_path, round_spec(debug=True)) == ""
     assert not (tmp_path / "rollouts.jsonl").exists()
 
 
@@ -307,7 +288,7 @@ def test_a_checkpoint_counts_once_it_was_written_whole(tmp_path: Path) -> None:
 
 
 def test_a_round_that_is_over_keeps_no_checkpoints(tmp_path: Path) -> None:
-    go_on(tmp_path, spec())
+    go_on(tmp_path, round_spec())
     checkpoints, adapter = tmp_path / "stages" / "1-grpo" / "checkpoints", tmp_path / "stages" / "1-grpo" / "adapter"
     for folder in (checkpoints / "checkpoint-1", adapter, tmp_path / "sync" / "step-1"):
         folder.mkdir(parents=True)
@@ -322,7 +303,7 @@ def test_a_round_that_is_over_keeps_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_specification_and_settings_come_back(tmp_path: Path) -> None:
-    made = spec()
+    made = round_spec()
     (tmp_path / "spec.json").write_text(made.model_dump_json())
     assert read_spec(tmp_path) == made
     assert settings_of(made) == Config()

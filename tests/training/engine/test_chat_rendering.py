@@ -22,8 +22,8 @@ from flywheel.training.engine.chat_rendering import ChatFormat, ParsedAnswer, Se
 from flywheel.training.engine.engine import Engine, EngineSettings
 from flywheel.training.worker.training_round import chat_of
 from tests.conftest import VllmServer
+from tests.factories.round import POLICY
 from tests.factories.task import round_task
-from tests.training.data.test_round_directory import POLICY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,8 +12,7 @@ from flywheel.config import Config, LoraSettings
 from flywheel.config.training import Quantization
 from flywheel.errors import TrainError
 from flywheel.training.optim.round_steps import WIDEST_GAP, refuse_wide_gap
-from tests.factories.round import round_spec
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.round import POLICY, round_spec
 
 QUANTISED = {"model": {"trainer_quantization": "4bit"}}
 

@@ -23,7 +23,7 @@ from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_pool import program_of
 from flywheel.training.program.program_rollout import ProgramSetup
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.round import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 GPUS_PER_NODE = 4

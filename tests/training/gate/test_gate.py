@@ -11,24 +11,8 @@ from hypothesis import strategies as st
 from flywheel.config import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison, DecisionReason, SuiteComparison
 from flywheel.training.gate.gate import decide
-
-GATE = GateSettings(min_tasks=8, min_gain=0.0)
-
-
-def comparison(*, tasks: int = 50, gain: float = 0.2, lower: float = 0.1, undecided: int = 0) -> Comparison:
-    return Comparison(
-        tasks=tasks,
-        samples=2,
-        undecided=undecided,
-        candidate_mean=0.5 + gain,
-        deployed_mean=0.5,
-        gain=gain,
-        lower=lower,
-        upper=gain + (gain - lower),
-        confidence=0.95,
-        method="paired bootstrap, BCa",
-        scores=[],
-    )
+from tests.factories.gate import comparison
+from tests.factories.round import GATE
 
 
 def test_a_gain_whose_interval_is_above_zero_is_promoted() -> None:

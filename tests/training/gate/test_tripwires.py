@@ -19,8 +19,9 @@ from flywheel.training.data.rollout import AnsweredCall, CallOutcome, Completion
 from flywheel.training.gate.gate import TRIPWIRES, decide
 from flywheel.training.gate.paired_comparison import Paired, compare_criterion
 from flywheel.training.gate.tripwires import SHORTEST, measures
+from tests.factories.gate import comparison
+from tests.factories.round import GATE
 from tests.training.data.rollouts import missed, prompt, verdict
-from tests.training.gate.test_gate import GATE, comparison
 
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
 OFF = GATE.model_copy(update={"tripwires": False})

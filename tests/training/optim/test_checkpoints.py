@@ -13,7 +13,7 @@ from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.round_directory import go_on_from, last_checkpoint
 from flywheel.training.data.samples import TrainingRow
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.round import POLICY
 from tests.training.optim.test_grpo import LONGEST, made_settings, policy, rows
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

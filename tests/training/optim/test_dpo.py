@@ -15,8 +15,8 @@ from flywheel.errors import TrainError
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import Pair, Sample
 from flywheel.training.engine.adapter_files import AdapterFiles
-from tests.factories.round import round_spec
-from tests.training.optim.test_grpo import POLICY, OutOfMemory, policy
+from tests.factories.round import POLICY, round_spec
+from tests.training.optim.test_grpo import OutOfMemory, policy
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -15,8 +15,8 @@ import pytest
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
 from flywheel.training.data.samples import Sample, TrainingRow
+from tests.factories.round import POLICY
 from tests.training.data.rollouts import batch
-from tests.training.data.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -26,18 +26,9 @@ from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.optim.ranks import open_store
 from flywheel.training.optim.trainer import Trainer
-from tests.factories.round import round_spec
+from tests.factories.round import POLICY, round_spec
 from tests.training.optim.test_dpo import PAIRS
-from tests.training.optim.test_grpo import (
-    LONGEST,
-    POLICY,
-    TEMPERATURE,
-    TRAINING,
-    OutOfMemory,
-    gradients,
-    policy,
-    rows,
-)
+from tests.training.optim.test_grpo import LONGEST, TEMPERATURE, TRAINING, OutOfMemory, gradients, policy, rows
 
 pytestmark = [
     pytest.mark.training,

@@ -8,10 +8,13 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from typing import Any
 
+from msgspec.structs import replace
+
 from flywheel.records.states import Split
 from flywheel.records.tool_calls import SharedRecordings
-from flywheel.records.trace import ChatMessage
+from flywheel.records.trace import ChatMessage, Reply
 from flywheel.training.recorded.recordings import RecordingPool, TraceRecording, results_of, tools_by_name
+from tests.factories.trace import replies_on
 
 _numbers = itertools.count()
 
@@ -82,3 +85,16 @@ def identity(value: Any) -> Any:
     if isinstance(value, list):
         return [identity(item) for item in value]
     return type(value).__name__, value
+
+
+SUM = {"a": 1, "b": 2}
+
+
+def asked(split: Split, *results: str | None, tools: tuple[Any, ...] = (ADD,), **values: Any) -> list[Reply]:
+    """A conversation for each result, in which the same sum was asked; None is a reply without a call."""
+    found = []
+    for number, one in enumerate(replies_on(split, len(results), tools=tools, **values)):
+        result = results[number]
+        made_steps = steps((call(arguments=SUM), result)) if result is not None else ()
+        found.append(replace(one, trajectory=made_steps))
+    return found
