@@ -27,8 +27,8 @@ from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.system.files import tree_sha256
 from flywheel.system.process_folder import PREFIX
 from flywheel.training.data.graded_rollouts import PARTIAL_FILE
-from tests.training.worker.test_round import GROUP, PROMPTS, Done, lines, run
-from tests.training.worker.test_round import spec as round_spec
+from tests.factories.worker import GROUP, PROMPTS, Done, lines, run
+from tests.factories.worker import spec as round_spec
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -121,7 +121,7 @@ def parent(directory: Path) -> AdapterRef:
     """An adapter with an effect, where only the worker can read it."""
     from flywheel.config import LoraSettings
     from flywheel.training.engine.policy import load_policy, save_adapter
-    from tests.training.data.test_round_directory import POLICY
+    from tests.factories.round import POLICY
 
     directory.mkdir()
     save_adapter(load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=3), directory / "adapter")

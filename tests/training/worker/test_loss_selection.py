@@ -13,8 +13,7 @@ from flywheel.config import Config
 from flywheel.records.round import SamplePool
 from flywheel.records.selection import Candidate, SelectionRules
 from flywheel.training.data.loss_selection import read_selection
-from tests.training.worker.test_round import run, spec
-from tests.training.worker.test_stages import with_reply
+from tests.factories.worker import run, spec, with_reply
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 

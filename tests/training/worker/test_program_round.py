@@ -12,7 +12,7 @@ import pytest
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.records.round import RoundTask
 from tests.factories.task import round_task
-from tests.training.worker.test_round import GROUP, PROMPTS, STEPS, run, spec
+from tests.factories.worker import GROUP, PROMPTS, STEPS, run, spec
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
 

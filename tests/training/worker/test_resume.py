@@ -3,16 +3,11 @@ judge is not asked again about what was graded."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +15,8 @@ from flywheel.cli.demo import judge
 from flywheel.config import Config
 from flywheel.judge.usage import UsageFile
 from flywheel.records.round import RoundSpec
-from flywheel.system.process_folder import PREFIX
 from flywheel.training.data.rollout_file import read_rollouts
-from tests.training.worker.test_round import Done, below, family, left_behind, read, run, spec, start
-from tests.waiting import wait_for
+from tests.factories.worker import Done, Judge, graded, killed, read, run, spec
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -35,58 +28,6 @@ def planned(judge_url: str, overlap: int) -> RoundSpec:
     settings = json.loads(json.dumps(made.settings))
     settings["training"] |= {"steps": STEPS, "save_steps": 2, "beta": 0.05, "overlap": overlap}
     return made.model_copy(update={"settings": Config.model_validate(settings).model_dump(mode="json")})
-
-
-def graded(directory: Path) -> int:
-    return read(directory / "partial.jsonl").count("\n")
-
-
-class Judge:
-    """The demo's judge, which answers no more once `holds` returns true: a death then is at that moment."""
-
-    def __init__(self) -> None:
-        self.holds: Callable[[], bool] = lambda: False
-        self.released = threading.Event()
-
-    def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if self.holds():
-            self.released.wait(600)
-        return judge.complete(request)
-
-    @contextlib.contextmanager
-    def holding(self, when: Callable[[], bool]) -> Iterator[None]:
-        self.released.clear()
-        self.holds = when
-        yield
-        self.holds = lambda: False
-        self.released.set()
-
-
-def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str) -> set[str]:
-    """Start the worker, and at a moment kill -9 it with all of its processes, or one of its actors alone: then the
-    worker ends by itself, with the reason. Returns hashes of the weights that the engines had of steps."""
-    process = start(directory, made)
-    try:
-        wait_for(lambda: when() or process.poll() is not None, f"the moment to kill the {who}", seconds=400)
-        assert process.poll() is None, read(directory / "worker.log")[-3000:]
-        # The engine's own copies.
-        sessions = left_behind(process.pid, directory)
-        synced = {weights(path) for each in sessions for path in each.glob(f"{PREFIX}*/*") if path.is_dir()}
-        if who != "worker":
-            [actor] = [each for each in below(process.pid) if " ".join(each.cmdline()).startswith(f"ray::{who}")]
-            actor.kill()
-            process.communicate(timeout=300)
-            error = json.loads(read(directory / "error.json"))
-            assert (process.returncode, error["retryable"]) == (1, True), error
-    finally:
-        for member in family(directory):
-            member.kill()
-        process.communicate()
-    return synced
-
-
-def weights(path: Path) -> str:
-    return hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)

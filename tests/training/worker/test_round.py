@@ -7,39 +7,49 @@ The rounds are run once for all tests of this module.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
-import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from flywheel.cli.demo import judge
-from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
-from flywheel.config import Config
+from flywheel.cli.demo.questions import SYSTEM_PROMPT
 from flywheel.daemon.rounds.erasure import erase_from_round
 from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.erasure import ErasedTasks
-from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask, Sampling, SystemPrompt
+from flywheel.records.round import AdapterRef, RoundResult, Sampling, SystemPrompt
 from flywheel.serving.client.weight_verification import compare
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import WORKER_LOCK
 from flywheel.training.data.round_directory import finished
 from flywheel.training.data.round_progress import progress_of
-from tests.factories.task import round_task
-from tests.training.data.test_round_directory import POLICY
+from tests.factories.round import POLICY
+from tests.factories.worker import (
+    GROUP,
+    HELD_OUT,
+    PROMPTS,
+    SAMPLES,
+    STEPS,
+    Done,
+    below,
+    family,
+    is_alive,
+    left_behind,
+    lines,
+    paused,
+    read,
+    run,
+    spec,
+    start,
+)
 from tests.waiting import wait_for
 
 pytestmark = [
@@ -49,190 +59,6 @@ pytestmark = [
     # It has the time of the rounds.
     pytest.mark.usefixtures("beside_studio"),
 ]
-
-STEPS, PROMPTS, GROUP = 3, 4, 8
-HELD_OUT, SAMPLES = 12, 2
-MADE: set[Path] = set()
-"""Directories to remove at the end."""
-RUBRIC = {
-    "version": 1,
-    "id": "math-boxed",
-    "criteria": [
-        {"id": "boxed", "type": "contains", "value": "\\boxed{", "required": True},
-        {"id": "correct", "value": "The boxed number is right.", "weight": 9},
-    ],
-}
-
-
-@dataclass(frozen=True)
-class Done:
-    """A worker that has ended, and what it left."""
-
-    directory: Path
-    spec: RoundSpec
-    code: int
-    stderr: str
-    left_running: list[str]
-    left_behind: list[Path]
-
-    @cached_property
-    def result(self) -> RoundResult:
-        return RoundResult.model_validate_json((self.directory / "result.json").read_bytes())
-
-    @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        return lines(self.directory / "metrics.jsonl")
-
-    @cached_property
-    def steps(self) -> list[dict[str, Any]]:
-        return [line for line in self.metrics if line["event"] == "step"]
-
-    @cached_property
-    def rollouts(self) -> list[dict[str, Any]]:
-        return lines(self.directory / "rollouts.jsonl")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def tasks(some: list[Question], prefix: str) -> list[RoundTask]:
-    return [
-        round_task(
-            f"t-{prefix}{place}",
-            question.text,
-            reference=f"\\boxed{{{question.answer}}}",
-            history=(),
-            prompt=[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}],
-        )
-        for place, question in enumerate(some)
-    ]
-
-
-def spec(judge_url: str, **changes: Any) -> RoundSpec:
-    some = questions()
-    random.Random(1).shuffle(some)
-    too_long = round_task(
-        "t-long", "?", reference="", history=(), prompt=[{"role": "user", "content": "word " * 500}]
-    )
-    hidden = tasks([Question("What is 1 plus 1?", 2)], "hidden-")[0].model_copy(update={"prompt_tokens": 120})
-    settings = Config.model_validate(
-        {
-            "judge": {"base_url": judge_url, "model": "demo-judge", "max_thread": 4, "max_attempts": 1},
-            "training": {
-                "steps": STEPS,
-                "prompts_per_step": PROMPTS,
-                "group_size": GROUP,
-                "micro_batch_size": 16,
-                "learning_rate": 5e-3,
-                "lora": {"r": 8, "alpha": 16},
-            },
-            "rollout": {"max_completion_tokens": 16, "max_model_len": 128},
-            "serving": {"max_model_len": 192},
-            "gate": {"max_tasks": HELD_OUT, "samples": SAMPLES},
-        }
-    )
-    fields: dict[str, Any] = {
-        "round_id": "r0001",
-        "attempt": 1,
-        "seed": 7,
-        "debug": False,
-        "base_model": str(POLICY),
-        "parent": None,
-        "train": [*tasks(some[:30], "train-"), too_long, hidden],
-        "held_out": [*tasks(some[30 : 30 + HELD_OUT + 5], "held-"), *tasks(some[46:47], "same-")],
-        "rubric": RUBRIC,
-        "settings": settings.model_dump(mode="json"),
-        "test": GateTest(epoch=1, number=1, alpha=0.0024),
-    }
-    return RoundSpec(**{**fields, **changes})
-
-
-def temporary(directory: Path) -> Path:
-    """The worker's TMPDIR. Its processes are found by it, whatever their parents are. vLLM needs a short path: those
-    of its sockets have at most 107 characters."""
-    return Path("/tmp") / f"fwt-{hashlib.sha256(str(directory.parent).encode()).hexdigest()[:12]}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _temporary_directories() -> Iterator[None]:
-    yield
-    for path in MADE:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def environment(directory: Path) -> dict[str, str]:
-    own = temporary(directory)
-    own.mkdir(exist_ok=True)
-    MADE.add(own)
-    added = {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "TMPDIR": str(own)}
-    return {**os.environ, **added}
-
-
-def start(directory: Path, made: RoundSpec) -> subprocess.Popen[str]:
-    directory.mkdir(exist_ok=True)
-    (directory / "spec.json").write_text(made.model_dump_json())
-    command = [sys.executable, "-m", "flywheel.training.worker", str(directory)]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(directory),
-        start_new_session=True,
-    )
-
-
-def family(directory: Path) -> list[psutil.Process]:
-    """Every process that has this worker's TMPDIR, whoever its parent is by now: orphans are found, too."""
-    own = str(temporary(directory))
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TMPDIR") == own and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def below(pid: int) -> list[psutil.Process]:
-    """The processes below a living one. A process that sets its title may overwrite its environment with it."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def left_behind(pid: int, directory: Path) -> list[Path]:
-    """What the worker left where temporary files go (Ray needs a short path, so that need not be TMPDIR)."""
-    return [path for parent in (Path("/tmp"), temporary(directory)) for path in parent.glob(f"fw-{pid}-*")]
-
-
-def run(directory: Path, made: RoundSpec, meanwhile: Callable[[], None] = lambda: None) -> Done:
-    process = start(directory, made)
-    try:
-        meanwhile()
-        _, stderr = process.communicate(timeout=600)
-        left = [" ".join(p.cmdline())[:80] for p in family(directory)]
-    finally:
-        for member in family(directory):
-            member.kill()
-        process.wait()
-    return Done(directory, made, process.returncode, stderr, left, left_behind(process.pid, directory))
-
-
-@pytest.fixture(scope="module")
-def judge_url() -> Iterator[str]:
-    with judge.running() as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -262,19 +88,6 @@ def continued(trained: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
             judging.enter_context(judge.running(int(url.split(":")[2].removesuffix("/v1"))))
 
         return run(directory, spec(url, round_id="r0002", attempt=2, parent=trained.result.adapter), outage)
-
-
-def read(path: Path) -> str:
-    """What is in a file that may be replaced just now."""
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
-
-
-def paused(directory: Path) -> str:
-    progress = progress_of(directory)
-    return progress.paused if progress is not None else ""
 
 
 def test_an_outage_of_the_judge_pauses_the_round_and_costs_no_step(continued: Done) -> None:
@@ -379,8 +192,8 @@ def test_failed_criteria_and_advantages_are_written_with_the_rewards(trained: Do
         # After a failed required check the judge is not asked.
         assert ("correct" in criteria) == criteria["boxed"]["passed"]
         assert criteria.get("correct", {"reason": "none"})["reason"]
-    for start in range(0, len(trained.rollouts), GROUP):
-        group = trained.rollouts[start : start + GROUP]
+    for first in range(0, len(trained.rollouts), GROUP):
+        group = trained.rollouts[first : first + GROUP]
         rewards = [line["reward"] for line in group]
         if max(rewards) - min(rewards) < 0.02:
             assert {line["advantage"] for line in group} == {None}, "a group that is dropped"

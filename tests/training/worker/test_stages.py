@@ -11,20 +11,15 @@ import pytest
 from flywheel.cli.demo import judge
 from flywheel.config import Config
 from flywheel.config.training import Stage
-from flywheel.records.round import RoundSpec, RoundTask
+from flywheel.records.round import RoundSpec
 from flywheel.training.data.stages import TRAINED_FILE, stage_adapter, tasks_by_stage
-from tests.training.worker.test_round import Done, family, run, spec, start
+from tests.factories.worker import Done, family, run, spec, start, with_reply
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 
 STAGES: list[Stage] = ["sft", "dpo", "grpo"]
-
-
-def with_reply(task: RoundTask) -> RoundTask:
-    answer = task.exchange.reference
-    return task.model_copy(update={"reply": ({"role": "assistant", "content": answer},) if answer else ()})
 
 
 def staged(judge_url: str) -> RoundSpec:

@@ -23,9 +23,8 @@ from flywheel.records.round import DecisionReason
 from flywheel.training.data.round_progress import progress_of
 from flywheel.training.gate.gate import decide
 from tests.factories.config import make_config, write_yaml
-from tests.training.data.test_round_directory import POLICY
-from tests.training.worker.test_resume import Judge, killed
-from tests.training.worker.test_round import Done, lines, read, run
+from tests.factories.round import POLICY
+from tests.factories.worker import Done, Judge, killed, lines, read, run
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 

@@ -15,9 +15,7 @@ from flywheel.cli.demo.questions import Question, questions
 from flywheel.records.round import FrozenTarget, RoundSpec, RoundTask
 from flywheel.system.files import tree_sha256
 from tests.demo.two_agents import OPERATIONS
-from tests.training.worker.test_round import Done, judge_url, run, spec, tasks
-
-__all__ = ["judge_url"]
+from tests.factories.worker import Done, run, spec, tasks
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900)]
 

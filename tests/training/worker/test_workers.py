@@ -17,9 +17,7 @@ import pytest
 from flywheel.cli.demo import judge
 from flywheel.config import Config
 from flywheel.records.round import RoundSpec
-from tests.training.worker.test_resume import Judge, graded
-from tests.training.worker.test_round import Done, below, family, read, run, spec, start
-from tests.training.worker.test_stages import with_reply
+from tests.factories.worker import Done, Judge, below, family, graded, read, run, spec, start, with_reply
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]

@@ -18,7 +18,7 @@ from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.trainer import Trainer
 from flywheel.training.worker.trainer_process import TrainerProcesses
 from flywheel.training.worker.training_round import Round
-from tests.training.worker.test_round import spec as round_spec
+from tests.factories.worker import spec as round_spec
 
 NUMBERS = itertools.count(1000, 10)
 

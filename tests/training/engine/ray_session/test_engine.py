@@ -29,10 +29,10 @@ from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.optim.trainer import AdapterSync
 from flywheel.training.worker.training_round import Round
+from tests.factories.round import POLICY
 from tests.factories.task import round_task
-from tests.training.data.test_round_directory import POLICY
-from tests.training.worker.test_round import GROUP, PROMPTS
-from tests.training.worker.test_round import spec as round_spec
+from tests.factories.worker import GROUP, PROMPTS
+from tests.factories.worker import spec as round_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

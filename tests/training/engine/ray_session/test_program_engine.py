@@ -29,11 +29,11 @@ from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.program.program_rollout import ProgramSetup
 from tests.factories.task import round_task
+from tests.factories.worker import lines
+from tests.factories.worker import spec as round_spec
 from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
 from tests.training.engine.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
-from tests.training.worker.test_round import lines
-from tests.training.worker.test_round import spec as round_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -96,7 +96,7 @@ print(json.dumps({"response": said, "reward": len(said) % 2, "metrics": {"secret
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
-    from tests.training.data.test_round_directory import POLICY
+    from tests.factories.round import POLICY
 
     setup = replace(settings(str(POLICY)), more_adapters=1)
     actor = ray_cluster.start(Engine, setup, gpus=share_of_an_engine())
