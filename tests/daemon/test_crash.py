@@ -8,18 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import warm
+from tests.daemon.following import killed_at
+from tests.daemon.killed import POINTS
 from tests.factories.config import write_config
 from tests.factories.judge_server import JudgeServer
 from tests.factories.trace import write_lines
-from tests.waiting import wait_for
+from tests.waiting import SOON
 
 DATA = Path(__file__).parent.parent / "data" / "studio"
 THREADS = 4
@@ -27,9 +29,30 @@ KILLS = 8
 TASKS = 400
 
 
-def has_asked(judge: JudgeServer, calls: int, process: subprocess.Popen[bytes]) -> bool:
-    """Or whether the process has ended before."""
-    return judge.calls >= calls or process.poll() is not None
+class DeadlyJudge(JudgeServer):
+    """A judge in one of whose calls the process that asks is killed."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._last = sys.maxsize
+        self._asking: Future[subprocess.Popen[bytes]] = Future()
+
+    def kill_after(self, calls: int, start: Callable[[], subprocess.Popen[bytes]]) -> int:
+        """Start a process and kill it in the call that follows this many; the code with which it ended, also if it
+        had nothing to ask any more."""
+        self._last, self._asking = self.calls + calls, Future()
+        process = start()
+        self._asking.set_result(process)
+        try:
+            return process.wait(SOON)
+        finally:
+            self._last = sys.maxsize
+
+    def begin(self, request: dict[str, Any], headers: dict[str, str]) -> str:
+        behaviour = super().begin(request, headers)
+        if self.calls > self._last:
+            self._asking.result(SOON).send_signal(signal.SIGKILL)
+        return behaviour
 
 
 @pytest.mark.slow
@@ -37,7 +60,7 @@ def has_asked(judge: JudgeServer, calls: int, process: subprocess.Popen[bytes]) 
 def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     databases = [Path(shutil.copy(DATA / f"{name}.sqlite", tmp_path)) for name in ("old", "new_v1", "new_v2")]
-    with JudgeServer(delay_seconds=0.02) as judge:
+    with DeadlyJudge(delay_seconds=0.02) as judge:
         config = write_config(
             tmp_path,
             sources=[{"path": str(path)} for path in databases],
@@ -49,19 +72,14 @@ def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
             command = [sys.executable, "-m", "flywheel", "run", "--once", "-c", str(config)]
             return warm.Popen(command, stderr=subprocess.DEVNULL)
 
-        killed = 0
-        for number in range(KILLS):
-            process = start()
-            if number == 0:
-                # While it reads.
-                time.sleep(chance.uniform(0.1, 1.0))
-            else:
-                # What the last one had in flight gets its verdict: three deaths make a task a dead letter.
-                wanted = judge.calls + chance.randint(3 * THREADS, 15 * THREADS)
-                wait_for(partial(has_asked, judge, wanted, process), "calls of the judge")
-            process.send_signal(signal.SIGKILL)
-            killed += process.wait() == -signal.SIGKILL
-        assert killed > 0
+        # While it reads.
+        killed_at(config, chance.choice(POINTS), chance.randint(1, 3))
+        killed = 1
+        for _ in range(1, KILLS):
+            # What the last one had in flight gets its verdict: three deaths make a task a dead letter.
+            code = judge.kill_after(chance.randint(3 * THREADS, 15 * THREADS), start)
+            killed += code == -signal.SIGKILL
+        assert killed > 1
         assert start().wait(timeout=300) == 0
         calls = judge.calls
         assert start().wait(timeout=300) == 0
@@ -92,7 +110,7 @@ def test_kill_9_loses_count_of_no_more_calls_than_are_in_flight(tmp_path: Path) 
     """With a judge that answers at once: finished verdicts are stored as fast as they come."""
     lines = ({"main_query": f"What is {n} plus 1?", "answer": f"It is {n + 1}."} for n in range(TASKS))
     write_lines(tmp_path / "tasks.jsonl", *lines)
-    with JudgeServer() as judge:
+    with DeadlyJudge() as judge:
         config = write_config(
             tmp_path,
             sources=[{"path": "tasks.jsonl", "type": "jsonl"}],
@@ -105,11 +123,11 @@ def test_kill_9_loses_count_of_no_more_calls_than_are_in_flight(tmp_path: Path) 
             asked = [sys.executable, "-m", "flywheel", "status", "--json", "-c", str(config)]
             return dict(json.loads(subprocess.run(asked, capture_output=True, check=True).stdout))
 
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
         for kill in range(1, 4):
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            wait_for(lambda end=kill * TASKS // 4: judge.calls >= end, "calls of the judge", seconds=60)
-            process.send_signal(signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
+            assert judge.kill_after(TASKS // 4, start) == -signal.SIGKILL
             told = status()
             decided = told["tasks"]["accepted"] + told["tasks"]["rejected"]
             assert judge.calls - kill * 16 <= decided <= judge.calls

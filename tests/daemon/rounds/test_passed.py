@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from flywheel.config import Config
+from flywheel.daemon.rounds import rounds as rounds_module
 from flywheel.daemon.rounds.retention import Retention
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.waiting import waits_for
@@ -22,34 +22,15 @@ from flywheel.store.deployments import BY_HAND
 from flywheel.store.kernel import schema
 from flywheel.store.requests import RequestKind
 from flywheel.store.views import lineage
-from tests.daemon.rounds.test_rounds import Wheel, leave_result, put_more_tasks, wheel
+from tests.daemon.rounds.moments import MOMENTS, Moment
 from tests.daemon.rounds.workers import works
-from tests.factories.config import with_settings
+from tests.factories.verdict import put_more_tasks
+from tests.factories.wheel import Wheel, leave_result, manual, passes
 from tests.waiting import until
-
-__all__ = ["wheel"]
 
 PASSED, PROMOTED, REJECTED, FAILED = (
     RoundState.PASSED, RoundState.PROMOTED, RoundState.REJECTED, RoundState.FAILED,
 )  # fmt: skip
-
-
-def manual(wheel: Wheel, **settings: Any) -> Config:
-    return with_settings(wheel.config, gate={"mode": "manual"}, **settings)
-
-
-@pytest.fixture
-async def by_hand(wheel: Wheel) -> Rounds:
-    """The rounds of `wheel`, each of whose candidates waits for a person."""
-    return wheel.others(manual(wheel))
-
-
-async def passes(wheel: Wheel, by_hand: Rounds, **result: Any) -> str:
-    """A round whose candidate waits; its name."""
-    directory = await wheel.started()
-    leave_result(wheel, directory, **result)
-    assert await by_hand.finish_live() is PASSED
-    return directory.name
 
 
 async def ask(wheel: Wheel, kind: RequestKind, name: str = "r0001") -> requests.Request:
@@ -327,20 +308,22 @@ async def with_parent(wheel: Wheel) -> None:
 WHY = "its parent r0001 was rolled back"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.3])
+@pytest.mark.parametrize("number", MOMENTS)
 async def test_a_round_is_cancelled_at_any_moment_with_its_worker(
-    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
     await with_parent(wheel)
     works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     await wheel.rounds.plan("test")
-    going = asyncio.create_task(wheel.rounds.finish_live())
-    await asyncio.sleep(seconds)
-    assert await wheel.rounds.cancel("r0001", WHY) == "r0002"
+    moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
+    await moment.has_come((tmp_path / "pids").exists)
+    cancelled = moment.go_on_beside(wheel.rounds.cancel("r0001", WHY), lambda: wheel.rounds._cancelled)
+    assert await cancelled == "r0002"
     row = await wheel.row("r0002")
     assert (row.state, row.live, row.reason) == ("failed", None, WHY)
     assert (await wheel.books())["accepted"] == 6 + 2
-    await going
+    await moment.task
     pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
     assert [pid for pid in pids if Path("/proc", pid).exists()] == []
     await wheel.store.write(put_more_tasks, 12)

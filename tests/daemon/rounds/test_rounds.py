@@ -4,124 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select, update
+from sqlalchemy import select, update
 
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import rounds as rounds_module
+from flywheel.daemon.rounds import worker_process
 from flywheel.daemon.rounds.planner import due, spec_of
-from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.errors import ServeError, StoreError, TrainError
-from flywheel.judge.rubric.file import load_rubric
-from flywheel.records.round import AdapterRef, Comparison, DecisionReason, RoundResult, Score
-from flywheel.records.states import RoundState, Split
-from flywheel.store import claims, deployments, gate_tests, rounds, samples
+from flywheel.records.round import DecisionReason
+from flywheel.records.states import RoundState
+from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.store.kernel import database, schema
-from flywheel.store.kernel.database import Store
-from flywheel.store.kernel.transitions import move
-from flywheel.store.views import balance, lineage
-from flywheel.system.files import tree_sha256, write_json
+from flywheel.store.views import lineage
+from flywheel.system.files import write_json
+from tests.daemon.rounds.moments import MOMENTS, Moment
 from tests.daemon.rounds.workers import REFUSES, stray_worker, works
-from tests.factories.config import BOXED_RUBRIC, make_config, with_settings
-from tests.factories.trace import on_both_sides, put_replies, replies_on
-from tests.factories.verdict import accepted, put_judged, rejected, settle
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
+from tests.factories.config import with_settings
+from tests.factories.verdict import put_more_tasks
+from tests.factories.wheel import Wheel, leave_result
 from tests.waiting import until
-
-
-@dataclass
-class Wheel:
-    """A state with judged tasks, a server, and what works on them."""
-
-    store: Store
-    config: Config
-    server: FakeVllm
-    rounds: Rounds
-    deployer: Deployer
-
-    def others(self, config: Config, deployer: Deployer | None = None) -> Rounds:
-        return Rounds(self.store, config, self.rounds._rubric, deployer or self.deployer)
-
-    async def row(self, name: str = "r0001") -> Any:
-        return await self.store.read(rounds.by_name, name)
-
-    async def active(self) -> Any:
-        return await self.store.read(deployments.active, "agent")
-
-    async def started(self) -> Path:
-        """A round whose worker has been started and is gone."""
-        name = await self.rounds.plan("test")
-        row = await self.store.read(rounds.live)
-        await self.store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, pid=None)
-        directory = self.config.state_dir / "rounds" / name
-        directory.mkdir(parents=True)
-        return directory
-
-    async def state(self, name: str = "r0001") -> str:
-        return str((await self.row(name)).state)
-
-    async def books(self) -> dict[str, int]:
-        books = await self.store.read(balance.balance)
-        assert books.balanced, books.problems
-        return books.task_states
-
-
-def put_tasks(conn: Connection, train: int, held_out: int) -> None:
-    """Judged tasks. Every other one that is held out was rejected."""
-    put_replies(conn, *on_both_sides(train, held_out))
-    for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
-        verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
-        settle(conn, task.id, verdict, "r", "j", 0.0)
-
-
-def put_more_tasks(conn: Connection, train: int) -> None:
-    """Accepted samples beyond those of `put_tasks`."""
-    put_judged(conn, *replies_on(Split.TRAIN, 6 + train)[6:], rowid=2)
-
-
-@pytest.fixture
-async def wheel(tmp_path: Path, store: Store, server: tuple[FakeVllm, str]) -> Wheel:
-    app, url = server
-    config = make_config(
-        tmp_path,
-        model={"base": BASE, "alias": "agent"},
-        serving={"urls": [url], "drain_seconds": 0},
-        trigger={"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
-        gate={"min_tasks": 2, "min_power": 0},
-        daemon={"round_attempts": 1},
-    )
-    await store.write(put_tasks, 6, 4)
-    deployer = Deployer(store, config)
-    return Wheel(store, config, app, Rounds(store, config, load_rubric(BOXED_RUBRIC), deployer), deployer)
-
-
-def comparison(lower: float) -> Comparison:
-    scores = [Score(task_id=f"t{n}", candidate=0.9, deployed=0.2) for n in range(20)]
-    return Comparison(
-        tasks=20, samples=1, undecided=0, candidate_mean=0.9, deployed_mean=0.2, gain=0.7, lower=lower, upper=0.9,
-        confidence=0.95, method="test", scores=scores,
-    )  # fmt: skip
-
-
-def leave_result(wheel: Wheel, directory: Path, *, lower: float = 0.5, weights: str = "good", **values: Any) -> None:
-    adapter = directory / "adapter"
-    adapter.mkdir()
-    (adapter / "weights").write_text(weights)
-    wheel.server.weights[str(adapter)] = PROBE.second.adapter if weights == "good" else PROBE.second.base
-    defaults: dict[str, Any] = {
-        "outcome": "trained",
-        "adapter": AdapterRef(name=directory.name, path=str(adapter), sha256=tree_sha256(adapter)),
-        "comparison": comparison(lower),
-        "probe": PROBE,
-    }
-    result = RoundResult(round_id=directory.name, **{**defaults, **values})
-    write_json(directory / "result.json", result.model_dump(mode="json"))
 
 
 async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(wheel: Wheel) -> None:
@@ -385,18 +292,19 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.3])
+@pytest.mark.parametrize("number", MOMENTS)
 async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
-    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
     works(tmp_path, monkeypatch, f"echo $$ >> {tmp_path}/pids; exec sleep 600")
     await wheel.rounds.plan("test")
-    going = asyncio.create_task(wheel.rounds.finish_live())
-    await asyncio.sleep(seconds)
-    await wheel.rounds.stop()
+    moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
+    await moment.has_come((tmp_path / "pids").exists)
+    await moment.go_on_beside(wheel.rounds.stop(), wheel.rounds._stopping.is_set)
     # What is cut off now, as the daemon does at its end, has nothing left to do.
-    going.cancel()
-    await asyncio.wait([going])
+    moment.task.cancel()
+    await asyncio.wait([moment.task])
     row = await wheel.store.read(rounds.live)
     assert (row.state, row.attempt, row.pid) == ("planned", 1, None)
     assert (await wheel.books())["reserved"] == 6
@@ -404,21 +312,23 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     assert [pid for pid in pids if Path("/proc", pid).exists()] == []
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.3])
+@pytest.mark.parametrize("number", MOMENTS)
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_adopted(
-    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     going_on, pids = tmp_path / "go-on", tmp_path / "pids"
     script = f"while [ ! -e {going_on} ]; do sleep 0.05; done"
     works(tmp_path, monkeypatch, f"echo $$ >> {pids}; {script}; {REFUSES}")
     await wheel.rounds.plan("test")
-    going = asyncio.create_task(wheel.rounds.finish_live())
-    await asyncio.sleep(seconds)
-    await wheel.rounds.stop(detach=True)
-    going.cancel()
-    await asyncio.wait([going])
-    row = await wheel.store.read(rounds.live)
+    moment = Moment(wheel.rounds.finish_live(), number, monkeypatch)
+    await moment.has_come((tmp_path / "pids").exists)
+    await moment.go_on_beside(wheel.rounds.stop(detach=True), wheel.rounds._detaching.is_set)
+    moment.task.cancel()
+    await asyncio.wait([moment.task])
+    row = await wheel.row()
     assert (row.state, row.attempt) == (("training", 1) if row.pid else ("planned", 1))
     going = asyncio.create_task(wheel.others(wheel.config).finish_live())
     going_on.touch()
@@ -487,18 +397,25 @@ async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.L
 
 @pytest.mark.parametrize(("version", "ends"), [(__version__, False), ("0.0.1", True)])
 async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
-    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, *, ends: bool
+    wheel: Wheel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    *,
+    ends: bool,
 ) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
     directory = await wheel.started()
     write_json(directory / "identity.json", {"version": version})
+    write_json(directory / "progress.json", {"phase": "training", "paused": ""})
     with stray_worker(directory) as left:
         await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
         going = asyncio.create_task(wheel.rounds.finish_live())
-        if ends:
-            await until((directory / "end-at-checkpoint").exists, "the request")
-        else:
-            await asyncio.sleep(0.3)
-            assert not (directory / "end-at-checkpoint").exists()
+        # A worker is watched once it has been asked to end.
+        await until(lambda: "r0001: training" in caplog.text, "its progress in the log")
+        assert (directory / "end-at-checkpoint").exists() is ends
         error = {"error": "cannot go on with the round: it was asked to end", "hint": "", "retryable": ends}
         write_json(directory / "error.json", error)
         works(tmp_path, monkeypatch, f"rm $3/end-at-checkpoint; {REFUSES}")
