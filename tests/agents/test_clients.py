@@ -21,24 +21,26 @@ from tests.waiting import until
 __all__ = ["server"]
 
 OPENING = "Hello"
+LAST = "That is all"
 
 
-async def settled(config: Config, tasks: int, **skipped: int) -> list[Json]:
-    """The lines, once there are this many, and nothing else was counted."""
+async def settled(server: Server, config: Config, tasks: int, **skipped: int) -> list[Json]:
+    """The lines, once there are this many, and nothing else was counted. Calls are taken in the order in which they
+    began: what is not there when a last one is will not come."""
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="of the last") as client:
+        await talk(client, [LAST])
 
-    async def is_so() -> bool:
-        found = (await status(config))["sources"]
-        seen = found[0]["skipped"] if found else {}
-        return len(exported(config)) >= tasks and seen == skipped
+    def has_come() -> bool:
+        return any(line["main_query"] == LAST for line in exported(config))
 
-    await until(is_so, f"{tasks} tasks and {skipped or 'nothing'} skipped")
-    await asyncio.sleep(1)
-    lines = exported(config)
+    await until(has_come, f"the task after {tasks}")
+    *lines, last = exported(config)
     shown = await status(config)
-    assert len(lines) == tasks
+    assert (len(lines), last["main_query"]) == (tasks, LAST)
+    assert shown["sources"][0]["skipped"] == skipped
     assert shown["balanced"]
     counted = {state: count for state, count in shown["replies"].items() if count}
-    assert counted == {"converted": tasks} | ({"skipped": sum(skipped.values())} if skipped else {})
+    assert counted == {"converted": tasks + 1} | ({"skipped": sum(skipped.values())} if skipped else {})
     return lines
 
 
@@ -72,7 +74,7 @@ async def test_the_example(server: Server, tmp_path: Path) -> None:
     async with Following(config):
         program = EXAMPLES / "openai_client" / "chat.py"
         said = await asyncio.to_thread(run, program, "Hello", "Who?", server=server.url)
-        lines = await settled(config, 2)
+        lines = await settled(server, config, 2)
     assert [line["answer"] for line in lines] == said == ["You asked: Hello", "You asked: Who?"]
     assert dialogues(lines) == {("Hello", "Who?"): 1}
 
@@ -83,7 +85,7 @@ async def test_concurrent_conversations_that_begin_alike(server: Server, tmp_pat
     async with Following(config):
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="one") as client:
             await asyncio.gather(*(talk(client, each, stream=place % 2 == 0) for place, each in enumerate(talks)))
-        lines = await settled(config, sum(map(len, talks)))
+        lines = await settled(server, config, sum(map(len, talks)))
     assert dialogues(lines) == Counter(map(tuple, talks))
 
 
@@ -98,7 +100,7 @@ async def test_two_credentials_and_two_users_with_the_same_opening(server: Serve
             async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
                 for user in ("ann", "ben"):
                     await talk(client, [OPENING, f"{key} {user}"], user=user)
-        lines = await settled(config, 12)
+        lines = await settled(server, config, 12)
     by_talk = {line["metadata"]["conversation_id"]: line["metadata"]["user_id"] for line in lines}
     assert Counter(by_talk.values()) == {"ann": 4, "ben": 4}
     assert dialogues(lines)[(OPENING,)] == 4
@@ -110,17 +112,22 @@ async def test_a_retry_of_the_client_and_one_that_leaves(server: Server, tmp_pat
     async with Following(config):
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=2) as client:
             await talk(client, [OPENING])
-            server.model.pause = 0.05
+            server.model.pause = 600.0  # it says no second word before its client has left
             stream = await client.chat.completions.create(
                 model="my-agent", messages=[{"role": "user", "content": "Tell me a long story"}], stream=True
             )
             async for _ in stream:
                 break
             await stream.close()
-            await asyncio.sleep(0.5)
+
+            async def is_noticed() -> bool:
+                found = (await status(config))["sources"]
+                return bool(found) and found[0]["skipped"].get("interrupted") == 1
+
+            await until(is_noticed, "the call without a reader")
             server.model.pause = 0.0
             await talk(client, [OPENING, "Again"])
-        lines = await settled(config, 3, error=1, interrupted=1)
+        lines = await settled(server, config, 3, error=1, interrupted=1)
     assert dialogues(lines) == {(OPENING,): 1, (OPENING, "Again"): 1}
 
 
@@ -142,7 +149,7 @@ async def test_the_client_for_node(server: Server, tmp_path: Path) -> None:
                 check=True,
                 timeout=120,
             )
-        lines = await settled(config, 4)
+        lines = await settled(server, config, 4)
     assert dialogues(lines) == {(OPENING, "What is 6 times 7?"): 2}
 
 

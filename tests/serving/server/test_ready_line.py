@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from flywheel.system.server_limits import Message, Receive, Send
 from tests.conftest import free_port
 from tests.serving.fake_vllm import BASE, with_middleware
+from tests.waiting import until
 
 
 async def application(scope: object, receive: Receive, send: Send) -> None:
@@ -18,7 +20,9 @@ async def application(scope: object, receive: Receive, send: Send) -> None:
     await receive()
 
 
-async def test_it_says_so_once_it_can_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_it_says_so_once_it_can_be_reached(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     stop = asyncio.Event()
@@ -33,11 +37,21 @@ async def test_it_says_so_once_it_can_be_reached(capsys: pytest.CaptureFixture[s
     async def send(message: Message) -> None:
         sent.append(message)
 
+    refused: list[OSError] = []
+    connect = asyncio.open_connection
+
+    async def noted(*place: Any) -> Any:
+        try:
+            return await connect(*place)
+        except OSError as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(asyncio, "open_connection", noted)
     middleware = with_middleware(application, FLYWHEEL_ADDRESS=url)
     serving = asyncio.create_task(middleware({"type": "lifespan"}, receive, send))
-    while not sent:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
+    await until(lambda: len(refused) >= 3, "tries to reach it")
+    assert sent == [{"type": "lifespan.startup.complete"}]
     assert capsys.readouterr().out == "", "nobody listens there yet"
     listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
     printed = ""

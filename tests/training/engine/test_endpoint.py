@@ -16,6 +16,7 @@ from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.session import Session
 from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message
 from tests.training.engine.test_session import QUESTION, asking, session, started
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -139,14 +140,36 @@ async def test_a_stream_ends_with_done_and_has_usage_only_if_asked() -> None:
     assert len(chunks[-1]["choices"][0]["logprobs"]["content"]) == 2
 
 
+class Impatient(httpx2.AsyncHTTPTransport):
+    """Lets a client give up its first attempt when `gives_up` is set. Its connection ends with `first`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gives_up = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        sending = super().handle_async_request(request)
+        if request.headers["x-stainless-retry-count"] != "0":
+            return await sending
+        self.first = asyncio.create_task(sending)
+        await self.gives_up.wait()
+        raise httpx2.ReadTimeout("it takes too long", request=request)
+
+
 async def test_a_clients_retry_does_not_count_twice() -> None:
-    """OpenAI's client gives up after a time and asks again; the first answer came meanwhile."""
+    """OpenAI's client gives up after a time and asks again; the first answer comes meanwhile."""
     app = ScriptedApplication(hold=True)
     rollout = session(app)
-    async with listening(rollout) as (_, [url]), client(url, timeout=0.3, max_retries=20) as agent:
+    transport = Impatient()
+    http = httpx2.AsyncClient(transport=transport)
+    async with listening(rollout) as (_, [url]), client(url, http_client=http) as agent:
         asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=QUESTION))
         await started(app)
-        await asyncio.sleep(1)
+        transport.gives_up.set()
+        [call] = rollout._known.values()
+        await until(lambda: call.waiting == 2, "the second attempt")
+        transport.first.cancel()
+        await until(lambda: call.waiting == 1, "the end of the first attempt")
         app.go.set()
         found = await asking
     assert found.choices[0].message.content == "It is 7."

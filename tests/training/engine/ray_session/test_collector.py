@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,8 @@ from flywheel.training.engine.ray_cluster import RayCalls
 from flywheel.training.optim import collector as collector_module
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import answer
+from tests.factories.round import round_spec
 from tests.training.data.rollouts import prompt, request, rollout, verdict
-from tests.training.data.test_round_directory import spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -40,10 +40,15 @@ class Engine:
     def __init__(self, *, is_mortal: bool = False) -> None:
         self._is_mortal = is_mortal
         self._released = asyncio.Event()
+        self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def release(self) -> None:
         """Seeds 1004 and 1005 go on."""
         self._released.set()
+
+    async def admit(self, seed: int) -> None:
+        """Of the seeds from 2000 on, each waits for its turn."""
+        self._turns[seed].set()
 
     async def generate(self, wanted: RolloutRequest) -> Completion:
         match wanted.seed:
@@ -63,7 +68,10 @@ class Engine:
             case 1006 if self._is_mortal:
                 await asyncio.sleep(600)
             case seed if 2000 <= seed < 3000:
-                await asyncio.sleep((seed - 2000) / 5)
+                try:
+                    await self._turns[seed].wait()
+                finally:
+                    del self._turns[seed]
         return reply(wanted.prompt, (wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
 
 
@@ -81,8 +89,8 @@ def engine() -> Iterator[Any]:
     ray.kill(actor)
 
 
-def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, timeout: float = 60) -> RolloutBatch:
-    with Collector([engine], grade, max_thread=threads, timeout_seconds=timeout) as collector:
+def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4) -> RolloutBatch:
+    with Collector([engine], grade, max_thread=threads, timeout_seconds=60) as collector:
         return collector.collect([request(place // 2, seed) for place, seed in enumerate(seeds)])
 
 
@@ -109,17 +117,37 @@ def test_one_failing_rollout_costs_itself_alone(engine: Any) -> None:
     assert batch.rollouts[2].failure == "the engine returned no token"
 
 
-def test_a_rollout_that_takes_too_long_is_given_up(engine: Any) -> None:
-    started = time.monotonic()
-    batch = collect(engine, [3, 1001], by_answer, timeout=3)
-    assert time.monotonic() - started < 60
+class Clock:
+    """The collector's clock, which the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(collector_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def test_a_rollout_that_takes_too_long_is_given_up(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def note(rollout: Rollout) -> None:
+        clock.now = 3.1
+
+    with Collector([engine], by_answer, max_thread=4, timeout_seconds=3) as collector:
+        batch = collector.collect([request(0, 3), request(0, 1001)], on_rollout=note)
     assert batch.rewards == [0.3]
     assert batch.rollouts[1].failure == "no completion within 3 s"
 
 
-def test_rollouts_that_drip_are_given_up_like_those_that_hang(engine: Any) -> None:
+def test_rollouts_that_drip_are_given_up_like_those_that_hang(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One comes every fifth of a second, for half a minute."""
-    batch = collect(engine, list(range(2000, 2150)), lambda _: verdict(1.0), timeout=8)
+    clock = Clock(monkeypatch)
+
+    def note(rollout: Rollout) -> None:
+        clock.now += 0.2
+        engine.admit.remote(rollout.request.seed + 1)
+
+    engine.admit.remote(2000)
+    with Collector([engine], lambda _: verdict(1.0), max_thread=4, timeout_seconds=8) as collector:
+        batch = collector.collect([request(place, 2000 + place) for place in range(150)], on_rollout=note)
     assert 0 < len(batch.rewards) < 150
     assert batch.rollouts[-1].failure == "no completion within 8 s"
 
@@ -324,16 +352,16 @@ def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
 def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any, tmp_path: Path) -> None:
     """Three answers in eight are within what a step may have, and leave only one of four tasks."""
     settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 2}})
-    prompts, round_spec = [prompt(f"t-{place}") for place in range(4)], spec()
+    prompts, spec = [prompt(f"t-{place}") for place in range(4)], round_spec()
 
     def run(undecided: int) -> list[Any]:
-        without = {str(seed_of(round_spec.seed, "held-out", f"t-{place}", 0)) for place in range(undecided)}
+        without = {str(seed_of(spec.seed, "held-out", f"t-{place}", 0)) for place in range(undecided)}
 
         def shaky(shown: Exchange) -> Verdict:
             return verdict(None if shown.answer in without else 1.0)
 
         with Collector([engine], shaky, max_thread=4, timeout_seconds=60) as collector:
-            return answer(prompts, (None, None), round_spec, settings, collector, tmp_path).rewards
+            return answer(prompts, (None, None), spec, settings, collector, tmp_path).rewards
 
     assert run(2)[0] == ((None, 1.0), (None, 1.0))
     with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have all their verdicts") as caught:
@@ -343,8 +371,8 @@ def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(eng
 
 def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -> None:
     settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
-    prompts, round_spec = [prompt("t-0"), prompt("t-1")], spec()
-    first = str(seed_of(round_spec.seed, "held-out", "t-0", 0))
+    prompts, spec = [prompt("t-0"), prompt("t-1")], round_spec()
+    first = str(seed_of(spec.seed, "held-out", "t-0", 0))
 
     def grade(shown: Exchange) -> Verdict:
         if shown.answer == first:
@@ -353,7 +381,7 @@ def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -
         return replace(verdict(1.0), results=results)
 
     with Collector([engine], grade, max_thread=4, timeout_seconds=60) as collector:
-        values = answer(prompts, (None, None), round_spec, settings, collector, tmp_path).values
+        values = answer(prompts, (None, None), spec, settings, collector, tmp_path).values
     assert values == {
         "boxed": [((0.0, 1.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 1.0))],
         "safe": [((None, 0.5), (None, 0.5)), ((0.5, 0.5), (0.5, 0.5))],

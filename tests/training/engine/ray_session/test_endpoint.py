@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,8 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
+from tests.factories.round import POLICY
 from tests.factories.task import round_task
-from tests.training.data.test_round_directory import POLICY
 from tests.training.engine.ray_session.test_engine import adapters, generate, settings, share_of_an_engine
 from tests.waiting import wait_for
 
@@ -217,7 +216,7 @@ def test_an_engine_that_is_killed_in_the_middle_fails_its_calls(prompts: list[Pr
     asking = threading.Thread(target=ask)
     asking.start()
     direct = actor.generate.remote(rollout(prompts[0]))
-    time.sleep(1)
+    wait_for(lambda: ray.get(actor.__ray_call__.remote(in_flight)) == 2, "both calls to be in flight")
     assert asking.is_alive()
     core.kill()
     asking.join(60)
@@ -232,6 +231,11 @@ def test_an_engine_that_is_killed_in_the_middle_fails_its_calls(prompts: list[Pr
     asking.start()
     asking.join(60)
     assert isinstance(failures[1], openai.APIConnectionError)
+
+
+def in_flight(engine: Engine) -> int:
+    """Calls that vLLM's engine process has not answered."""
+    return int(engine._llm.output_processor.get_num_unfinished_requests())
 
 
 def core_behind(port: int) -> psutil.Process | None:
