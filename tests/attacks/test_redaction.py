@@ -19,7 +19,7 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import dead_letters
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import balance
-from tests.daemon.test_metrics_server import running
+from tests.factories.daemon import running
 from tests.factories.trace import reply
 from tests.waiting import until
 

@@ -43,7 +43,7 @@ Run = Callable[..., Ran]
 @pytest.fixture
 def round_due(tmp_path: Path) -> None:
     """A state in which a round is due, in `state`."""
-    from tests.daemon.rounds.test_rounds import put_tasks
+    from tests.factories.verdict import put_tasks
 
     write_state(tmp_path / "state", put_tasks, 6, 4)
 

@@ -17,9 +17,9 @@ from flywheel.daemon import service
 from flywheel.errors import EXIT_CONFIG
 from tests import waiting
 from tests.cli.conftest import Run
-from tests.cli.test_signals import ask, workers
 from tests.conftest import POLICY
 from tests.daemon.rounds.workers import REFUSES
+from tests.factories.daemon import ask, workers
 
 SOON = 120.0
 wait_for = partial(waiting.wait_for, seconds=SOON)

@@ -14,9 +14,9 @@ from flywheel.store.requests import RequestKind
 from flywheel.system.files import tree_sha256
 from tests.cli.conftest import Run
 from tests.daemon.conftest import server
-from tests.daemon.rounds.test_rounds import comparison
 from tests.daemon.rounds.workers import works
 from tests.factories.state import write_state
+from tests.factories.wheel import comparison
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
 
 __all__ = ["server"]

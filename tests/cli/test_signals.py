@@ -17,24 +17,12 @@ import pytest
 from tests import waiting, warm
 from tests.conftest import POLICY
 from tests.factories.config import write_config
+from tests.factories.daemon import ask, workers
 from tests.factories.judge_server import JudgeServer
 
 SOON = 120.0
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
 wait_for = partial(waiting.wait_for, seconds=SOON)
-
-
-def workers(folder: Path) -> list[int]:
-    """The processes of workers below a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue
-        if b"flywheel.training.worker" in line and str(folder).encode() in line:
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture
@@ -49,18 +37,6 @@ def judging(judge: JudgeServer) -> dict[str, Any]:
         "sources": [{"path": str(STUDIO / "new_v1.sqlite")}],
         "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 4},
     }
-
-
-def ask(config: Path, command: str) -> dict[str, Any]:
-    done = warm.run(
-        [sys.executable, "-m", "flywheel", command, "--json", "-c", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        check=False,
-    )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import yaml
 
 from flywheel.config import Config, parse
+from flywheel.store.kernel.database import Store
 from tests.cli.conftest import flywheel
 from tests.daemon.filter_bench import RUBRIC, Make
 from tests.factories.embedding_server import EmbeddingServer
+from tests.factories.fleet import Fleet, config_of
 from tests.factories.judge_server import JudgeServer
+from tests.factories.round import put_trained
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
 
 __all__ = ["flywheel"]
@@ -57,3 +61,19 @@ def server() -> Iterator[tuple[FakeVllm, str]]:
     app = FakeVllm({BASE: PROBE.second.base})
     with replica(app) as url:
         yield app, url
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, store: Store) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
+        urls = [stack.enter_context(replica(app)) for app in apps]
+        for number in (1, 2, 3):
+            await store.write(put_trained, number, tmp_path / f"r{number:04d}", *apps)
+        yield Fleet(store, config_of(tmp_path, *urls), apps, tmp_path)
+
+
+@pytest.fixture
+def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requested before `fleet`, whose servers read it."""
+    monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "2")

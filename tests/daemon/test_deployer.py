@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 from sqlalchemy import Connection, select, update
 
-from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
@@ -27,74 +22,11 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import instance_lock
-from tests.factories.config import make_config, with_settings
+from tests.factories.config import with_settings
+from tests.factories.fleet import R1, R2, Fleet, Restarts, config_of
 from tests.factories.round import put_trained
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 from tests.waiting import until
-
-
-@dataclass
-class Fleet:
-    """Two replicas, and three adapters of which none was deployed yet."""
-
-    store: Store
-    config: Config
-    apps: list[FakeVllm]
-    folder: Path
-
-    @property
-    def deployer(self) -> Deployer:
-        """As another process has it."""
-        return Deployer(self.store, self.config)
-
-    async def targets(self) -> list[str]:
-        found = []
-        for url in self.config.serving.urls:
-            async with Replica(url, timeout_seconds=30) as each:
-                found.append((await each.alias("agent")).target)
-        return found
-
-    async def active(self) -> tuple[str | None, str | None]:
-        row = await self.store.read(deployments.active, "agent")
-        return (row.adapter, row.previous) if row is not None else (None, None)
-
-    async def states(self) -> list[str]:
-        return [row.state for row in await self.store.read(deployments.history, "agent", 99)]
-
-    def other(self, **sections: dict[str, Any]) -> Deployer:
-        """With other settings."""
-        return Deployer(self.store, with_settings(self.config, **sections))
-
-    async def deploy(self, *names: str) -> None:
-        for name in names:
-            await self.deployer.deploy(name, "test")
-
-    async def point(self, number: int, target: str, before: str) -> None:
-        """Load an adapter on a replica behind the daemon's back, and point the alias at it."""
-        async with Replica(self.config.serving.urls[number]) as each:
-            await each.load(target, str(self.path(target.partition("@")[2])))
-            await each.point("agent", target, before)
-
-    def path(self, name: str) -> Path:
-        return self.folder / name
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path, store: Store) -> AsyncIterator[Fleet]:
-    async with contextlib.AsyncExitStack() as stack:
-        apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
-        urls = [stack.enter_context(replica(app)) for app in apps]
-        for number in (1, 2, 3):
-            await store.write(put_trained, number, tmp_path / f"r{number:04d}", *apps)
-        yield Fleet(store, config_of(tmp_path, *urls), apps, tmp_path)
-
-
-def config_of(folder: Path, *urls: str) -> Config:
-    serving = {"urls": list(urls), "drain_seconds": 0}
-    return make_config(folder, sources=[], model={"base": BASE, "alias": "agent"}, serving=serving)
-
-
-R1, R2 = "agent@r0001", "agent@r0002"
 
 
 async def test_an_adapter_whose_probe_has_another_form_is_not_deployed(fleet: Fleet) -> None:
@@ -579,29 +511,6 @@ async def test_a_server_started_anew_with_its_adapter_is_proven_again_once(tmp_p
         before = proofs()
         assert await condition() == "ok"
         assert proofs() == before
-
-
-class Restarts:
-    """A server behind the middleware, which can be made anew as a restart of both makes it."""
-
-    def __init__(self, app: FakeVllm, aliases: Path) -> None:
-        self.app, self.aliases = app, aliases
-        self.anew()
-
-    def anew(self) -> None:
-        names = json.dumps(list(self.app.loaded))
-        self.serving = with_middleware(
-            self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), FLYWHEEL_LOADED_ADAPTERS=names
-        )
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.serving(scope, receive, send)
-
-
-@pytest.fixture
-def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requested before `fleet`, whose servers read it."""
-    monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "2")
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, ReceiverError, StoreError
 from flywheel.store.kernel.database import Store
-from flywheel.system.lock import instance_lock
 from tests.factories.config import make_config
+from tests.factories.daemon import running
 from tests.factories.judge_server import JudgeServer
 from tests.factories.metrics import by, parsed
 from tests.factories.state import open_state, running_daemon
@@ -41,16 +41,6 @@ def configured(folder: Path, judge: str = "http://127.0.0.1:9/v1", **daemon: Any
         ingest={"settle_seconds": 0},
         daemon={"metrics": "127.0.0.1:0", "drain_seconds": 1, **daemon},
     )
-
-
-@asynccontextmanager
-async def running(config: Config) -> AsyncIterator[tuple[Service, httpx2.AsyncClient]]:
-    """A daemon in this process, and a client of its metrics."""
-    with instance_lock(config.state_dir):
-        async with running_daemon(config) as service:
-            host, port = await until(lambda: service.metrics.address, "the metrics server")
-            async with httpx2.AsyncClient(base_url=f"http://{host}:{port}", timeout=SECONDS) as client:
-                yield service, client
 
 
 async def test_a_daemon_serves_its_metrics_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from flywheel.sources.otlp.inbox import Inbox, inbox_path
 from flywheel.sources.otlp.rows import rows_of
 from flywheel.store import ledger
 from flywheel.store.kernel.schema import replies, reply_calls, tasks
-from tests.daemon.test_recorded_calls import asked, call, config_of, mark_of, trace
 from tests.factories import state
 from tests.factories.config import write_config
+from tests.factories.recorded_reply import asked, call, config_of, mark_of, trace
 from tests.factories.state import deep_audited, open_state
 from tests.sources.calls.log_server import LogServer
 from tests.sources.otlp.exporting import request, span

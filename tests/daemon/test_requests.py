@@ -16,7 +16,7 @@ import pytest
 from flywheel.config import load
 from flywheel.daemon import requests
 from flywheel.store.requests import Request, RequestKind
-from tests.daemon.test_service import Daemon, wait_for
+from tests.factories.daemon import Daemon, wait_for
 from tests.factories.judge_server import JudgeServer
 from tests.factories.state import execute
 from tests.sources.studio.writer import Studio, agent

@@ -31,14 +31,14 @@ from flywheel.system.lock import instance_lock, swap_lock
 from tests import warm
 from tests.cli.conftest import Run, flywheel
 from tests.daemon.conftest import server
-from tests.daemon.test_deployer import R1, R2, Fleet, config_of, fleet
 from tests.factories.config import write_config
+from tests.factories.fleet import R1, R2, Fleet, config_of
 from tests.factories.round import put_trained
 from tests.factories.state import write_state
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 from tests.waiting import until, wait_for
 
-__all__ = ["fleet", "flywheel", "server"]
+__all__ = ["flywheel", "server"]
 R3 = "agent@r0003"
 
 

@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import waiting, warm
-from tests.factories.config import write_config
+from tests import warm
+from tests.factories.daemon import SOON, Daemon, wait_for
 from tests.factories.judge_server import JudgeServer
-from tests.factories.state import execute
 from tests.sources.studio.writer import empty_like, insert, labels, rows
-
-SOON = 180.0
-wait_for = partial(waiting.wait_for, seconds=SOON)
-
-
-class Daemon:
-    """The process and its configuration."""
-
-    def __init__(self, folder: Path, judge: JudgeServer, sources: list[Path]) -> None:
-        self.folder = folder
-        self.state = folder / "state"
-        self.config = write_config(
-            folder,
-            sources=[
-                {"path": str(path), "type": "jsonl" if path.suffix == ".jsonl" else "studio"} for path in sources
-            ],
-            ingest={"settle_seconds": 0.2, "poll_seconds": 0.5},
-            judge={"base_url": judge.base_url, "model": "judge", "max_thread": 4},
-            serving={"urls": ["http://127.0.0.1:9"]},
-            trigger={"min_samples": 100_000},
-            daemon={"drain_seconds": 20},
-        )
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "flywheel", "run", "-c", str(self.config)]
-        log = (self.folder / "daemon.log").open("a")
-        self.process = warm.Popen(command, stderr=log, text=True)
-        log.close()
-        wait_for(lambda: "watching" in self.log() or self.process.poll() is not None, "the daemon's start")  # type: ignore[union-attr]
-        return self.process
-
-    def log(self) -> str:
-        return (self.folder / "daemon.log").read_text()
-
-    def ask(self, command: str) -> dict[str, Any]:
-        done = warm.run(
-            [sys.executable, "-m", "flywheel", command, "--json", "-c", str(self.config)],
-            capture_output=True, text=True, timeout=SOON, check=False,
-        )  # fmt: skip
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The last line may just be being written."""
-        path = self.state / "tasks.jsonl"
-        whole, _, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
-        return [json.loads(line) for line in whole.splitlines()]
-
-    def judged(self) -> int:
-        return len(self.rows("SELECT id FROM verdicts WHERE outcome != 'undecided'"))
-
-    def rows(self, query: str) -> list[Any]:
-        """Of the state; none before there is one."""
-        return execute(self.state / "state.db", query) if (self.state / "state.db").exists() else []
-
-    def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture

@@ -14,11 +14,9 @@ from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.replica_client import Replica
 from flywheel.store import deployments, rounds
 from flywheel.store.kernel import schema
-from tests.daemon.test_deployer import R1, R2, Fleet, Restarts, config_of, fleet, two_slots
 from tests.factories.config import with_settings
+from tests.factories.fleet import R1, R2, Fleet, Restarts, config_of
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running
-
-__all__ = ["fleet", "two_slots"]
 
 HALF = SplitRequest(0.5, "salt")
 RECORDED = {"other": "r0001", "share": 0.5, "salt": "salt"}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from msgspec.structs import replace
 from sqlalchemy import Connection, select, update
 
 from flywheel.config import Config
@@ -30,10 +29,8 @@ from flywheel.store.kernel.transitions import move
 from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_rubric
 from tests.factories.judge_server import JudgeServer
 from tests.factories.round import put_deployed
-from tests.factories.trace import batch, put_replies, replies_on, reply
-from tests.factories.verdict import put_judged
-
-TARGETS: dict[str, Any] = {"planner": {}, "worker": {"alias": "work", "agents": ["Doer"], "min_samples": 2}}
+from tests.factories.targets import TARGETS, both, put_of
+from tests.factories.trace import batch, put_replies, reply
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:
@@ -45,21 +42,6 @@ def made(tmp_path: Path, **sections: Any) -> Config:
         "targets": TARGETS,
     }
     return make_config(tmp_path, **{**defaults, **sections})
-
-
-def put(conn: Connection, config: Config, split: Split, count: int, agent: str, prefix: str, **values: Any) -> None:
-    """Accepted tasks of an agent; both agents answer in the same conversations."""
-    replies = [
-        replace(one, span_id=f"{prefix}-{one.span_id}") for one in replies_on(split, count, agent=agent, **values)
-    ]
-    put_judged(conn, *replies, models=config.models_of(None))
-
-
-def both(conn: Connection, config: Config, planner_samples: int = 4, worker_samples: int = 2) -> None:
-    put(conn, config, Split.TRAIN, planner_samples, "planner", "p")
-    put(conn, config, Split.TRAIN, worker_samples, "Doer", "d")
-    put(conn, config, Split.HELD_OUT, 3, "planner", "p")
-    put(conn, config, Split.HELD_OUT, 2, "Doer", "d")
 
 
 def rounds_of(store: Store, config: Config) -> Rounds:
@@ -190,7 +172,7 @@ async def test_rounds_alternate_and_each_takes_only_samples_of_its_target(store:
         "worker: 0 of 2 new samples are free, after 1 round without promotion"
     )
     assert (await store.read(samples.newest_available, 10, "worker"))[0].waits_for.startswith("0 of 2 new")
-    await store.write(put, config, Split.TRAIN, 4, "Doer", "again", query="Another one?")
+    await store.write(put_of, config, Split.TRAIN, 4, "Doer", "again", query="Another one?")
     assert (await wheel.due()).target == "worker"
     with pytest.raises(TrainError, match=r"there is no target cook.*The targets are planner, worker"):
         await wheel.plan("by hand", "cook")

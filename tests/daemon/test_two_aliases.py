@@ -29,12 +29,12 @@ from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256, write_json
 from flywheel.web.server import application
 from tests.cli.conftest import Run
-from tests.daemon.rounds.test_rounds import comparison
-from tests.daemon.test_targets import TARGETS, both
 from tests.factories.config import BOXED_RUBRIC, make_config, write_config
 from tests.factories.metrics import by, parsed
 from tests.factories.round import put_trained
 from tests.factories.state import open_state
+from tests.factories.targets import TARGETS, both
+from tests.factories.wheel import comparison
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
 

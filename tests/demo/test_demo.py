@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,34 +15,8 @@ import yaml
 from demo import panel
 from demo.__main__ import SCENE
 from flywheel.config import load, parse
+from tests.factories.demo_run import ROOT, belongings, end, start
 from tests.waiting import wait_for
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def start(folder: Path, *arguments: str, program: str = "demo") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", program, "--dir", str(folder), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def belongings(folder: Path) -> list[psutil.Process]:
-    """Processes that were started for a run in `folder`, by what their environment or command line names."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = [*process.cmdline(), process.environ().get("FLYWHEEL_ALIAS_FILE", "")]
-        except psutil.Error:
-            continue
-        if process.pid != os.getpid() and any(str(folder) in word for word in words):
-            found.append(process)
-    return found
 
 
 def daemons(folder: Path) -> list[psutil.Process]:
@@ -56,14 +27,6 @@ def daemons(folder: Path) -> list[psutil.Process]:
             if "run" in process.cmdline():
                 found.append(process)
     return found
-
-
-def end(process: subprocess.Popen[str], folder: Path) -> None:
-    """Whatever a failed test has left."""
-    process.kill()
-    process.communicate()
-    for left in belongings(folder):
-        left.kill()
 
 
 def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:

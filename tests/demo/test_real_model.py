@@ -19,7 +19,8 @@ from flywheel.config import load
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
-from tests.demo.test_demo import ROOT, belongings, end, start
+from tests.conftest import ROOT
+from tests.factories.demo_run import belongings, end, start
 
 TOTAL_SECONDS = 20 * 60
 # In a process of its own, since OpenTelemetry's provider of tracers is set once in a process.
@@ -41,7 +42,7 @@ print(json.dumps(dict(zip(scene.recorded, answers))))
 @pytest.mark.parametrize("name", SCENES)
 def test_the_settings_of_both_turns_are_valid(name: str, tmp_path: Path) -> None:
     scene = SCENES[name](tmp_path, 0, print)
-    settings = scene.settings("http://127.0.0.1:1/v1")
+    settings = scene.settings("http://127.0.0.1:1/v1", 2)
     first = load(scene.write("turn-1.yaml", scene.first_turn(settings)))
     second = load(scene.write("turn-2.yaml", scene.second_turn(settings)))
     assert (first.training.stages, second.training.stages) == (["sft"], ["grpo"])
@@ -53,7 +54,7 @@ def test_the_settings_of_both_turns_are_valid(name: str, tmp_path: Path) -> None
 
 def test_grpo_asks_again_what_the_desk_does_not_imitate(tmp_path: Path) -> None:
     scene = SupportDesk(tmp_path, 0, print)
-    settings = scene.settings("http://127.0.0.1:1/v1")
+    settings = scene.settings("http://127.0.0.1:1/v1", 2)
     files = [load(scene.write("any.yaml", each)).filter.rubric for each in (settings, scene.second_turn(settings))]
     strict, lenient = (load_rubric(file) for file in files if file is not None)
     assert strict.criteria == lenient.criteria and strict.threshold > lenient.threshold
@@ -94,7 +95,7 @@ async def test_traces_of_genuine_agents_become_tasks_with_exact_prompts(name: st
     recording = [sys.executable, "-c", RECORDING, name, str(tmp_path)]
     recorded = subprocess.run(recording, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     answers = json.loads(recorded.stdout)
-    settings = SCENES[name](tmp_path, 0, print).settings("http://127.0.0.1:1/v1")
+    settings = SCENES[name](tmp_path, 0, print).settings("http://127.0.0.1:1/v1", 2)
     (tmp_path / "flywheel.yaml").write_text(yaml.safe_dump(settings))
     config = load(tmp_path / "flywheel.yaml")
     store = await Store.open(config.state_dir)

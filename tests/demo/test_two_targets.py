@@ -23,8 +23,8 @@ from demo.wheel import Scene, Screen, Wheel
 from flywheel.cli.demo.questions import questions
 from flywheel.config import Config
 from flywheel.system.files import tree_sha256
-from tests.demo.test_demo import belongings
 from tests.demo.two_agents import OPERATIONS, SYSTEM, ask
+from tests.factories.demo_run import belongings
 from tests.waiting import until
 
 Json = dict[str, Any]

@@ -7,10 +7,11 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from flywheel.records.states import Split
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, verdicts
-from tests.factories.trace import put_replies
+from tests.factories.trace import on_both_sides, put_replies, replies_on
 
 Judge = Callable[[dict[str, Any]], Verdict]
 """The verdict on a task, by its line."""
@@ -57,3 +58,16 @@ def put_judged(conn: Connection, *replies: Reply, judge: Judge = lambda _: accep
 
 def only_training_accepted(line: dict[str, Any]) -> Verdict:
     return accepted() if line["metadata"]["split"] == "train" else rejected()
+
+
+def put_tasks(conn: Connection, train: int, held_out: int) -> None:
+    """Judged tasks. Every other one that is held out was rejected."""
+    put_replies(conn, *on_both_sides(train, held_out))
+    for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
+        verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
+        settle(conn, task.id, verdict, "r", "j", 0.0)
+
+
+def put_more_tasks(conn: Connection, train: int) -> None:
+    """Accepted samples beyond those of `put_tasks`."""
+    put_judged(conn, *replies_on(Split.TRAIN, 6 + train)[6:], rowid=2)

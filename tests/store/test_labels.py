@@ -16,9 +16,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.verdicts import CHAIN
 from flywheel.store.verdicts import store as store_verdict
-from tests.daemon.rounds.test_rounds import put_tasks
 from tests.factories.trace import reply
-from tests.factories.verdict import rejected, settle
+from tests.factories.verdict import put_tasks, rejected, settle
 from tests.store.test_reingestion import put
 
 

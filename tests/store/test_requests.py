@@ -11,7 +11,7 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.requests import RequestKind
-from tests.daemon.rounds.test_rounds import put_tasks
+from tests.factories.verdict import put_tasks
 
 
 def keys(conn: Connection) -> list[str]:

@@ -31,12 +31,12 @@ from flywheel.system.files import tree_sha256, write_json
 from flywheel.training.data.round_directory import identity_of
 from flywheel.training.engine.policy import check_candidate, rank
 from tests.conftest import POLICY
-from tests.daemon.rounds.test_rounds import comparison, put_tasks
 from tests.daemon.rounds.workers import works
 from tests.factories.config import BOXED_RUBRIC, make_config, with_settings
 from tests.factories.round import put_deployed
 from tests.factories.trace import replies_on, reply, write_lines
-from tests.factories.verdict import put_judged
+from tests.factories.verdict import put_judged, put_tasks
+from tests.factories.wheel import comparison
 from tests.serving.fake_vllm import PROBE, FakeVllm
 from tests.web.test_gate import client
 

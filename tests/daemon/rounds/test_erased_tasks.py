@@ -20,13 +20,11 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
 from flywheel.store.samples import candidates, replayable
 from flywheel.system.files import write_json
-from tests.daemon.rounds.test_passed import by_hand, passes
-from tests.daemon.rounds.test_rounds import Wheel, leave_result, put_more_tasks, wheel
 from tests.daemon.rounds.workers import stray_worker, works
 from tests.factories.round import round_spec
+from tests.factories.verdict import put_more_tasks
+from tests.factories.wheel import Wheel, leave_result, passes
 from tests.waiting import until
-
-__all__ = ["by_hand", "wheel"]
 
 TEST = GateTest(epoch=1, number=2, alpha=0.01)
 

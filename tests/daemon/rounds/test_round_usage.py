@@ -20,20 +20,18 @@ from flywheel.records.states import RoundState
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage, notices, rounds
 from flywheel.store.kernel import schema
-from tests.daemon.rounds.test_rounds import Wheel, put_more_tasks
-from tests.daemon.rounds.test_rounds import wheel as judged_wheel
 from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import with_settings
 from tests.factories.metrics import by, parsed
-
-__all__ = ["judged_wheel"]
+from tests.factories.verdict import put_more_tasks
+from tests.factories.wheel import Wheel
 
 
 @pytest.fixture
-async def wheel(judged_wheel: Wheel) -> Wheel:
+async def wheel(wheel: Wheel) -> Wheel:
     """Of which nothing is booked yet."""
-    await judged_wheel.store.write(lambda conn: conn.execute(schema.judge_days.delete()))
-    return judged_wheel
+    await wheel.store.write(lambda conn: conn.execute(schema.judge_days.delete()))
+    return wheel
 
 
 def used(tokens: int, purpose: Purpose = Purpose.ROUNDS) -> Used:

@@ -20,9 +20,9 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.store import calibrations, rounds
 from flywheel.store.kernel.database import Store
-from tests.daemon.rounds.test_rounds import put_tasks
 from tests.factories.config import BOXED_RUBRIC, write_config, write_rubric
 from tests.factories.round import spec_again
+from tests.factories.verdict import put_tasks
 
 OF_STEPS: dict[str, dict[str, Any]] = {
     "tool-called": {"value": "search"},

@@ -24,12 +24,10 @@ from flywheel.records.round import RoundResult
 from flywheel.records.states import RoundState
 from flywheel.store import rounds
 from tests.cli.conftest import Run
-from tests.daemon.rounds.test_rounds import Wheel, comparison, wheel
 from tests.daemon.rounds.workers import works
 from tests.factories.config import with_settings
+from tests.factories.wheel import Wheel, comparison
 from tests.training.data.test_tracking import in_mlflow
-
-__all__ = ["wheel"]
 
 FAKE = """
 import sys, time

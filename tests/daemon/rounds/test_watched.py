@@ -17,12 +17,11 @@ from flywheel.records.states import RoundState
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.sources.call_puller import OFF, CallLogCopy
 from flywheel.store import deployments
-from tests.daemon.rounds.test_rounds import Wheel, leave_result, put_more_tasks, wheel
 from tests.daemon.rounds.workers import works
-from tests.daemon.test_promotion_watch import BAD, GOOD, Watched
+from tests.factories.verdict import put_more_tasks
+from tests.factories.watched import BAD, GOOD, Watched
+from tests.factories.wheel import Wheel, leave_result
 from tests.waiting import until
-
-__all__ = ["wheel"]
 
 
 def config_of(wheel: Wheel) -> Config:

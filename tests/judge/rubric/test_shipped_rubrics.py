@@ -16,14 +16,12 @@ from flywheel.judge.rubric.checks.tool_calls import called_tools
 from flywheel.judge.rubric.file import load_rubric
 from flywheel.records.trace import ChatMessage
 from flywheel.records.verdict import Exchange
-from flywheel.system import files
 from tests.cases import for_each
+from tests.factories.shipped_rubrics import COMPLETION, FOLDER, INVENTED, SHIPPED
 from tests.judge.legitimate import LEGITIMATE
 from tests.judge.rubric.degenerate_texts import BROKEN, LOOPS, TOOL_TEXTS
 from tests.judge.rubric.steps import made, tool
 
-FOLDER = files.shipped_folder() / "rubrics"
-SHIPPED = sorted(FOLDER.glob("*.yaml"))
 every_rubric = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 AGENT = load_rubric(FOLDER / "agent-reward.yaml")
 TOOLS = (
@@ -83,30 +81,12 @@ def test_gibberish_gets_less_than_a_fifth_without_the_judge(path: Path) -> None:
             assert not ask_the_judge(rubric, asked(text)), text
 
 
-COMPLETION = {
-    "agent-reward": "task_completion",
-    "math-boxed": "correct",
-    "qa-quality": "answers",
-    "tool-use": "task_done",
-}
-"""The statement that the task is done, by rubric."""
-
-
 @every_rubric
 def test_not_done_yet_gets_less_than_a_fifth_if_the_judge_fails_completion_only(path: Path) -> None:
     rubric = load_rubric(path)
     for answer in ("Not done yet.", r"Not done yet. \boxed{?}", "还没有完成。", "Das ist noch nicht fertig."):
         for steps in ((), (RIGHT,)):
             assert total(rubric, asked(answer, *steps), failed={COMPLETION[path.stem]}) < 0.2, answer
-
-
-INVENTED = {
-    "agent-reward": "task_completion",
-    "math-boxed": "correct",
-    "qa-quality": "grounded",
-    "tool-use": "grounded",
-}
-"""The statement that an invented answer does not meet, by rubric."""
 
 
 @every_rubric

@@ -21,7 +21,7 @@ from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import StudioReader
-from tests.sources.spans.test_recorded_calls import HIDING, MARK, marked, recorded
+from tests.factories.model_call import HIDING, MARK, marked, recorded_call
 from tests.sources.studio.reading import NOW, Ledger
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat
 
@@ -112,7 +112,7 @@ def test_calls_reach_the_child_and_those_that_cannot_be_sent_are_joined_here(
     reader = StudioReader(studio.path, IngestSettings())
     (batch,) = [each for each in reader.read(Cursor(), Ledger(), now=NOW, final=True) if each.traces]
     reader.close()
-    batch = replace(batch, calls={MARK: recorded(parameters={"x": value})})
+    batch = replace(batch, calls={MARK: recorded_call(parameters={"x": value})})
     found = process.extract(batch, "generation 2", ReplySelection(), "a.sqlite").result(60)
     assert found == extract(batch, "generation 2", ReplySelection(), "a.sqlite")
     assert b'"prompt_source":"calls"' in found.entries[0].line

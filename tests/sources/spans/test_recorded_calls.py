@@ -24,40 +24,13 @@ from flywheel.records.trace import Cursor, ModelAnswer, ModelCall, ReplySelectio
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import SCHEMAS, packed
+from tests.factories.model_call import HIDING, MARK, REMINDER, SENT, marked, recorded_call
 from tests.sources.studio.reading import NOW, Ledger
-from tests.sources.studio.writer import Studio, agent, chat, message, part, tool
+from tests.sources.studio.writer import Studio, agent, chat, tool
 
-REMINDER = "<system-reminder>\nIt is Monday.\n</system-reminder>"
-SENT = (
-    {"role": "system", "name": "system", "content": [{"type": "text", "text": "You do sums."}]},
-    {"role": "user", "name": "user", "content": [{"type": "text", "text": "What is 1 + 1?"}]},
-    {"role": "user", "name": "user", "content": [{"type": "text", "text": REMINDER}]},
-)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-MARK = new_request_id("0" * 16, "my-agent@r0007")
 SECOND = new_request_id("0" * 16, "my-agent@r0008")
-
-
-def recorded(request_id: str = MARK, **values: Any) -> ModelCall:
-    defaults: dict[str, Any] = {
-        "model": "my-agent",
-        "messages": SENT,
-        "parameters": {"temperature": 0.5},
-        "answers": (ModelAnswer(content="2", finish_reason="stop"),),
-        "prompt_tokens": 42,
-        "completion_tokens": 5,
-    }
-    return ModelCall(request_id, **{**defaults, **values})
-
-
-def marked(row: dict[str, Any], request_id: str = MARK, **gen_ai: Any) -> dict[str, Any]:
-    attributes = json.loads(row["attributes"])
-    attributes["gen_ai"] |= {"response": {"id": f"chatcmpl-{request_id}"}, **gen_ai}
-    return row | {"attributes": json.dumps(attributes)}
-
-
-HIDING = [message("system", part("You do sums.")), message("user", part("What is 1 + 1?")), message("assistant")]
 
 
 def entries(path: Path, *spans: dict[str, Any], calls: Collection[ModelCall] = ()) -> dict[str, Entry]:
@@ -80,7 +53,7 @@ def line(entry: Entry) -> Any:
 
 def test_the_prompt_is_what_was_sent(tmp_path: Path) -> None:
     spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
-    entry = entries(tmp_path, *spans, calls=[recorded()])["a"]
+    entry = entries(tmp_path, *spans, calls=[recorded_call()])["a"]
     task = line(entry)
     assert task["prompt"] == [
         {"role": "system", "content": "You do sums.", "name": "system"},
@@ -111,13 +84,15 @@ def test_without_its_call_the_prompt_is_that_of_the_trace(tmp_path: Path) -> Non
 
 def test_a_client_that_records_no_input_has_an_exact_prompt(tmp_path: Path) -> None:
     spans = (marked(chat("c", [], "2", parent="a")), agent("a", ended=2))
-    assert line(entries(tmp_path, *spans, calls=[recorded()])["a"])["metadata"]["prompt_exact"]
+    assert line(entries(tmp_path, *spans, calls=[recorded_call()])["a"])["metadata"]["prompt_exact"]
 
 
 def test_steps_and_tools_are_those_of_the_calls(tmp_path: Path) -> None:
-    asked = recorded(answers=(ModelAnswer(tool_calls=(CALL,), finish_reason="tool_calls"),), tools=(TOOL,))
+    asked = recorded_call(answers=(ModelAnswer(tool_calls=(CALL,), finish_reason="tool_calls"),), tools=(TOOL,))
     result = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"}
-    after = recorded(SECOND, messages=(*SENT, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result))
+    after = recorded_call(
+        SECOND, messages=(*SENT, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result)
+    )
     spans = (
         marked(chat("c0", [], parent="a", ended=1)),
         tool("t", "c1", "add", "two", parent="a", began=1, ended=2),
@@ -140,9 +115,9 @@ def test_steps_and_tools_are_those_of_the_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content", None])
 def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Path, key: str | None) -> None:
     """Reasoning that was answered and not sent again is in no step."""
-    asked = recorded(answers=(ModelAnswer(reasoning="1 and 1.", tool_calls=(CALL,)),), tools=(TOOL,))
+    asked = recorded_call(answers=(ModelAnswer(reasoning="1 and 1.", tool_calls=(CALL,)),), tools=(TOOL,))
     said = {"role": "assistant", "content": None, "tool_calls": [CALL], **({key: "1 and 1."} if key else {})}
-    after = recorded(SECOND, messages=(*SENT, said, {"role": "tool", "tool_call_id": "c1", "content": "2"}))
+    after = recorded_call(SECOND, messages=(*SENT, said, {"role": "tool", "tool_call_id": "c1", "content": "2"}))
     spans = (
         marked(chat("c0", [], parent="a", ended=1)),
         marked(chat("c1", [], "2", parent="a", began=2, ended=3), SECOND),
@@ -165,9 +140,9 @@ def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Pa
 )
 def test_the_answers_own_reasoning_is_kept(tmp_path: Path, values: dict[str, Any], reasoning: str) -> None:
     """That of the call which gave the answer, as the agent returned it; not what came before a tool's call."""
-    asked = recorded(answers=(ModelAnswer(reasoning="I add.", tool_calls=(CALL,)),), tools=(TOOL,))
+    asked = recorded_call(answers=(ModelAnswer(reasoning="I add.", tool_calls=(CALL,)),), tools=(TOOL,))
     answers = (ModelAnswer(content="2", reasoning="1 and 1 is 2.\n"),)
-    after = recorded(SECOND, **{"answers": answers, **values})
+    after = recorded_call(SECOND, **{"answers": answers, **values})
     spans = (
         marked(chat("c0", [], parent="a", ended=1)),
         marked(chat("c1", [], "2", parent="a", began=2, ended=3), SECOND),
@@ -184,10 +159,13 @@ def test_only_the_first_call_that_was_answered_has_the_prompt(tmp_path: Path) ->
     failed = chat("c0", SENT[:1], parent="a", ended=1, code=2, message="overloaded")
     spans = (failed, marked(chat("c1", HIDING, "2", parent="a", began=1, ended=2)), agent("a", ended=3))
     (tmp_path / "failed").mkdir()
-    assert line(entries(tmp_path / "failed", *spans, calls=[recorded()])["a"])["metadata"]["prompt_source"] == "calls"
+    assert (
+        line(entries(tmp_path / "failed", *spans, calls=[recorded_call()])["a"])["metadata"]["prompt_source"]
+        == "calls"
+    )
     lost = marked(chat("c0", HIDING, "one moment", parent="a", ended=1), SECOND)
     (tmp_path / "lost").mkdir()
-    entry = entries(tmp_path / "lost", lost, *spans[1:], calls=[recorded()])["a"]
+    entry = entries(tmp_path / "lost", lost, *spans[1:], calls=[recorded_call()])["a"]
     assert line(entry)["metadata"]["prompt_source"] == "trace", "its first call was not found"
     assert (entry.calls, entry.missing) == ((SECOND, MARK), (SECOND,))
 
@@ -206,14 +184,14 @@ PICTURE = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
 )
 def test_what_an_exact_prompt_cannot_repeat_is_said(tmp_path: Path, values: dict[str, Any], reason: str) -> None:
     spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
-    about = line(entries(tmp_path, *spans, calls=[recorded(**values)])["a"])["metadata"]
+    about = line(entries(tmp_path, *spans, calls=[recorded_call(**values)])["a"])["metadata"]
     assert (about["prompt_reason"], about["prompt_source"]) == (reason, "calls")
     if reason == exclusion.IMAGE:
         assert about["images_json"] == '["https://x/y.png"]'
 
 
 def test_the_answer_of_an_interrupted_call_is_that_of_the_trace(tmp_path: Path) -> None:
-    cut = recorded(answers=(ModelAnswer(content="No"),), is_interrupted=True)
+    cut = recorded_call(answers=(ModelAnswer(content="No"),), is_interrupted=True)
     spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", "What is 1 + 1?", "2", ended=2))
     task = line(entries(tmp_path, *spans, calls=[cut])["a"])
     assert (task["answer"], task["metadata"]["trajectory_json"]) == ("2", "[]")
@@ -228,7 +206,7 @@ def found_alone(span_id: str, **more: Any) -> dict[str, Any]:
 
 def test_an_agent_that_was_found_in_the_calls_alone_is_a_reply(tmp_path: Path) -> None:
     spans = (marked(chat("c", None, parent="a")), found_alone("a", ended=2))
-    entry = entries(tmp_path, *spans, calls=[recorded()])["a"]
+    entry = entries(tmp_path, *spans, calls=[recorded_call()])["a"]
     task = line(entry)
     assert (task["main_query"], task["answer"], entry.skip) == ("What is 1 + 1?", "2", None)
     assert [each["content"] for each in task["prompt"]] == ["You do sums.", "What is 1 + 1?", REMINDER]
@@ -272,7 +250,7 @@ def test_whatever_a_client_sends_makes_a_reply(
 ) -> None:
     made = [{**CALL, "function": {"name": name, "arguments": content}} for name in names]
     answer = ModelAnswer(content=content, tool_calls=tuple(made))
-    call = recorded(messages=tuple(messages), tools=tuple(tools), parameters=parameters, answers=(answer,))
+    call = recorded_call(messages=tuple(messages), tools=tuple(tools), parameters=parameters, answers=(answer,))
     spans = (
         marked(chat("c", HIDING, "2", parent="a")),
         found_alone("a", ended=2) if alone else agent("a", ended=2),

@@ -26,8 +26,8 @@ from flywheel.training.recorded.recorded_rollout import Budgets, RecordedLoop, R
 from flywheel.training.recorded.recordings import TraceRecording, results_of
 from tests.cases import for_each
 from tests.factories.judge_server import JudgeServer, nonce_of
+from tests.factories.shipped_rubrics import COMPLETION, INVENTED, SHIPPED
 from tests.factories.task import round_task
-from tests.judge.rubric.test_shipped_rubrics import COMPLETION, INVENTED, SHIPPED
 from tests.training.data.rollouts import prompt
 from tests.training.engine.scripted_session import ScriptedSession, recorded_task, rollout_request
 from tests.training.recorded.recordings import ADD, FINISH, call, recording, said, tool
