@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,48 +33,12 @@ from flywheel.serving.environment_variables import CALL_LOG_VARIABLE, EXCLUDED_V
 from flywheel.serving.server import call_recorder
 from flywheel.serving.server.call_recorder import CallRecorder
 from flywheel.system.server_limits import Message, Receive, Scope, Send
+from tests.factories.call_log import log_settings
+from tests.factories.scripted_vllm import EVENTS, Scripted
 from tests.serving.fake_vllm import BASE, running, with_middleware
-from tests.waiting import wait_for
+from tests.waiting import SOON, wait_for
 
 CHAT = {"model": "agent", "messages": [{"role": "user", "content": "¿Qué? \U0001f600"}]}
-EVENTS = [f"data: {at}\n\n".encode() for at in range(50)]
-
-
-class Scripted:
-    """Answers like vLLM with the ids that vLLM makes; streams when it is asked to; fails when it is told to."""
-
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.fails: Callable[[], None] = lambda: None
-        self.status = 200
-        self.hold = threading.Event()
-        self.hold.set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive())["body"]
-        self.bodies.append(body)
-        wanted = json.loads(body)
-        headers = dict(scope["headers"])
-        response_id = f"chatcmpl-{headers.get(b'x-request-id', b'none').decode()}"
-        if scope["path"] == "/v1/responses":
-            response_id = wanted["request_id"]
-        kind = b"text/event-stream; charset=utf-8" if wanted.get("stream") else b"application/json"
-        await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind)]})
-        if not wanted.get("stream"):
-            self.fails()
-            answer = {"id": response_id, "model": wanted["model"], "choices": [], "object": "chat.completion"}
-            await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
-            return
-        left = asyncio.create_task(receive())
-        for event in [f"data: {response_id}\n\n".encode(), *EVENTS]:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            while not self.hold.is_set() and not left.done():
-                await asyncio.sleep(0.005)
-            if left.done():
-                return
-            self.fails()
-        left.cancel()
-        await send({"type": "http.response.body", "body": b""})
 
 
 class Server:
@@ -92,15 +59,11 @@ class Server:
         return found
 
 
-def settings(path: Path, **more: float) -> str:
-    return json.dumps({"path": str(path), "keep_days": 14, "max_bytes": 10**9, **more})
-
-
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.01)
     app, path = Scripted(), tmp_path / "serving" / "calls.db"
-    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: settings(path)})
+    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: log_settings(path)})
     with running(middleware) as url:
         yield Server(app, path, url, middleware)
     middleware._recorder.close()
@@ -268,7 +231,7 @@ def test_a_wrong_page_is_refused(server: Server, query: str) -> None:
 
 def test_reading_calls_takes_the_admin_key(tmp_path: Path) -> None:
     keys = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin"}
-    with running(with_middleware(Scripted(), **keys, **{CALL_LOG_VARIABLE: settings(tmp_path / "c.db")})) as url:
+    with running(with_middleware(Scripted(), **keys, **{CALL_LOG_VARIABLE: log_settings(tmp_path / "c.db")})) as url:
         asked = [
             httpx2.get(f"{url}/flywheel/calls", headers={"authorization": f"Bearer {key}"}).status_code
             for key in ("agents", "wrong", "admin")
@@ -345,6 +308,36 @@ def test_a_log_that_cannot_be_written_stops_no_request(
     assert "requests are served, but not recorded: cannot write to the call log" in line
 
 
+class Moment(threading.Event):
+    """What wakes the thread of a recorder. The thread stands still before its n-th line, or its second wait."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.is_last = False
+        self.has_come, self.may_go_on = threading.Event(), threading.Event()
+        self._lines_left, self._waits = line, 0
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != call_recorder.__file__:
+            return None
+        if event == "line":
+            self._lines_left -= 1
+            if self._lines_left == 0:
+                self._stand_still()
+        return self.trace
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._waits += 1
+        if self._waits == 2 and not self.has_come.is_set():
+            self.is_last = True
+            self._stand_still()
+        return super().wait(timeout)
+
+    def _stand_still(self) -> None:
+        self.has_come.set()
+        self.may_go_on.wait(SOON)
+
+
 def test_a_stop_at_any_moment_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.001)
 
@@ -362,16 +355,30 @@ def test_a_stop_at_any_moment_ends_the_thread(tmp_path: Path, monkeypatch: pytes
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body"})
 
-    for at in range(40):
-        recorder = CallRecorder(tmp_path / f"{at}.db", 1, 10**9)
-        asyncio.run(ask(recorder))
-        time.sleep(at / 10_000)
-        recorder.close()
+    traced, lines = threading.gettrace(), itertools.count(1)
+    moment = None
+    while moment is None or not moment.is_last:
+        line = next(lines)
+        recorder = CallRecorder(tmp_path / f"{line}.db", 1, 10**9)
+        moment = Moment(line)
+        recorder._awake = moment
+        threading.settrace(moment.trace)
+        try:
+            asyncio.run(ask(recorder))
+        finally:
+            threading.settrace(traced)
+        assert moment.has_come.wait(SOON)
+        closing = threading.Thread(target=recorder.close)
+        closing.start()
+        wait_for(lambda: recorder._is_closing and moment.is_set(), "the stop")  # noqa: B023
+        moment.may_go_on.set()
+        closing.join()
         assert recorder._thread is not None
         assert not recorder._thread.is_alive()
         with CallLog(recorder.path) as log:
             ((_, call),) = log.page(0, 10, 10**6)
         assert (call.is_complete, call.media_type, call.response) == (True, "", b"")
+    assert line > 20
 
 
 def test_a_locked_log_delays_no_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,11 +399,10 @@ SERVE = """
 import asyncio, json, resource, signal, sys
 import uvicorn
 from tests.serving.fake_vllm import with_middleware
-from tests.serving.server.test_call_recorder import Scripted
+from tests.factories.scripted_vllm import Scripted
 if limit := int(sys.argv[1]):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2))
 
 class Told(uvicorn.Server):
     async def startup(self, sockets=None):
@@ -418,7 +424,7 @@ class Process(Server):
     """The same in a process of its own."""
 
     def __init__(self, path: Path, limit: int = 0) -> None:
-        environment = {**os.environ, CALL_LOG_VARIABLE: settings(path)}
+        environment = {**os.environ, CALL_LOG_VARIABLE: log_settings(path)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(limit)], stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -477,13 +483,13 @@ def test_what_a_killed_server_has_recorded_is_whole(tmp_path: Path) -> None:
 def test_serving_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     server = Process(tmp_path / "calls.db", 200_000)
     try:
-        for at in range(30):
+        server.ask()
+        server.recorded(1)
+        for at in range(29):
             answered = server.ask({**CHAT, "seed": at, "user": os.urandom(20_000).hex()})
             assert answered.status_code == 200
-            time.sleep(0.02)
         dropped = wait_for(lambda: pages(server).json()["dropped"], "dropped calls", seconds=60)
-        server.process.send_signal(10)
-        time.sleep(0.1)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         server.ask(CHAT)
         wait_for(lambda: pages(server).json()["calls"][-1]["response"], "the page", seconds=60)
         found = wait_for(
@@ -507,7 +513,7 @@ async def test_old_calls_are_pruned_by_the_server(tmp_path: Path, monkeypatch: p
     old = RecordedCall("a", "p", "base", "", 0, 1, 2, 200, True, "", b"{}", b"")
     with CallLog(path) as log:
         log.append([old])
-    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: settings(path)})
+    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: log_settings(path)})
     with running(middleware) as url:
         httpx2.post(f"{url}/v1/chat/completions", json=CHAT)
         with CallLog(path) as log:
@@ -526,7 +532,9 @@ def test_the_log_keeps_its_limit_however_fast_it_is_written(tmp_path: Path, monk
         return stored
 
     monkeypatch.setattr(CallLog, "append", measured)
-    middleware = with_middleware(Scripted(), **{CALL_LOG_VARIABLE: settings(tmp_path / "calls.db", max_bytes=limit)})
+    middleware = with_middleware(
+        Scripted(), **{CALL_LOG_VARIABLE: log_settings(tmp_path / "calls.db", max_bytes=limit)}
+    )
     with running(middleware) as url, httpx2.Client(base_url=url) as client:
         # Small calls first: the large ones after them need the room of many.
         bodies = ["y"] * 200 + [os.urandom(150_000).hex() for _ in range(40)] + [os.urandom(2_000_000).hex()]
@@ -626,7 +634,7 @@ MESSAGES = {"model": "agent", "max_tokens": 9, "messages": CHAT["messages"]}
 def test_nothing_of_excluded_users_and_conversations_is_recorded(
     tmp_path: Path, path: str, body: object, headers: dict[str, str]
 ) -> None:
-    given = {CALL_LOG_VARIABLE: settings(tmp_path / "calls.db")}
+    given = {CALL_LOG_VARIABLE: log_settings(tmp_path / "calls.db")}
     given[EXCLUDED_VARIABLE] = json.dumps({"users": ["ana"], "conversations": ["c-1", "ça"]})
     middleware = with_middleware(Scripted(), **given)
     with running(middleware) as url:
