@@ -14,11 +14,9 @@ import pytest
 
 from flywheel.config import Config
 from tests.agents.running import EXAMPLES, environment, run
-from tests.agents.test_exact_prompts import CALLS, Json, Server, configuration, exported, server
 from tests.daemon.following import Following, status
+from tests.factories.recording_server import CALLS, Json, Server, configuration, exported
 from tests.waiting import until
-
-__all__ = ["server"]
 
 OPENING = "Hello"
 LAST = "That is all"

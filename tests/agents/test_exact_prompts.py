@@ -5,77 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flywheel.config import Config
-from flywheel.serving.client.replica_client import Replica
 from tests.agents.running import ROOT, agentscope, run
-from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.daemon.following import Following, status
-from tests.factories.config import make_config
-from tests.serving.fake_vllm import running, with_middleware
+from tests.factories.recording_server import CALLS, OTLP, Json, Server, configuration, exported
 from tests.waiting import until
-
-Json = dict[str, Any]
 
 QUESTIONS = ("What is 12 times 34?", "And 5 by 6?", "Thank you", "What is 7 times 8?")
 SETTINGS = list(itertools.product((True, False), (True, False)))
 """Whether the agent asks for streams, and whether it has a tool."""
-
-
-class Server:
-    """A scripted model behind the real middleware with its call log, and what arrived before that."""
-
-    def __init__(self, model: ScriptedModel, recorder: Recorder, url: str) -> None:
-        self.model = model
-        self.url = url
-        self._recorder = recorder
-
-    @property
-    def requests(self) -> list[Json]:
-        return self._recorder.requests
-
-    async def point(self, adapter: str) -> None:
-        """Let the alias be answered by an adapter."""
-        async with Replica(self.url) as replica:
-            await replica.point("my-agent", adapter, None)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    model = ScriptedModel()
-    log = {"path": str(tmp_path / "serving" / "calls.db"), "keep_days": 1, "max_bytes": 10**9}
-    app = with_middleware(model, FLYWHEEL_ALIAS="my-agent", FLYWHEEL_CALL_LOG=json.dumps(log))
-    recorder = Recorder(app)
-    with running(recorder) as url:
-        yield Server(model, recorder, url)
-
-
-def configuration(directory: Path, server: Server, *sources: Json, **ingest: Any) -> Config:
-    return make_config(
-        directory,
-        sources=list(sources),
-        serving={"urls": [server.url]},
-        model={"alias": "my-agent", "base": "tiny"},
-        ingest={"settle_seconds": 0.2, "poll_seconds": 0.2, **ingest},
-    )
-
-
-def exported(config: Config) -> list[Json]:
-    """The task file, in the order of the replies."""
-    if not config.task_file.exists():
-        return []
-    whole, _, _ = config.task_file.read_bytes().rpartition(b"\n")
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return sorted(lines, key=lambda line: line["metadata"]["started_at"])
-
-
-OTLP: Json = {"type": "otlp", "listen": "127.0.0.1:0"}
-CALLS: Json = {"type": "calls"}
 
 
 async def ask_everything(server: Server, traces: str | None) -> None:

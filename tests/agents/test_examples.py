@@ -12,12 +12,10 @@ import pytest
 
 from tests.agents.running import EXAMPLES, run
 from tests.agents.scripted_model import Recorder, ScriptedModel, text_of
-from tests.agents.test_exact_prompts import Server, configuration, exported, server
 from tests.daemon.following import Following
+from tests.factories.recording_server import Server, configuration, exported
 from tests.serving.fake_vllm import running, with_middleware
 from tests.waiting import until
-
-__all__ = ["server"]
 
 
 def sent_by(program: str, *questions: str) -> tuple[list[str], list[dict[str, Any]]]:

@@ -19,14 +19,12 @@ from flywheel.records.trace import Reply
 from flywheel.sources.otlp.receiver import Receiver
 from tests.agents.running import ROOT, run
 from tests.agents.scripted_model import ScriptedModel
-from tests.agents.test_exact_prompts import CALLS, OTLP, Server, configuration, exported, server
 from tests.daemon.following import Following, status
 from tests.factories.config import make_config
+from tests.factories.recording_server import CALLS, OTLP, Server, configuration, exported
 from tests.serving.fake_vllm import running
 from tests.sources.studio.reading import MUCH_LATER, read_all
 from tests.waiting import until
-
-__all__ = ["server"]
 
 PRODUCTS = "What is 3 times 4 and 5?"
 OPENINFERENCE = ROOT / "tests" / "agents" / "openinference_agent.py"

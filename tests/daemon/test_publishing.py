@@ -23,10 +23,10 @@ from flywheel.serving.server.alias_table import read_aliases
 from flywheel.serving.server.vllm_command import adopt, alias_file, command, sent_adapters
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import tree_sha256
+from tests.factories.adapter import put_adapter_files
 from tests.factories.config import make_config, with_settings
 from tests.factories.round import GUARDED, comparison, put_tested_round, put_trained
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
-from tests.serving.server.test_vllm_command import adapter
 
 R1, R2 = "agent@r0001", "agent@r0002"
 
@@ -66,7 +66,7 @@ async def published(
     monkeypatch.setenv("ADMIN_KEY", "a-key-of-administrators")
     app = FakeVllm({BASE: PROBE.second.base})
     for number in (1, 2):
-        await store.write(put_trained, number, adapter(tmp_path / f"r{number:04d}", rank=8 * number), app)
+        await store.write(put_trained, number, put_adapter_files(tmp_path / f"r{number:04d}", rank=8 * number), app)
     with replica(app) as url:
         serving = {"urls": [url], "drain_seconds": 0, "admin_key_env": "ADMIN_KEY"}
         config = make_config(

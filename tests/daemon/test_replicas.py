@@ -30,11 +30,11 @@ from flywheel.sources.call_puller import OFF, CallPuller
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store
 from flywheel.system.files import tree_sha256
+from tests.factories.adapter import put_files
 from tests.factories.config import make_config
 from tests.factories.round import put_trained
 from tests.serving.elsewhere import elsewhere
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
-from tests.serving.server.test_sent_adapters import put_files
 from tests.waiting import until
 
 R1, R2 = "agent@r0001", "agent@r0002"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import orjson
 from sqlalchemy import Connection, select
 
 from flywheel.records.round import RoundTask
@@ -36,3 +38,8 @@ def round_task(name: str = "t-1", query: str = "What is 3 plus 4?", **values: An
     exchange = Exchange(query, "", **judged)
     prompt = [system, {"role": "user", "content": query}]
     return RoundTask(task_id=name, exchange=exchange, **{"prompt": prompt, **values})
+
+
+def written_keys(path: Path) -> list[str]:
+    """The ids of all tasks in a task file, if it is there."""
+    return [orjson.loads(line)["task_id"] for line in path.read_bytes().splitlines()] if path.exists() else []

@@ -80,3 +80,8 @@ def write_lines(path: Path, *lines: Any) -> Path:
     """A file of JSON lines. A line that is a text is written as it is."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path
+
+
+def put_numbered(conn: Connection, first: int, count: int) -> None:
+    """Replies of these numbers."""
+    put_replies(conn, *(reply(number) for number in range(first, first + count)))

@@ -19,8 +19,8 @@ import flywheel
 from flywheel.conversations import CONVERSATION_HEADER, MAX_HEADER_BYTES
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
+from tests.factories.call_log import log_settings
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
-from tests.serving.server.test_call_recorder import settings
 from tests.waiting import wait_for
 
 SPLIT = {"target": BASE, "share": 0.5, "salt": "salt"}
@@ -41,7 +41,7 @@ def server(app: FakeVllm, tmp_path: Path) -> Iterator[Server]:
     """Its alias is split between r0001 and the base model."""
     app.loaded["agent@r0001"] = "/adapters/r0001"
     path = tmp_path / "serving" / "calls.db"
-    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: settings(path)})
+    middleware = with_middleware(app, **{CALL_LOG_VARIABLE: log_settings(path)})
     with running(middleware) as url:
         change = {"alias": "agent", "target": "agent@r0001", "split": SPLIT}
         assert httpx2.put(f"{url}/flywheel/alias", json=change).status_code == 200

@@ -19,6 +19,7 @@ from flywheel.records.states import Split
 from flywheel.store.backup import CURRENT, MANIFEST, PREVIOUS, RESTORING, Backup, restore
 from flywheel.store.kernel.database import STATE_FILE as STATE
 from flywheel.system.lock import STATE_LOCKS, instance_lock
+from tests.factories.backup import back_up
 from tests.factories.state import execute, write_state
 from tests.factories.trace import put_replies, replies_on
 
@@ -34,14 +35,6 @@ def state(tmp_path: Path) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
     return directory
-
-
-def back_up(state: Path, folder: Path) -> Backup:
-    with Backup.into(folder, state) as made:
-        made.add_database(STATE, state / STATE)
-        made.add_tree("rounds", state / "rounds")
-        made.add("tasks.jsonl", state / "tasks.jsonl")
-    return made
 
 
 def names(directory: Path) -> set[str]:
@@ -196,7 +189,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from flywheel.store import backup
-from tests.store.test_backup import back_up
+from tests.factories.backup import back_up
 
 left = int(sys.argv[1])
 renamed = Path.rename

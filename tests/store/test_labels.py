@@ -16,9 +16,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.verdicts import CHAIN
 from flywheel.store.verdicts import store as store_verdict
-from tests.factories.trace import reply
+from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import put_tasks, rejected, settle
-from tests.store.test_reingestion import put
 
 
 def keys(conn: Connection) -> list[str]:
@@ -161,9 +160,9 @@ async def test_about_a_tenth_of_all_tasks_is_in_the_random_part(
 
 
 async def test_a_label_stays_when_the_reply_changes_before_a_verdict_was_paid_for(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, answer="old"))
     (task,) = await store.write(claims.claim, 10, "r", "j")
     await store.write(settle, task.id, replace(rejected(), calls=0), f"{CHAIN}c", "", 60.0)
     await store.write(labels.add, task.key, Label.ACCEPT, "alice")
-    await store.write(put, reply(1, answer="new"))
+    await store.write(put_replies, reply(1, answer="new"))
     assert [each["verdict_id"] for each in await store.read(labels.of_task, task.id)] == [None]

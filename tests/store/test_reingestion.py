@@ -12,18 +12,12 @@ from flywheel.judge.filters.deduplication import fingerprint
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import Verdict
-from flywheel.store import claims, deduplication, ledger, verdicts
+from flywheel.store import claims, deduplication, verdicts
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import events, replies, tasks
-from flywheel.store.ledger import Recorded
 from flywheel.store.views import balance
-from tests.factories.trace import batch, reply
+from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import accepted, rejected, settle, undecided
-
-
-def put(conn: Connection, *some: Reply, source: str = "/a") -> Recorded:
-    what = batch(*some, source=source)
-    return ledger.record_batch(conn, ledger.source_id(conn, source), what, train_ratio=0.7, split_seed=42)
 
 
 def look(conn: Connection) -> list[tuple[str, str | None, str, str]]:
@@ -41,8 +35,8 @@ def story(conn: Connection, kind: str) -> list[str]:
 
 
 async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
-    done = await store.write(put, reply(1, answer="new"))
+    await store.write(put_replies, reply(1, answer="old"))
+    done = await store.write(put_replies, reply(1, answer="new"))
     assert (done.re_extracted, done.new_replies, done.new_tasks) == (1, 0, 0)
     assert await store.read(look) == [("converted", None, "pending", "new")]
     assert await store.read(story, "replies") == ["converted", "open", "closed", "converted"]
@@ -50,50 +44,50 @@ async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: St
 
 
 async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, answer="old"))
     (task,) = await store.write(claims.claim, 10, "r", "j")
     await store.write(settle, task.id, accepted(), "r", "j", 60.0)
     for _ in range(2):
-        await store.write(put, reply(1, answer="new"))
+        await store.write(put_replies, reply(1, answer="new"))
     assert await store.read(look) == [("converted", None, "accepted", "old")]
     assert await store.read(story, "replies") == ["converted", "changed"], "once, however often it is read"
     assert (await store.read(balance.balance)).balanced
 
 
 async def test_while_it_is_judged_it_stays_as_it_is(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, answer="old"))
     await store.write(claims.claim, 10, "r", "j")
-    await store.write(put, reply(1, answer="new"))
+    await store.write(put_replies, reply(1, answer="new"))
     assert await store.read(look) == [("converted", None, "judging", "old")]
 
 
 async def test_a_reply_that_is_none_any_more_takes_its_task_back_and_may_return(store: Store) -> None:
-    await store.write(put, reply(1))
-    await store.write(put, reply(1, skip=SkipReason.ERROR, skip_detail="it failed after all"))
+    await store.write(put_replies, reply(1))
+    await store.write(put_replies, reply(1, skip=SkipReason.ERROR, skip_detail="it failed after all"))
     assert await store.read(look) == [("skipped", "error", "", "")]
     assert await store.read(story, "tasks") == ["pending", "withdrawn"]
     books = await store.read(balance.balance)
     assert books.balanced and books.ends["pending"] == 0
-    await store.write(put, reply(1, answer="right"))
+    await store.write(put_replies, reply(1, answer="right"))
     assert await store.read(look) == [("converted", None, "pending", "right")]
     assert books.balanced
 
 
 async def test_a_partial_view_changes_nothing(store: Store) -> None:
-    await store.write(put, reply(1, answer="whole"))
-    await store.write(put, reply(1, answer="", skip=SkipReason.UNFINISHED))
+    await store.write(put_replies, reply(1, answer="whole"))
+    await store.write(put_replies, reply(1, answer="", skip=SkipReason.UNFINISHED))
     assert await store.read(look) == [("converted", None, "pending", "whole")]
 
 
 async def test_a_reply_that_two_sources_tell_is_what_the_last_one_to_change_says(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
-    await store.write(put, reply(1, answer="old"), source="/b")
-    await store.write(put, reply(1, answer="new"), source="/b")
+    await store.write(put_replies, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, answer="old"), source="/b")
+    await store.write(put_replies, reply(1, answer="new"), source="/b")
     assert await store.read(look) == [("converted", None, "pending", "new")] * 2
-    await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"), source="/b")
+    await store.write(put_replies, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"), source="/b")
     assert await store.read(look) == [("converted", None, "pending", "new"), ("skipped", "error", "", "")]
     assert (await store.read(balance.balance)).balanced
-    await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"))
+    await store.write(put_replies, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"))
     assert await store.read(look) == [("skipped", "error", "", "")] * 2
     assert (await store.read(story, "tasks"))[-1] == "withdrawn", "none tells it any more"
     assert (await store.read(balance.balance)).balanced
@@ -113,11 +107,11 @@ async def test_a_reply_that_two_sources_tell_is_what_the_last_one_to_change_says
 async def test_what_nothing_was_paid_for_may_change(
     store: Store, verdict: Verdict, rubric: str, is_free: bool
 ) -> None:
-    await store.write(put, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, answer="old"))
     (task,) = await store.write(claims.claim, 10, rubric, "j")
     await store.write(settle, task.id, replace(verdict, calls=verdict.calls * (not is_free)), rubric, "j", 60.0)
     ((_, _, before, _),) = await store.read(look)
-    await store.write(put, reply(1, answer="new"))
+    await store.write(put_replies, reply(1, answer="new"))
     now = ("pending", "new") if is_free else (before, "old")
     assert await store.read(look) == [("converted", None, *now)]
     assert (await store.read(balance.balance)).balanced
@@ -125,19 +119,19 @@ async def test_what_nothing_was_paid_for_may_change(
 
 
 async def test_a_task_that_was_put_aside_for_nothing_is_withdrawn_with_its_reply(store: Store) -> None:
-    await store.write(put, reply(1))
+    await store.write(put_replies, reply(1))
     (task,) = await store.write(claims.claim, 10, "r", "j")
     await store.write(settle, task.id, replace(undecided(), calls=0), "r", "j", 60.0)
-    await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
+    await store.write(put_replies, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     assert await store.read(look) == [("skipped", "nested", "", "")]
     assert await store.read(story, "tasks") == ["pending", "judging", "undecided", "pending", "withdrawn"]
     assert (await store.read(balance.balance)).balanced
 
 
 async def test_a_task_that_was_withdrawn_comes_back_with_whoever_tells_it(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
-    await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
-    await store.write(put, reply(1, answer="whole"), source="/b")
+    await store.write(put_replies, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
+    await store.write(put_replies, reply(1, answer="whole"), source="/b")
     assert await store.read(look) == [("skipped", "nested", "", ""), ("converted", None, "pending", "whole")]
     assert (await store.read(balance.balance)).balanced
 
@@ -145,7 +139,7 @@ async def test_a_task_that_was_withdrawn_comes_back_with_whoever_tells_it(store:
 @pytest.mark.parametrize("becomes", ["another question", "none"])
 async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Store, becomes: str) -> None:
     query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
-    await store.write(put, reply(1, query=query), reply(2, query=query.lower()))
+    await store.write(put_replies, reply(1, query=query), reply(2, query=query.lower()))
     first, second = await store.write(claims.claim, 10, "r", "j")
     entries = [deduplication.ComparedTask(task.id, task.key, fingerprint(task.line, 0.8)) for task in (first, second)]
     near = await store.write(deduplication.enter, entries, 0.8)
@@ -156,9 +150,9 @@ async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Stor
     await store.write(settle, first.id, replace(undecided(), calls=0), "r", "j", 60.0)
     await store.write(settle, second.id, replace(rejected(), calls=0), f"{verdicts.CHAIN}c", "", 60.0)
     if becomes == "none":
-        await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
+        await store.write(put_replies, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     else:
-        await store.write(put, reply(1, query="Who wrote the Odyssey?"))
+        await store.write(put_replies, reply(1, query="Who wrote the Odyssey?"))
     assert (await store.read(look))[1][2] == "pending"
     third = deduplication.ComparedTask(10**6, "third", entries[0].compared)
     near = await store.write(lambda conn: {third.task: deduplication._near(conn, third, 0.8)})
@@ -166,8 +160,8 @@ async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Stor
 
 
 async def test_a_reply_in_another_trace_is_another_task(store: Store) -> None:
-    await store.write(put, reply(1, answer="old"))
-    await store.write(put, reply(1, answer="old", trace_id="another"))
+    await store.write(put_replies, reply(1, answer="old"))
+    await store.write(put_replies, reply(1, answer="old", trace_id="another"))
     assert await store.read(look) == [("converted", None, "pending", "old")]
     states = await store.read(lambda conn: conn.execute(select(tasks.c.state).order_by(tasks.c.id)).scalars().all())
     assert states == ["withdrawn", "pending"]
@@ -177,14 +171,14 @@ async def test_a_reply_in_another_trace_is_another_task(store: Store) -> None:
 
 async def test_a_conversation_that_gets_another_id_stays_on_its_side(store: Store) -> None:
     turns = [(n, {"conversation_id": f"c{n // 4}", "turn": n % 4, "query": f"question {n}"}) for n in range(40)]
-    await store.write(put, *(reply(n, **values) for n, values in turns))
+    await store.write(put_replies, *(reply(n, **values) for n, values in turns))
     told = select(tasks.c.split, tasks.c.payload, tasks.c.conversation_id).order_by(tasks.c.id)
     before = await store.read(lambda conn: conn.execute(told).all())
     assert {row.split for row in before} == {"train", "held-out"}
     # The last turns first: they do not say how the conversation began.
     for n, values in reversed(turns):
-        await store.write(put, reply(n, **{**values, "conversation_id": f"new {n // 4}"}))
-    await store.write(put, *(reply(100 + n, conversation_id=f"new {n}", turn=4) for n in range(10)))
+        await store.write(put_replies, reply(n, **{**values, "conversation_id": f"new {n // 4}"}))
+    await store.write(put_replies, *(reply(100 + n, conversation_id=f"new {n}", turn=4) for n in range(10)))
     after = await store.read(lambda conn: conn.execute(told).all())
     assert [row.split for row in after[:40]] == [row.split for row in before]
     assert [row.conversation_id for row in after[:40]] == [f"new {n // 4}" for n in range(40)]
@@ -193,9 +187,9 @@ async def test_a_conversation_that_gets_another_id_stays_on_its_side(store: Stor
 
 
 async def test_a_state_from_before_contents_were_remembered_adopts_what_it_finds(store: Store) -> None:
-    await store.write(put, reply(1, answer="same", service="a"), reply(2, answer="old"))
+    await store.write(put_replies, reply(1, answer="same", service="a"), reply(2, answer="old"))
     await store.write(lambda conn: conn.execute(replies.update().values(content=None)))
-    done = await store.write(put, reply(1, answer="same", service="b"), reply(2, answer="new"))
+    done = await store.write(put_replies, reply(1, answer="same", service="b"), reply(2, answer="new"))
     assert done.re_extracted == 1
     assert [answer for *_, answer in await store.read(look)] == ["same", "new"]
 
@@ -206,8 +200,10 @@ async def test_turns_that_their_spans_do_not_show_are_found_by_conversation_and_
             number, conversation_id="k", history=(), model="", query=f"q{number}", answer=f"a{number}", **more
         )
 
-    await store.write(put, turn(1), turn(3))
-    await store.write(put, turn(5), turn(2, agent="Other"), reply(4, conversation_id="unknown", history=(), model=""))
+    await store.write(put_replies, turn(1), turn(3))
+    await store.write(
+        put_replies, turn(5), turn(2, agent="Other"), reply(4, conversation_id="unknown", history=(), model="")
+    )
     rows = await store.read(lambda conn: conn.execute(select(tasks.c.payload)).scalars().all())
     by_span = {row["metadata"]["span_id"]: row for row in rows}
     said = {int(span[4:]): [m["content"] for m in row["prompt"]] for span, row in by_span.items()}

@@ -20,15 +20,11 @@ from flywheel.store.kernel.bulk import CHUNK
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.task_file import FileState, TaskFile, exported_to
-from tests.factories.trace import batch, reply
+from tests.factories.task import written_keys
+from tests.factories.trace import put_numbered
 from tests.sources.studio.writer import DATA
 
 MANY = 2 * CHUNK + 7
-
-
-def put(conn: Connection, first: int, count: int) -> None:
-    told = batch(*(reply(number) for number in range(first, first + count)))
-    ledger.record_batch(conn, ledger.source_id(conn, "/a"), told, train_ratio=0.7, split_seed=42)
 
 
 def keys(conn: Connection) -> list[str]:
@@ -39,20 +35,16 @@ def waiting(conn: Connection) -> int:
     return int(conn.execute(select(func.count()).where(tasks.c.id > exported_to(conn))).scalar_one())
 
 
-def written(path: Path) -> list[str]:
-    return [orjson.loads(line)["task_id"] for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
 @pytest.mark.parametrize("count", [1, CHUNK, MANY])
 async def test_every_task_is_a_line_once_and_in_order(store: Store, tmp_path: Path, count: int) -> None:
     file = TaskFile(tmp_path / "tasks.jsonl")
     assert await file.follow(store) == 0
-    await store.write(put, 0, count)
+    await store.write(put_numbered, 0, count)
     assert await file.follow(store) == count
     assert await file.follow(store) == 0
-    await store.write(put, count, 3)
+    await store.write(put_numbered, count, 3)
     assert await file.follow(store) == 3
-    assert written(file.path) == await store.read(keys)
+    assert written_keys(file.path) == await store.read(keys)
     assert await store.read(waiting) == 0
 
 
@@ -68,12 +60,12 @@ async def test_long_lines_are_written_a_few_at_a_time(
         return append(path, lines, mode=mode)
 
     monkeypatch.setattr(task_file, "append_lines", counted)
-    await store.write(put, 0, 100)
+    await store.write(put_numbered, 0, 100)
     assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 100
     assert max(sizes) < 20 and sum(sizes) == 100
     source = await store.read(ledger.source_id, "/a")
     assert await task_file.export_sources(store, tmp_path / "other.jsonl", [source]) == 100
-    assert written(tmp_path / "tasks.jsonl") == written(tmp_path / "other.jsonl") == await store.read(keys)
+    assert written_keys(tmp_path / "tasks.jsonl") == written_keys(tmp_path / "other.jsonl") == await store.read(keys)
 
 
 @pytest.mark.parametrize("anew", [True, False])
@@ -81,7 +73,7 @@ async def test_long_lines_are_written_a_few_at_a_time(
 async def test_what_was_appended_and_not_marked_is_not_appended_again(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool, pages: int
 ) -> None:
-    await store.write(put, 0, MANY)
+    await store.write(put_numbered, 0, MANY)
     file = TaskFile(tmp_path / "tasks.jsonl")
     mark, left = task_file._mark, pages
 
@@ -96,10 +88,10 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
     with pytest.raises(RuntimeError):
         await file.follow(store)
     monkeypatch.setattr(task_file, "_mark", mark)
-    assert len(written(file.path)) == pages * CHUNK
+    assert len(written_keys(file.path)) == pages * CHUNK
     assert await store.read(waiting) == MANY - (pages - 1) * CHUNK
     await (TaskFile(file.path) if anew else file).follow(store)
-    assert written(file.path) == await store.read(keys)
+    assert written_keys(file.path) == await store.read(keys)
     assert await store.read(waiting) == 0
 
 
@@ -120,7 +112,7 @@ async def test_the_file_follows_while_a_pass_goes_on(tmp_path: Path, monkeypatch
     store = await Store.open(config.state_dir)
     reading = Ingestion(store, config)
     (report,) = await reading.run(final=True)
-    assert len(set(written(config.task_file))) == len(written(config.task_file)) == report.counts.tasks > 0
+    assert len(set(written_keys(config.task_file))) == len(written_keys(config.task_file)) == report.counts.tasks > 0
     assert await store.read(waiting) == 0
     await reading.close()
     await store.close()
@@ -144,7 +136,7 @@ FOREIGN = {
 async def test_a_file_that_is_none_of_ours_keeps_every_byte(
     store: Store, tmp_path: Path, kind: str, whole: int
 ) -> None:
-    await store.write(put, 0, 3)
+    await store.write(put_numbered, 0, 3)
     path = tmp_path / "notes"
     before = b'{"task_id":"old"}\n' * whole + FOREIGN[kind]
     path.write_bytes(before)
@@ -159,26 +151,26 @@ async def test_a_file_that_is_none_of_ours_keeps_every_byte(
 @pytest.mark.parametrize("how", ["follow", "export_sources"])
 @pytest.mark.parametrize("left", [1, 7, 12, 20, 33, 40, 60, 200, -2, -1])
 async def test_a_torn_line_of_ours_is_written_again(store: Store, tmp_path: Path, how: str, left: int) -> None:
-    await store.write(put, 0, 3)
+    await store.write(put_numbered, 0, 3)
     path = tmp_path / "tasks.jsonl"
     await TaskFile(path).follow(store)
-    await store.write(put, 3, 2)
+    await store.write(put_numbered, 3, 2)
     source = await store.read(lambda conn: ledger.source_id(conn, "/a"))
     lines = await store.read(lambda conn: list(conn.execute(select(tasks.c.payload).order_by(tasks.c.id)).scalars()))
     with path.open("ab") as file:
         file.write((orjson.dumps(lines[3]) + b"\n")[:left])
     await (TaskFile(path).follow(store) if how == "follow" else task_file.export_sources(store, path, [source]))
-    assert written(path) == await store.read(keys)
+    assert written_keys(path) == await store.read(keys)
 
 
 async def test_a_marked_task_whose_line_lost_its_end_is_kept(store: Store, tmp_path: Path) -> None:
-    await store.write(put, 0, 2)
+    await store.write(put_numbered, 0, 2)
     path = tmp_path / "tasks.jsonl"
     await TaskFile(path).follow(store)
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    await store.write(put, 2, 1)
+    await store.write(put_numbered, 2, 1)
     await TaskFile(path).follow(store)
-    assert written(path) == await store.read(keys)
+    assert written_keys(path) == await store.read(keys)
 
 
 @pytest.mark.parametrize("slow", ["append_lines", "last_lines"])
@@ -196,7 +188,7 @@ async def test_the_loop_goes_on_while_the_disk_is_slow(
 
     monkeypatch.setattr(task_file, slow, slowly)
     (tmp_path / "tasks.jsonl").touch()
-    await store.write(put, 0, 3)
+    await store.write(put_numbered, 0, 3)
     following = asyncio.create_task(TaskFile(tmp_path / "tasks.jsonl").follow(store))
     while not asked.is_set():
         await asyncio.sleep(0.01)
@@ -216,7 +208,7 @@ async def test_an_append_has_ended_when_its_caller_is_cancelled(
         return append(path, lines, mode=mode)
 
     monkeypatch.setattr(task_file, "append_lines", slowly)
-    await store.write(put, 0, 3)
+    await store.write(put_numbered, 0, 3)
     file = TaskFile(tmp_path / "tasks.jsonl")
     following = asyncio.create_task(file.follow(store))
     while not asked.is_set():
@@ -229,4 +221,4 @@ async def test_an_append_has_ended_when_its_caller_is_cancelled(
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await following
-    assert len(written(file.path)) == 3
+    assert len(written_keys(file.path)) == 3

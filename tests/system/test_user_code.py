@@ -14,51 +14,8 @@ import pytest
 
 from flywheel.errors import ConfigError
 from flywheel.system.user_code import FunctionError, PythonProcess, ReturnedValue, function_of
+from tests.factories.user_file import FILE, keep_process
 from tests.waiting import wait_for
-
-FILE = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-
-calls = 0
-
-def keep(task):
-    global calls
-    calls += 1
-    do = task["do"]
-    if "grandchild" in task:
-        started = subprocess.Popen(["sleep", "100"])
-        Path(task["grandchild"]).write_text(str(started.pid))
-    if do == "hang":
-        Path(task["pid"]).write_text(str(os.getpid()))
-        while True:
-            pass
-    if do == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if do == "leave":
-        os._exit(3)
-    if do == "exit":
-        sys.exit("enough")
-    if do == "talk":
-        print("printed")
-        os.write(1, b"written\\n")
-        subprocess.run(["echo", "by another program"])
-        return len(sys.stdin.read()) == 0, "read to the end"
-    if do == "meet":
-        Path(task["mine"]).touch()
-        while not Path(task["other"]).exists():
-            time.sleep(0.01)
-    if do == "pid":
-        return os.getpid()
-    if do == "signal":
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-    return task.get("say", calls)
-"""
-
-
-def made(seconds: float = 60, most: int = 1, source: str = FILE, name: str = "keep") -> PythonProcess:
-    return PythonProcess(source, Path("mine.py"), name, attempted="load mine.py", seconds=seconds, most=most)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +23,11 @@ def made(seconds: float = 60, most: int = 1, source: str = FILE, name: str = "ke
     [(True, True), (0.25, 0.25), (2, 2.0), (None, None), ("yes", None), (float("inf"), float("inf"))],
 )
 def test_what_is_returned_comes_as_it_is(said: Any, value: Any) -> None:
-    assert made()({"do": "", "say": said}) == ReturnedValue(value, None, repr(said))
+    assert keep_process()({"do": "", "say": said}) == ReturnedValue(value, None, repr(said))
 
 
 def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path: Path) -> None:
-    keep = made(seconds=1)
+    keep = keep_process(seconds=1)
     assert [keep({"do": ""}).value for _ in range(2)] == [1.0, 2.0]
     with pytest.raises(FunctionError, match="keep ran longer than 1 s"):
         keep({"do": "hang", "pid": str(tmp_path / "pid")})
@@ -82,14 +39,14 @@ def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path:
 @pytest.mark.parametrize("do", ["hang", "crash", "leave"])
 def test_what_a_function_has_started_ends_with_its_process(tmp_path: Path, do: str) -> None:
     """Else each call that takes too long would leave a program behind."""
-    keep = made(seconds=1)
+    keep = keep_process(seconds=1)
     with pytest.raises(FunctionError):
         keep({"do": do, "pid": str(tmp_path / "pid"), "grandchild": str(tmp_path / "grandchild")})
     _wait_for_end(tmp_path / "grandchild")
 
 
 def test_what_a_function_has_started_ends_when_nobody_asks_it_any_more(tmp_path: Path) -> None:
-    keep = made()
+    keep = keep_process()
     keep({"do": "", "grandchild": str(tmp_path / "grandchild")})
     assert _runs(int((tmp_path / "grandchild").read_text()))
     keep.close()
@@ -100,25 +57,25 @@ def test_what_a_function_has_started_ends_when_nobody_asks_it_any_more(tmp_path:
     ("do", "complaint"), [("crash", "SIGSEGV"), ("leave", "exit code 3"), ("exit", "SystemExit: enough")]
 )
 def test_one_that_ends_its_process_costs_one_call(do: str, complaint: str) -> None:
-    keep = made()
+    keep = keep_process()
     with pytest.raises(FunctionError, match=complaint):
         keep({"do": do})
     assert keep({"do": "", "say": True}).value is True
 
 
 def test_what_it_prints_and_reads_is_not_ours(capfd: pytest.CaptureFixture[str]) -> None:
-    assert made()({"do": "talk"}) == ReturnedValue(True, "read to the end", repr((True, "read to the end")))
+    assert keep_process()({"do": "talk"}) == ReturnedValue(True, "read to the end", repr((True, "read to the end")))
     out, err = capfd.readouterr()
     assert out == ""
     assert [line for line in err.splitlines() if line] == ["printed", "written", "by another program"]
 
 
 def test_signals_to_all_of_us_leave_the_call_alone() -> None:
-    assert made()({"do": "signal", "say": True}).value is True
+    assert keep_process()({"do": "signal", "say": True}).value is True
 
 
 def test_calls_do_not_wait_for_each_other_while_there_may_be_more_processes(tmp_path: Path) -> None:
-    keep = made(most=2)
+    keep = keep_process(most=2)
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     told: list[ReturnedValue] = []
     threads = [
@@ -144,13 +101,13 @@ def test_calls_do_not_wait_for_each_other_while_there_may_be_more_processes(tmp_
 )
 def test_a_file_that_does_not_load_is_told(source: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        made(source=source)
+        keep_process(source=source)
 
 
 def test_a_file_that_hangs_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flywheel.system.user_code.LOAD_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="not loaded after 1 s"):
-        made(source="while True: pass")
+        keep_process(source="while True: pass")
 
 
 def test_modules_of_ours_are_found_and_files_beside_the_user_are_not_meant(
@@ -159,7 +116,7 @@ def test_modules_of_ours_are_found_and_files_beside_the_user_are_not_meant(
     (tmp_path / "queue.py").write_text("raise RuntimeError('the wrong one')")
     (tmp_path / "flywheel.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.chdir(tmp_path)
-    assert made(source="import flywheel.errors\ndef keep(task):\n    return True\n")({}).value is True
+    assert keep_process(source="import flywheel.errors\ndef keep(task):\n    return True\n")({}).value is True
 
 
 def test_the_same_function_has_one_process_while_somebody_has_it() -> None:
@@ -174,7 +131,7 @@ def test_the_same_function_has_one_process_while_somebody_has_it() -> None:
 
 
 def test_a_close_during_a_call_ends_its_process_after_the_call(tmp_path: Path) -> None:
-    keep = made()
+    keep = keep_process()
     pid = int(keep({"do": "pid"}).value or 0)
     mine, other = tmp_path / "mine", tmp_path / "other"
     with ThreadPoolExecutor(1) as threads:
@@ -188,8 +145,8 @@ def test_a_close_during_a_call_ends_its_process_after_the_call(tmp_path: Path) -
 
 PARENT = """
 import sys
-from tests.system.test_user_code import made
-made()({"do": "hang", "pid": sys.argv[1], "grandchild": sys.argv[2]})
+from tests.factories.user_file import keep_process
+keep_process()({"do": "hang", "pid": sys.argv[1], "grandchild": sys.argv[2]})
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import sqlite3
 import stat
@@ -15,9 +14,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,44 +24,10 @@ from flywheel.errors import CallLogError
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.calls.request_parts import MAX_PARTS, packed, parts_of, runs
+from tests.factories.call_log import call, conversation, stored
 from tests.waiting import wait_for
 
 HOUR_NS = 3600 * 10**9
-
-
-def call(request_id: str = "fw-1", request: bytes = b'{"model": "agent"}', **more: Any) -> RecordedCall:
-    plain = RecordedCall(
-        request_id=request_id,
-        path="/v1/chat/completions",
-        version="base",
-        credential="c0ffee",
-        retry=0,
-        started_ns=1,
-        ended_ns=2,
-        status=200,
-        is_complete=True,
-        media_type="application/json",
-        request=request,
-        response=b'{"id": "chatcmpl-fw-1"}',
-    )
-    return replace(plain, **more)
-
-
-def conversation(calls: int, seed: int = 0, **more: Any) -> list[RecordedCall]:
-    """A conversation in which every call repeats all messages before it."""
-    words = random.Random(seed)
-    messages = [{"role": "system", "content": "You are an agent."}]
-    told = []
-    for at in range(calls):
-        messages.append({"role": "user", "content": words.randbytes(1000).hex()})
-        body = {"model": "agent", "messages": messages, "tools": [{"name": "t" * 4000}], "stream": True}
-        told.append(call(f"fw-{seed}-{at}", json.dumps(body).encode(), response=words.randbytes(50), **more))
-        messages.append({"role": "assistant", "content": words.randbytes(1000).hex()})
-    return told
-
-
-def stored(log: CallLog) -> list[RecordedCall]:
-    return [each for _, each in log.page(0, 10**6, 10**9)]
 
 
 json_values = st.recursive(
@@ -378,7 +341,8 @@ def test_a_file_that_is_no_log_is_explained(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from tests.serving.calls.test_call_log import CallLog, conversation
+from flywheel.serving.calls.call_log import CallLog
+from tests.factories.call_log import conversation
 log = CallLog(Path(sys.argv[1]))
 print("ready", flush=True)
 seed = 0
@@ -415,7 +379,8 @@ def test_what_kill_9_leaves_is_whole(tmp_path: Path) -> None:
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from tests.serving.calls.test_call_log import CallLog, CallLogError, conversation, stored
+from flywheel.serving.calls.call_log import CallLog, CallLogError
+from tests.factories.call_log import conversation, stored
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = CallLog(Path(sys.argv[1]))
 log.append(conversation(5, 1))

@@ -25,7 +25,7 @@ from flywheel.serving.calls import call_log, erasure
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.calls.request_parts import parts_of
-from tests.serving.calls.test_call_log import call, conversation, stored
+from tests.factories.call_log import call, conversation, stored
 from tests.waiting import wait_for
 
 WINDOW = 12
@@ -272,7 +272,8 @@ def test_a_page_says_how_many_of_its_numbers_were_erased(tmp_path: Path) -> None
 ERASER = """
 import sys
 from pathlib import Path
-from tests.serving.calls.test_call_log import CallLog, conversation
+from flywheel.serving.calls.call_log import CallLog
+from tests.factories.call_log import conversation
 log = CallLog(Path(sys.argv[1]), busy_seconds=60)
 print("ready", flush=True)
 log.erase([each.request_id for seed in range(0, 40, 2) for each in conversation(30, seed)])

@@ -3,79 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from flywheel.config import ServingSettings
 from flywheel.errors import ServeError, StoreError
-from flywheel.records.round import AdapterRef, Probe
-from flywheel.records.states import TRANSITIONS, DeploymentState
+from flywheel.records.round import Probe
+from flywheel.records.states import DeploymentState
 from flywheel.serving.client.adapter_swap import SwapReport, reconcile, retire, rollback, swap
 from flywheel.serving.client.replica_client import Replica
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
+from tests.factories.swap import NEW, OLD, Fleet, FlipFault
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 
 SETTINGS = ServingSettings(drain_seconds=0)
-
-
-class Fleet:
-    """Two replicas on which `agent@r0001` serves, and the files of r0002 and of a wrong r0003."""
-
-    def __init__(self, folder: Path, apps: list[FakeVllm], replicas: list[Replica]) -> None:
-        self.apps = apps
-        self.replicas = replicas
-        self.states: list[DeploymentState] = [DeploymentState.REQUESTED]
-        self.paths = {name: str(folder / name) for name in ("r0001", "r0002", "r0003")}
-        for name, path in self.paths.items():
-            Path(path).mkdir()
-            (Path(path) / "weights").write_text(name)
-        for app in apps:
-            app.weights = {
-                self.paths["r0001"]: [-1.0] * len(PROBE.places),
-                self.paths["r0002"]: [value - 0.004 for value in PROBE.second.adapter],
-                self.paths["r0003"]: PROBE.second.base,
-            }
-
-    async def on_state(self, state: DeploymentState, _: SwapReport | None = None) -> None:
-        assert state in TRANSITIONS[DeploymentState][self.states[-1]]
-        self.states.append(state)
-
-    async def targets(self) -> list[str]:
-        return [(await each.alias("agent")).target for each in self.replicas]
-
-    async def answers(self) -> list[str]:
-        """Which model answers a request for the alias on each replica."""
-        async with httpx2.AsyncClient() as client:
-            asked = [
-                await client.post(f"{r.url}/v1/chat/completions", json={"model": "agent"}) for r in self.replicas
-            ]
-        return [answer.json()["model"] for answer in asked]
-
-    async def swap(self, name: str | None = "r0002", probe: Probe | None = PROBE) -> object:
-        return await swap(self.replicas, "agent", self.ref(name) if name else None, probe, self.on_state)
-
-    def ref(self, name: str) -> AdapterRef:
-        return AdapterRef(name=name, path=self.paths[name], sha256=f"the hash of {name}")
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with contextlib.AsyncExitStack() as stack:
-        apps = [FakeVllm({BASE: PROBE.second.base}) for _ in range(2)]
-        urls = [stack.enter_context(replica(app)) for app in apps]
-        replicas = [await stack.enter_async_context(Replica(url, timeout_seconds=30)) for url in urls]
-        fleet = Fleet(tmp_path, apps, replicas)
-        for each in replicas:
-            await each.load("agent@r0001", fleet.paths["r0001"])
-            await each.point("agent", "agent@r0001", BASE, fleet.paths["r0001"])
-        yield fleet
-
-
-OLD, NEW = "agent@r0001", "agent@r0002"
 
 
 async def test_a_swap(fleet: Fleet) -> None:
@@ -131,28 +73,6 @@ async def test_wrong_weights_on_one_replica(fleet: Fleet) -> None:
     with pytest.raises(ServeError, match=r"prove agent@r0002 .* shows 0\.00 of the adapter's"):
         await fleet.swap()
     assert await fleet.answers() == [OLD, OLD]
-
-
-class FlipFault:
-    """Fails the flips of one replica: refused outright, or done with the answer lost."""
-
-    def __init__(self, app: object, lost: bool, times: int) -> None:
-        self.app = app
-        self.lost = lost
-        self.times = times
-
-    async def __call__(self, scope: dict[str, object], receive: object, send: object) -> None:
-        if scope["method"] != "PUT" or self.times == 0:
-            await self.app(scope, receive, send)  # type: ignore[operator]
-            return
-        self.times -= 1
-        if self.lost:
-
-            async def nowhere(_: object) -> None: ...
-
-            await self.app(scope, receive, nowhere)  # type: ignore[operator]
-        await send({"type": "http.response.start", "status": 500, "headers": []})  # type: ignore[operator]
-        await send({"type": "http.response.body", "body": b"no flip"})  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -19,10 +19,8 @@ from flywheel.errors import ServeError
 from flywheel.serving.alias_target import AliasTarget, Split
 from flywheel.serving.client.adapter_swap import OtherVersion, reconcile, retire, rollback, swap
 from flywheel.serving.client.replica_client import Condition, Replica
-from tests.serving.client.test_adapter_swap import NEW, OLD, Fleet, FlipFault, fleet
+from tests.factories.swap import NEW, OLD, Fleet, FlipFault
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
-
-__all__ = ["fleet"]
 
 
 @pytest.fixture

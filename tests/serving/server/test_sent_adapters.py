@@ -28,6 +28,7 @@ from flywheel.serving.environment_variables import (
 from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.system.files import tree_bytes, tree_sha256
 from flywheel.system.server_limits import Message, RefusedError
+from tests.factories.adapter import put_files
 from tests.serving.elsewhere import elsewhere
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 from tests.waiting import until
@@ -35,13 +36,6 @@ from tests.waiting import until
 NAME = "agent@r0001"
 ADMIN = {"authorization": "Bearer admin"}
 MAX_BYTES = 100_000
-
-
-def put_files(folder: Path, weights: bytes = b"weights" * 1000, **others: bytes) -> Path:
-    folder.mkdir()
-    for name, content in {FILES[0]: b'{"r": 8}', FILES[1]: weights, **others}.items():
-        (folder / name).write_bytes(content)
-    return folder
 
 
 @pytest.fixture

@@ -19,15 +19,7 @@ from flywheel.serving.server import vllm_command
 from flywheel.serving.server.vllm_command import alias_file
 from flywheel.system.files import tree_sha256
 from tests.conftest import free_port
-
-
-def adapter(folder: Path, rank: int = 8) -> Path:
-    """The smallest directory that vLLM would take for an adapter."""
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "peft_type": "LORA"}))
-    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}).encode()
-    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
-    return folder
+from tests.factories.adapter import put_adapter_files
 
 
 @pytest.fixture
@@ -303,7 +295,7 @@ def test_no_more_is_loaded_again_than_there_are_slots_for(
 ) -> None:
     """Aliases that the configuration names come before those of earlier ones."""
     config = make(max_loras=2)
-    path = str(adapter(tmp_path / "r0007"))
+    path = str(put_adapter_files(tmp_path / "r0007"))
     save(config, {alias: {"target": f"{alias}@r0007", "path": path} for alias in ("former", "older", "agent")})
     _, environment = vllm_command.command(config)
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007", "former@r0007"]
@@ -314,7 +306,7 @@ def test_no_more_is_loaded_again_than_there_are_slots_for(
 
 def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path: Path) -> None:
     config = make()
-    path = str(adapter(tmp_path / "a,=b" / "r0007"))
+    path = str(put_adapter_files(tmp_path / "a,=b" / "r0007"))
     save(config, {"agent": {"target": "agent@r0007", "path": path}, "spare": {"target": "tiny", "path": None}})
     arguments, environment = vllm_command.command(config)
     assert json.loads(after(arguments, "--lora-modules")) == {"name": "agent@r0007", "path": path}
@@ -325,7 +317,7 @@ def test_both_versions_of_a_split_are_loaded_again_or_the_one_that_is_whole(
     make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make(max_loras=2)
-    folders = [adapter(tmp_path / name) for name in ("r0008", "r0007")]
+    folders = [put_adapter_files(tmp_path / name) for name in ("r0008", "r0007")]
     new, old = ({"target": f"agent@{each.name}", "path": str(each)} for each in folders)
     save(config, {"agent": {**new, "split": {**old, "share": 0.5, "salt": "s"}}})
 
@@ -351,7 +343,7 @@ def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], 
         "targets": {"planner": {"alias": "plan"}, "doer": {}}
     }
     config = parse(raw, "test", tmp_path)
-    paths = {name: str(adapter(tmp_path / name)) for name in ("r0007", "r0008")}
+    paths = {name: str(put_adapter_files(tmp_path / name)) for name in ("r0007", "r0008")}
     save(config, {a: {"target": f"{a}@{n}", "path": paths[n]} for a, n in (("plan", "r0007"), ("doer", "r0008"))})
     arguments, environment = vllm_command.command(config)
     assert environment["FLYWHEEL_ALIAS"].splitlines() == ["plan", "doer"]
@@ -384,7 +376,7 @@ def test_a_damaged_adapter_is_left_out_loudly(
     why: str,
 ) -> None:
     config = make()
-    folder = adapter(tmp_path / "r0007")
+    folder = put_adapter_files(tmp_path / "r0007")
     damage(folder)
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
     arguments, environment = vllm_command.command(config)
@@ -401,7 +393,7 @@ def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
     make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make()
-    folder = adapter(tmp_path / "r0007")
+    folder = put_adapter_files(tmp_path / "r0007")
     (tmp_path / "link").symlink_to(config.model.base)
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
     for base, fits in ((config.model.base, True), (str(tmp_path / "link"), True), ("Qwen/Qwen3-4B", False)):
@@ -416,7 +408,7 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
     make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make()
-    folder = adapter(tmp_path / "r0007")
+    folder = put_adapter_files(tmp_path / "r0007")
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder), "sha256": tree_sha256(folder)}})
     assert "--lora-modules" in vllm_command.command(config)[0]
     weights = folder / "adapter_model.safetensors"
@@ -453,7 +445,7 @@ def test_what_the_servers_own_file_names_is_not_waited_for(
     save(config, {"agent": {"target": "tiny", "path": None}})
     assert waiting(config, agent="agent@r0007") == {}
     alias_file(config).write_text(
-        json.dumps({"agent": {"target": "agent@r0007", "path": str(adapter(tmp_path / "r0007"))}})
+        json.dumps({"agent": {"target": "agent@r0007", "path": str(put_adapter_files(tmp_path / "r0007"))}})
     )
     assert waiting(config, agent="agent@r0008") == {}
 

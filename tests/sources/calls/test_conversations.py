@@ -21,6 +21,7 @@ from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls.conversations import Conversations, FoundReply, extending, rows_of
 from tests.cases import for_each
+from tests.factories.foreign_call import PATHS, VALUES
 from tests.sources.calls.recorded import (
     BEGIN_NS,
     SECOND_NS,
@@ -33,7 +34,6 @@ from tests.sources.calls.recorded import (
     tool_call,
     user,
 )
-from tests.sources.calls.test_parsing import PATHS, VALUES
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 IDLE = 3600.0

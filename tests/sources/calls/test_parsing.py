@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flywheel.sources.calls.parsing import events, parse
 from flywheel.sources.spans.recorded_calls import exact_prompt, inexact_because
 from tests.cases import for_each
+from tests.factories.foreign_call import PATHS, VALUES
 from tests.sources.calls.recorded import assistant, chat, completion, delta, recorded, sse, tool, tool_call, user
 
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
@@ -445,65 +446,6 @@ def test_a_request_that_is_none_says_so(request_body: bytes) -> None:
 def test_lone_surrogates_are_read() -> None:
     call = parse(recorded(b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', completion(assistant("a"))))
     assert call.messages[0]["content"] == "\ud83d"
-
-
-_KEYS = st.sampled_from(
-    [
-        "messages",
-        "role",
-        "content",
-        "tool_calls",
-        "function",
-        "name",
-        "arguments",
-        "choices",
-        "message",
-        "delta",
-        "index",
-        "type",
-        "text",
-        "input",
-        "output",
-        "item",
-        "response",
-        "output_index",
-        "error",
-        "usage",
-        "finish_reason",
-        "tools",
-        "prompt_tokens",
-        "id",
-        "reasoning",
-        "n",
-        "detail",
-        "instructions",
-        "status",
-        "incomplete_details",
-        "summary",
-    ]
-)
-_WORDS = [
-    "message",
-    "function_call",
-    "reasoning",
-    "assistant",
-    "response.completed",
-    "response.output_item.added",
-    "response.output_text.delta",
-    "message_start",
-    "message_delta",
-    "content_block_start",
-    "content_block_delta",
-    "tool_use",
-    "tool_result",
-    "thinking",
-    "function_call_output",
-    "completed",
-    "incomplete",
-]
-_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(_WORDS)
-VALUES = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=4))
-PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 
 
 @settings(max_examples=300, deadline=None)

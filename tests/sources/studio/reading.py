@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flywheel.config import IngestSettings
+from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
-from flywheel.records.task import Batch
+from flywheel.records.task import Batch, task_line
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow, Reply, ReplySelection
 from flywheel.sources.spans.replies import replies_of
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.schema import Schema
-from tests.sources.studio.writer import Studio
+from tests.sources.studio.writer import DATA, NAMES, Studio
 
 QUICK = IngestSettings(settle_seconds=0)
 NOW = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)
@@ -114,3 +116,19 @@ class Ledger:
 
     def rescan(self, reader: StudioReader, *, now: datetime = NOW, last: int | None = None) -> list[Batch]:
         return self.keep(reader.rescan(self, now=now, last=last), reader)
+
+
+OURS = TrainedModels("my-agent", "/models/base")
+FIXTURE = "agentscope_2_0_10"
+
+
+@cache
+def replies(name: str) -> dict[str, Reply]:
+    folder = DATA if name in NAMES else DATA / "dialogues"
+    told, dead, _ = read_all(folder / f"{name}.sqlite", now=MUCH_LATER, selection=ReplySelection(models=OURS))
+    assert dead == []
+    return by_id(told)
+
+
+def line_of(reply: Reply) -> dict[str, Any]:
+    return task_line(reply, "/a")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,18 @@ import pytest
 from flywheel.records import exclusion
 from flywheel.records.exclusion import Exclusion, TrainedModels
 from flywheel.records.request_id import BASE_VERSION, new_request_id
-from flywheel.records.task import entry_of, task_line
+from flywheel.records.task import entry_of
 from flywheel.records.trace import Reply, ReplySelection
-from tests.sources.studio.reading import MUCH_LATER, by_id, extracted, read_all
-from tests.sources.studio.writer import DATA, NAMES, agent, chat, message, part
+from tests.sources.studio.reading import FIXTURE, OURS, extracted, line_of, replies
+from tests.sources.studio.writer import DATA, agent, chat, message, part
 
-OURS = TrainedModels("my-agent", "/models/base")
-FIXTURE = "agentscope_2_0_10"
 SENT = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
 HIDDEN = message("assistant")
 """How AgentScope's tracer records a message that holds nothing but a hint."""
 
 
-@cache
-def replies(name: str) -> dict[str, Reply]:
-    folder = DATA if name in NAMES else DATA / "dialogues"
-    told, dead, _ = read_all(folder / f"{name}.sqlite", now=MUCH_LATER, selection=ReplySelection(models=OURS))
-    assert dead == []
-    return by_id(told)
-
-
 def labels() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / "dialogues" / f"{FIXTURE}.jsonl").read_text().splitlines()]
-
-
-def line_of(reply: Reply) -> dict[str, Any]:
-    return task_line(reply, "/a")
 
 
 @pytest.mark.parametrize("label", labels(), ids=lambda label: label["span_id"])

@@ -7,7 +7,7 @@ import pytest
 from flywheel.training.data.prompts import TOLERANCE, Prompt, asked
 from tests.conftest import POLICY
 from tests.factories.task import round_task
-from tests.sources.studio.test_prompt_reason import FIXTURE, line_of, replies
+from tests.sources.studio.reading import FIXTURE, line_of, replies
 
 
 @pytest.mark.training
