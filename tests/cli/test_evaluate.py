@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tests.factories.judge_server import JudgeServer
 from tests.factories.model_endpoint import Endpoint, calls, says
 from tests.factories.state import read_state
 from tests.judge.rubric.steps import made
+from tests.waiting import SOON, wait_for
 
 ROOT = Path(__file__).parents[2]
 KEY = "a-secret-key-of-the-endpoint"
@@ -179,8 +180,11 @@ def test_a_run_that_was_ended_by_its_endpoint_goes_on(
 def test_a_run_that_was_killed_goes_on(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
     benchmark(bench, 40)
 
+    is_killed = threading.Event()
+
     def reply(*_: Any) -> tuple[int, Any]:
-        time.sleep(0.2)
+        if bench.judge.calls >= 8:
+            is_killed.wait(SOON)
         return says("good: \\boxed{1}")
 
     endpoint.reply = reply
@@ -189,10 +193,10 @@ def test_a_run_that_was_killed_goes_on(evaluate: Callable[..., Ran], endpoint: E
     command += ["small", "--base-url", endpoint.base_url, "--api-key-env", "MODEL_KEY"]
     command += ["--benchmark", str(bench.folder / "tasks.jsonl")]
     with subprocess.Popen(command, cwd=bench.folder, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
-        while bench.judge.calls < 8:
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: bench.judge.calls >= 8, "calls of the judge")
         process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    is_killed.set()
     judged, asked = bench.judge.calls, len(endpoint.requests)
     ran = evaluate()
     assert ran.code == 0, ran.err

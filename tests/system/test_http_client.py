@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange
+from flywheel.system import http_client
 from flywheel.system.http_client import MAX_ANSWER_BYTES, CallError, ModelHttpClient, ResponseTooLargeError
 from tests.factories.local_server import JsonHandler, LocalServer
 
@@ -102,9 +104,13 @@ def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypat
         http.close()
 
 
-def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> None:
+def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: now))
+
     def slow(handler: JsonHandler) -> None:
-        time.sleep(2)
+        nonlocal now
+        now += 2
         answers(b"{}")(handler)
 
     with Served(slow) as served:
