@@ -1,11 +1,19 @@
-"""What runs the tests: `for_each` hides no failure of a case, and the groups name modules that exist."""
+"""What runs the tests: `for_each` hides no failure of a case, and what modules share is in none of them."""
 
 from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cases import for_each
-from tests.conftest import GROUP_OF, ROOT
+
+ROOT = Path(__file__).parent.parent
+SHARING = "tests", "benchmarks", "demo", "scripts"
+"""Folders whose files may use what is for tests."""
 
 
 def test_every_case_that_fails_is_reported() -> None:
@@ -32,5 +40,28 @@ def test_no_case_is_no_test() -> None:
         for_each("number", [])(lambda number: None)
 
 
-def test_the_groups_of_modules_name_modules_that_exist() -> None:
-    assert [module for module in GROUP_OF if not (ROOT / module).is_file()] == []
+def imported(text: str) -> Iterator[str]:
+    """What a file imports anywhere, and what programs that it starts are or import, by their names."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module
+            yield from (f"{module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"^tests\.[\w.]+$|(?<=-m )tests\.[\w.]+|(?<=import )tests\.[\w.]+", node.value)
+            for module, names in re.findall(r"from (tests[\w.]*) import ([\w, ]+)", node.value):
+                yield from (module, *(f"{module}.{name}" for name in re.split(", *", names)))
+
+
+def test_no_module_imports_from_a_module_of_tests() -> None:
+    """What several need is in `tests/factories/`, or a folder's `conftest.py`."""
+    files = [path for folder in SHARING for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 500
+    assert [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in imported(path.read_text())
+        if name.rpartition(".")[2].startswith("test_")
+    ] == []

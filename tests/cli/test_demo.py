@@ -14,8 +14,8 @@ import pytest
 
 from flywheel.errors import EXIT_FAILED
 from scripts import demo_replies
+from tests.factories.web import address_in
 from tests.waiting import wait_for
-from tests.web.test_run_web import address_in
 
 WAIT_SECONDS = 300
 DEMO = [sys.executable, "-m", "flywheel", "demo"]

@@ -29,8 +29,8 @@ from tests.factories.documented_json import compare, documented
 from tests.factories.judge_server import JudgeServer
 from tests.factories.state import read_state
 from tests.factories.task_writer import WriterServer, about
+from tests.factories.web import client
 from tests.waiting import wait_for
-from tests.web.test_gate import client
 
 WAIT_SECONDS = 120
 SUBJECTS = ("gasket", "valve", "handle", "lid", "basket", "timer", "plate", "whistle")

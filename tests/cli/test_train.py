@@ -22,7 +22,7 @@ from tests.daemon.rounds.workers import REFUSES, works
 from tests.factories.config import BOXED_RUBRIC, make_config
 from tests.factories.documented_json import compare, documented
 from tests.factories.round import POLICY
-from tests.training.data.test_tracking import READERS, same
+from tests.factories.tracker import READERS, same
 
 CHATS = [
     {

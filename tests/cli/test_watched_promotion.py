@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 from tests.factories.config import write_config
 from tests.factories.round import comparison, put_deployment, put_tested_round
 from tests.factories.state import write_state
-from tests.web.test_gate import client
+from tests.factories.web import client
 
 GOOD, BAD = Outcome(Result.SUCCESS, "accepted"), Outcome(Result.FAILURE, "rejected")
 LOST = Outcome(Result.MISSING, "the client did not wait for the end")

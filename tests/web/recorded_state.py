@@ -18,13 +18,14 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import Config, parse
-from flywheel.records.states import TaskState
+from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import dead_letters, judge_usage, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
 from tests.factories.state import in_thread, open_state
-from tests.factories.trace import batch, reply
+from tests.factories.task import task_keys
+from tests.factories.trace import batch, put_replies, replies_on, reply
 from tests.factories.verdict import settle, undecided
 
 T = TypeVar("T")
@@ -128,3 +129,10 @@ def put_what_lacks(conn: Connection) -> None:
         dead_letters.dead_letter(conn, dead_letters.ROW, f"span-{number}", f"no JSON {HOSTILE}", HOSTILE, source)
     dead_letters.drop(conn, [1])
     judge_usage.add_error(conn, HOSTILE)
+
+
+def put_held_out(conn: Connection) -> list[str]:
+    """Held-out tasks; the keys."""
+    replies = replies_on(Split.HELD_OUT, 8, query=f"What is it? {HOSTILE}")
+    put_replies(conn, *replies)
+    return task_keys(conn)

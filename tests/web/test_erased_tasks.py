@@ -10,7 +10,7 @@ from flywheel.daemon.rounds.erasure import erase_from_results, erase_from_round
 from flywheel.records.erasure import ErasedTasks
 from flywheel.training.data.rollout_file import groups
 from tests.factories.state import execute, in_thread, open_state
-from tests.web.test_gate import client
+from tests.factories.web import client
 
 
 async def _erase_from_state(config: Config, erased: ErasedTasks) -> None:

@@ -7,18 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection
-from starlette.testclient import TestClient
 
 from flywheel.config import Config
 from flywheel.daemon.rounds.gate_planning import NextTest
 from flywheel.records.round import Comparison, GateTest
-from flywheel.records.states import RoundState, Split
+from flywheel.records.states import RoundState
 from flywheel.store.kernel.database import Store
 from flywheel.store.views import gate_outcomes
 from flywheel.training.gate.gate import decide
 from flywheel.web.gate import known, of_live, of_next
-from flywheel.web.server import application
 from tests.factories.round import (
     GATE,
     GUARDED,
@@ -31,20 +28,8 @@ from tests.factories.round import (
     suite,
 )
 from tests.factories.state import open_state, write_state
-from tests.factories.task import task_keys
-from tests.factories.trace import put_replies, replies_on
-from tests.web.recorded_state import HOSTILE, config_of
-
-
-def client(config: Config) -> TestClient:
-    return TestClient(application(config, names=frozenset({"testserver"})), raise_server_exceptions=True)
-
-
-def put_held_out(conn: Connection) -> list[str]:
-    """Held-out tasks; the keys."""
-    replies = replies_on(Split.HELD_OUT, 8, query=f"What is it? {HOSTILE}")
-    put_replies(conn, *replies)
-    return task_keys(conn)
+from tests.factories.web import client
+from tests.web.recorded_state import HOSTILE, config_of, put_held_out
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from flywheel.store.kernel.schema import gate_tests, round_samples, rounds, task
 from tests.factories.round import GUARDED, comparison, criterion, put_answers, put_deployment, put_tested_round
 from tests.factories.state import write_state
 from tests.web.conftest import WAIT_MILLISECONDS, Check, Visitor, serving
-from tests.web.recorded_state import HOSTILE, config_of
-from tests.web.test_gate import put_held_out
+from tests.web.recorded_state import HOSTILE, config_of, put_held_out
 
 
 def put_hostile(conn: Connection, directory: Path) -> list[str]:

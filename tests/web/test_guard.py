@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -12,25 +11,16 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from flywheel.web import server
 from flywheel.web.guard import HEADERS, REFUSAL_SECONDS
 from tests.factories.state import write_state
+from tests.factories.web import FORM, TOKEN, asgi_client, csrf_from
 from tests.web.recorded_state import config_of
-
-TOKEN = "a-token-of-some-length"
-FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
 async def act(request: Request) -> Response:
     return PlainTextResponse(f"done: {request.state.form}")
-
-
-def client(app: ASGIApp, **headers: str) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(app=app), base_url="http://127.0.0.1:4400", headers=headers
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +35,6 @@ def with_action(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "ROUTES", [*server.ROUTES, Route("/act", act, methods=["POST"])])
 
 
-def csrf_of(page: str) -> str:
-    found = re.search(r'name="csrf" value="([^"]+)"', page)
-    return found[1]
-
-
-async def csrf_from(asked: httpx2.AsyncClient) -> str:
-    return csrf_of((await asked.get("/sign-in", headers={"accept": "text/html"})).text)
-
-
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
@@ -62,18 +43,18 @@ async def csrf_from(asked: httpx2.AsyncClient) -> str:
     ],
 )  # fmt: skip
 async def test_only_requests_by_its_own_names_are_answered(tmp_path: Path, host: str, expected: int) -> None:
-    async with client(server.application(config_of(tmp_path))) as asked:
+    async with asgi_client(server.application(config_of(tmp_path))) as asked:
         assert (await asked.get("/tasks", headers={"host": host})).status_code == expected
 
 
 async def test_a_name_can_be_added(tmp_path: Path) -> None:
     pages = server.application(config_of(tmp_path), names=frozenset({"wheel.example"}))
-    async with client(pages) as asked:
+    async with asgi_client(pages) as asked:
         assert (await asked.get("/tasks", headers={"host": "wheel.example"})).status_code == 200
 
 
 async def test_every_answer_has_the_headers(tmp_path: Path) -> None:
-    async with client(server.application(config_of(tmp_path))) as asked:
+    async with asgi_client(server.application(config_of(tmp_path))) as asked:
         for path in ("/tasks", "/no-such-page", "/static/page.css", "/static/no-such-file"):
             headers = (await asked.get(path)).headers
             assert {name: headers[name] for name in HEADERS} == HEADERS
@@ -82,7 +63,7 @@ async def test_every_answer_has_the_headers(tmp_path: Path) -> None:
 
 
 async def test_without_the_token_nothing_is_shown(tmp_path: Path, with_action: None) -> None:
-    async with client(server.application(config_of(tmp_path), token=TOKEN)) as asked:
+    async with asgi_client(server.application(config_of(tmp_path), token=TOKEN)) as asked:
         assert (await asked.get("/tasks")).status_code == 401
         redirected = await asked.get("/tasks", headers={"accept": "text/html"})
         assert (redirected.status_code, redirected.headers["location"]) == (303, "/sign-in")
@@ -100,7 +81,7 @@ async def test_signing_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         waited.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    async with client(server.application(config_of(tmp_path), token=TOKEN)) as asked:
+    async with asgi_client(server.application(config_of(tmp_path), token=TOKEN)) as asked:
         csrf = await csrf_from(asked)
         wrong = await asked.post("/sign-in", content=urlencode({"csrf": csrf, "token": "wrong"}), headers=FORM)
         assert (wrong.status_code, waited, "set-cookie" in wrong.headers) == (401, [REFUSAL_SECONDS], False)
@@ -118,7 +99,7 @@ async def test_signing_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_forms_of_other_sites_change_nothing(tmp_path: Path, with_action: None) -> None:
     pages = server.application(config_of(tmp_path), token=TOKEN)
-    async with client(pages, authorization=f"Bearer {TOKEN}", **FORM) as asked:
+    async with asgi_client(pages, authorization=f"Bearer {TOKEN}", **FORM) as asked:
         csrf = await csrf_from(asked)
         good = urlencode({"csrf": csrf, "id": ["1", "2"]}, doseq=True)
         done = await asked.post("/act", content=good)
@@ -140,7 +121,7 @@ async def test_forms_of_other_sites_change_nothing(tmp_path: Path, with_action: 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 async def test_a_read_only_server_changes_nothing(tmp_path: Path, with_action: None, method: str) -> None:
     pages = server.application(config_of(tmp_path), token=TOKEN, is_read_only=True)
-    async with client(pages, authorization=f"Bearer {TOKEN}", **FORM) as asked:
+    async with asgi_client(pages, authorization=f"Bearer {TOKEN}", **FORM) as asked:
         form = urlencode({"csrf": await csrf_from(asked)})
         refused = await asked.request(method, "/act", content=form)
         assert (refused.status_code, refused.text) == (403, "This server is read-only.")

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from flywheel.config import Config
 from flywheel.web.server import application
 from flywheel.web.site import visible
+from tests.factories.web import kind_of
 from tests.web.recorded_state import injections
 
 START: Final = "http://testserver/"
@@ -72,14 +73,6 @@ class Content(HTMLParser):
             self.problems.append(f"unseen characters in {data[:80]!r}")
         if '<span class="unseen">' in data or "&lt;" in data:
             self.problems.append(f"markup shown as text in {data[:80]!r}")
-
-
-def kind_of(address: str) -> str:
-    """Pages of one template with the same parameters."""
-    parts = urlsplit(address)
-    first, *rest = parts.path.strip("/").split("/")
-    names = sorted(each.partition("=")[0] for each in parts.query.split("&"))
-    return f"{first}/{len(rest)}?{names}"
 
 
 def test_every_page_that_links_lead_to_is_inert(shared_state: Config) -> None:

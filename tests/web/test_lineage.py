@@ -20,8 +20,8 @@ from flywheel.store.kernel.schema import round_samples, tasks
 from flywheel.web import lineage
 from tests.factories.round import AT, comparison, put_deployment, put_tested_round
 from tests.factories.trace import put_replies, replies_on
+from tests.factories.web import client
 from tests.web.recorded_state import HOSTILE, config_of
-from tests.web.test_gate import client
 
 
 def put_samples(conn: Connection, directory: Path) -> None:

@@ -16,9 +16,9 @@ from flywheel.config import Config
 from flywheel.web.server import ROUTES
 from tests.factories.misses import put_misses
 from tests.factories.state import write_state
+from tests.factories.web import kind_of
 from tests.web.conftest import Visitor, serving
 from tests.web.recorded_state import config_of, unpack
-from tests.web.test_injections import kind_of
 
 NARROW = 380
 MOST_OF_A_KIND = 2

@@ -16,16 +16,15 @@ from flywheel.errors import EXIT_CONFIG
 from flywheel.web.server import application
 from tests.factories.config import write_config
 from tests.factories.state import write_state
+from tests.factories.web import TOKEN, WAIT_SECONDS, address_in, asgi_client, csrf_from
 from tests.waiting import wait_for
-from tests.web.test_guard import TOKEN, client, csrf_from
-from tests.web.test_run_web import WAIT_SECONDS, address_in
 
 HTML = {"accept": "text/html"}
 
 
 async def test_pages_explain_and_other_addresses_are_unavailable(configuration: Path) -> None:
     config = load(configuration)
-    async with client(application(config)) as asked:
+    async with asgi_client(application(config)) as asked:
         for path in ("/", "/tasks", "/tasks/t-1", "/rounds/r0001", "/gate", "/nothing"):
             page = await asked.get(path, headers=HTML)
             assert (page.status_code, "There is no state yet" in page.text) == (200, True), path
@@ -44,7 +43,7 @@ async def test_pages_explain_and_other_addresses_are_unavailable(configuration: 
 
 async def test_forms_make_no_state(configuration: Path) -> None:
     config = load(configuration)
-    async with client(application(config, token=TOKEN), authorization=f"Bearer {TOKEN}", **HTML) as asked:
+    async with asgi_client(application(config, token=TOKEN), authorization=f"Bearer {TOKEN}", **HTML) as asked:
         for path in ("/tasks/t-1/label", "/tasks/t-1/release", "/dead-letters", "/rounds/r0001/deploy"):
             form = {"csrf": await csrf_from(asked), "label": "accept", "verb": "drop", "ids": "1"}
             assert (await asked.post(path, data=form)).status_code == 503, path
@@ -52,7 +51,7 @@ async def test_forms_make_no_state(configuration: Path) -> None:
 
 
 async def test_only_the_token_shows_what_is_configured(configuration: Path) -> None:
-    async with client(application(load(configuration), token=TOKEN)) as asked:
+    async with asgi_client(application(load(configuration), token=TOKEN)) as asked:
         refused = await asked.get("/")
         assert refused.status_code == 401 and "state.db" not in refused.text
         sign_in = await asked.get("/sign-in", headers=HTML)
@@ -62,7 +61,7 @@ async def test_only_the_token_shows_what_is_configured(configuration: Path) -> N
 async def test_paths_are_inert_and_one_that_may_not_be_seen_is_not_there(tmp_path: Path) -> None:
     sources = [{"path": str(tmp_path / "<script>alert(1)</script>\u202e.sqlite")}, {"path": "/proc/1/root/x"}]
     config = load(write_config(tmp_path, sources=sources))
-    async with client(application(config)) as asked:
+    async with asgi_client(application(config)) as asked:
         page = (await asked.get("/", headers=HTML)).text
     assert "<script>alert" not in page and "U+202E" in page
     assert "/proc/1/root/x: nothing is there" in page
@@ -73,7 +72,7 @@ async def test_an_empty_file_is_no_state_and_one_of_another_version_is_an_error(
     config.state_dir.mkdir()
     state = config.state_dir / "state.db"
     state.touch()
-    async with client(application(config), **HTML) as asked:
+    async with asgi_client(application(config), **HTML) as asked:
         assert "There is no state yet" in (await asked.get("/")).text
         state.unlink()
         write_state(config.state_dir, lambda conn: conn.exec_driver_sql("UPDATE meta SET value = '999'").close())

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import expect
 
 from flywheel.config import load
+from tests.factories.web import WAIT_SECONDS
 from tests.web.conftest import Visitor, serving
-from tests.web.test_run_web import WAIT_SECONDS
 
 
 @pytest.mark.slow

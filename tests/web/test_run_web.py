@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,9 +15,9 @@ import psutil
 import pytest
 
 from flywheel.errors import EXIT_CONFIG
+from tests.factories.web import WAIT_SECONDS, address_in
 from tests.waiting import wait_for
 
-WAIT_SECONDS = 120
 CONFIG = """sources: []
 state: {dir: state}
 daemon: {metrics: null}
@@ -40,11 +39,6 @@ def daemon(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def address_in(log: Path) -> str:
-    """The first address that a log names; empty before."""
-    return next(iter(re.findall(r"http://127\.0\.0\.1:\d+/", log.read_text())), "")
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from flywheel.store.kernel.transitions import record
 from flywheel.web import server
 from tests.factories.config import with_settings
 from tests.factories.round import comparison, put_tested_round
+from tests.factories.web import FORM, asgi_client, csrf_of
 from tests.web.recorded_state import config_of
-from tests.web.test_guard import FORM, client, csrf_of
 
 
 def waits(conn: Connection, directory: Path) -> None:
@@ -45,7 +45,7 @@ async def state_of(config: Config) -> Any:
 
 
 async def test_the_page_says_what_a_candidate_waits_for_and_what_ends_it(config: Config) -> None:
-    async with client(server.application(config)) as asked:
+    async with asgi_client(server.application(config)) as asked:
         page = (await asked.get("/rounds/r0001")).text
         assert "r0001 is better and waits to be deployed" in page
         assert "It waits for a person: `flywheel deploy r0001`, until <span" in page
@@ -54,13 +54,13 @@ async def test_the_page_says_what_a_candidate_waits_for_and_what_ends_it(config:
         assert "waits for a person" in (await asked.get("/")).text
         assert "passed" in (await asked.get("/rounds")).text
         assert "waits to be deployed" in (await asked.get("/gate")).text
-    async with client(server.application(config, is_read_only=True)) as asked:
+    async with asgi_client(server.application(config, is_read_only=True)) as asked:
         page = (await asked.get("/rounds/r0001")).text
         assert "It waits for a person" in page and '<form method="post"' not in page
 
 
 async def test_a_person_refuses_by_a_button(config: Config) -> None:
-    async with client(server.application(config), **FORM) as asked:
+    async with asgi_client(server.application(config), **FORM) as asked:
         form = urlencode({"csrf": csrf_of((await asked.get("/rounds/r0001")).text)})
         answer = await asked.post("/rounds/r0001/refuse", content=form)
         assert answer.status_code == 303
@@ -74,7 +74,7 @@ async def test_a_person_refuses_by_a_button(config: Config) -> None:
 
 
 async def test_a_person_approves_by_a_button_and_the_page_says_who_deploys(config: Config) -> None:
-    async with client(server.application(config), **FORM) as asked:
+    async with asgi_client(server.application(config), **FORM) as asked:
         form = urlencode({"csrf": csrf_of((await asked.get("/rounds/r0001")).text)})
         answer = await asked.post("/rounds/r0001/deploy", content=form)
         page = (await asked.get(answer.headers["location"])).text
@@ -86,6 +86,6 @@ async def test_a_person_approves_by_a_button_and_the_page_says_who_deploys(confi
 
 
 async def test_without_the_token_of_the_form_nothing_is_decided(config: Config) -> None:
-    async with client(server.application(config), **FORM) as asked:
+    async with asgi_client(server.application(config), **FORM) as asked:
         assert (await asked.post("/rounds/r0001/refuse", content="csrf=wrong")).status_code == 403
     assert (await state_of(config)).state == "passed"

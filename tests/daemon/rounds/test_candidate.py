@@ -36,9 +36,9 @@ from tests.factories.config import BOXED_RUBRIC, make_config, with_settings
 from tests.factories.round import put_deployed
 from tests.factories.trace import replies_on, reply, write_lines
 from tests.factories.verdict import put_judged, put_tasks
+from tests.factories.web import client
 from tests.factories.wheel import comparison
 from tests.serving.fake_vllm import PROBE, FakeVllm
-from tests.web.test_gate import client
 
 pytestmark = pytest.mark.training
 """Adapters are made by PEFT."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,20 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config
-from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds import planner
-from flywheel.daemon.rounds import rounds as rounds_module
 from flywheel.daemon.rounds.gate_planning import NextTest, next_test
-from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, RoundSpec
 from flywheel.records.states import RoundState, Split
-from flywheel.store import gate_tests, rounds
+from flywheel.store import gate_tests
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import tree_sha256, write_json
 from flywheel.training.gate.gate import alpha_of
 from tests import warm
+from tests.daemon.rounds.killed_decision import finish
 from tests.factories.gate import ended, filled, gate_config, result_of
 from tests.factories.round import debug_round, planned_round
 from tests.factories.state import open_state
@@ -233,11 +228,6 @@ def put_result(config: Config, spec: RoundSpec) -> None:
     write_json(adapter.parent / "result.json", result_of(spec, adapter=ref).model_dump(mode="json"))
 
 
-async def finish(config: Config) -> RoundState | None:
-    async with open_state(config.state_dir) as store:
-        return await Rounds(store, config, rubric_of(config), Deployer(store, config)).finish_live()
-
-
 @pytest.mark.parametrize("point", ["_trained", "decide", "finish"])
 async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_path: Path, point: str) -> None:
     config = gate_config(tmp_path)
@@ -246,7 +236,7 @@ async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_p
         spec = await planned_round(store, config)
         await store.write(move, 1, RoundState.PLANNED, RoundState.TRAINING)
         put_result(config, spec)
-    command = [sys.executable, "-m", "tests.daemon.rounds.test_gate_planning", str(tmp_path), point]
+    command = [sys.executable, "-m", "tests.daemon.rounds.killed_decision", str(tmp_path), point]
     killed = await asyncio.to_thread(warm.run, command, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert await finish(config) is RoundState.REJECTED
@@ -255,18 +245,3 @@ async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_p
         assert [test.number for test in await store.read(gate_tests.spent, 10)] == [1]
         await store.write(put_judged, *replies_on(Split.TRAIN, 30))
         assert number_of(await planned_round(store, config))[:2] == (1, 2)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Take the live round to its end, and die on the way there."""
-    folder, point = arguments
-
-    def die(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(rounds if point == "finish" else rounds_module, point, die)
-    asyncio.run(finish(gate_config(Path(folder))))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -26,8 +26,8 @@ from flywheel.store import rounds
 from tests.cli.conftest import Run
 from tests.daemon.rounds.workers import works
 from tests.factories.config import with_settings
+from tests.factories.tracker import in_mlflow
 from tests.factories.wheel import Wheel, comparison
-from tests.training.data.test_tracking import in_mlflow
 
 FAKE = """
 import sys, time

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from flywheel.training.engine.served_application import Limits
+from flywheel.training.data.rollout import LoadedAdapter
+from flywheel.training.engine.served_application import Limits, ServedApplication
+from flywheel.training.engine.session import Session
 
 TOO_LONG = {
     "error": {
@@ -92,3 +94,20 @@ class ScriptedApplication:
             raise told
         status, content = told if isinstance(told, tuple) else (200, told)
         return status, json.loads(json.dumps(content))
+
+
+QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
+
+
+def session(app: ScriptedApplication, adapter: LoadedAdapter | None = None, **settings: Any) -> Session:
+    given = {"as_served": False, "temperature": 0.7, "seed": 11, "context": 100, **settings}
+    return Session(cast(ServedApplication, app), adapter, **given)
+
+
+def asking(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "agent", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def started(app: ScriptedApplication, calls: int = 1) -> None:
+    while len(app.asked) < calls:
+        await asyncio.sleep(0)

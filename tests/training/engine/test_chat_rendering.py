@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,10 @@ from flywheel.errors import ServeError, TrainError
 from flywheel.records.round import RoundSpec, RoundTask
 from flywheel.training.data.rollout import Completion, RolloutRequest
 from flywheel.training.engine.chat_rendering import ChatFormat, ParsedAnswer, ServedChat, served_format
-from flywheel.training.engine.engine import Engine, EngineSettings
+from flywheel.training.engine.engine import Engine
 from flywheel.training.worker.training_round import chat_of
 from tests.conftest import VllmServer
+from tests.factories.chat_rendering import SETTINGS, Served, rendering
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
 
@@ -51,37 +51,6 @@ def called(name: str, arguments: str) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class Served:
-    """vLLM's renderer and configuration of a model, without an engine."""
-
-    renderer: Any
-    model_config: Any
-
-    def chat(self, chat: ChatFormat | None = None, context: int = 512) -> ServedChat:
-        return ServedChat(chat or ChatFormat(), self.model_config, self.renderer, context)
-
-    def decoded(self, tokens: Sequence[int]) -> str:
-        return str(self.renderer.get_tokenizer().decode(tokens))
-
-
-def rendering(model: Path, chat: ChatFormat | None = None) -> Iterator[Served]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.renderers import renderer_from_config
-
-    chat = chat or ChatFormat()
-    config = AsyncEngineArgs(
-        str(model),
-        max_model_len=512,
-        dtype="float32",
-        generation_config=chat.generation,
-        override_generation_config=chat.overrides,
-    ).create_engine_config()
-    made = renderer_from_config(config)
-    yield Served(made, config.model_config)
-    made.shutdown()
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The demo's policy, with a template like those of models that call tools."""
@@ -102,11 +71,6 @@ def served_with_thoughts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.save_pretrained(model)
     yield from rendering(model)
-
-
-SETTINGS = EngineSettings(
-    model="none", max_model_len=64, max_lora_rank=8, seed=1, gpu_memory_utilization=0.3, kv_cache_gib=1, cpu_threads=1
-)
 
 
 def encoded(

@@ -14,8 +14,16 @@ import pytest
 
 from flywheel.training.engine.endpoint import RolloutEndpoint
 from flywheel.training.engine.session import Session
-from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message
-from tests.training.engine.test_session import QUESTION, asking, session, started
+from tests.training.engine.scripted_application import (
+    QUESTION,
+    TOO_LONG,
+    ScriptedApplication,
+    answered,
+    asking,
+    message,
+    session,
+    started,
+)
 from tests.waiting import until
 
 

@@ -13,9 +13,9 @@ import pytest
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
 from flywheel.training.engine.chat_rendering import ChatFormat, NoSampleError
+from tests.factories.chat_rendering import Served, rendering
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
-from tests.training.engine.test_chat_rendering import Served, rendering
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -12,25 +12,16 @@ from flywheel.errors import TrainError
 from flywheel.training.data.prompts import seed_of
 from flywheel.training.data.rollout import LoadedAdapter
 from flywheel.training.data.samples import identity_of, message_identity
-from flywheel.training.engine.served_application import BASE_MODEL, ServedApplication
-from flywheel.training.engine.session import Session
-from tests.training.engine.scripted_application import TOO_LONG, ScriptedApplication, answered, message
-
-QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
-
-
-def session(app: ScriptedApplication, adapter: LoadedAdapter | None = None, **settings: Any) -> Session:
-    given = {"as_served": False, "temperature": 0.7, "seed": 11, "context": 100, **settings}
-    return Session(cast(ServedApplication, app), adapter, **given)
-
-
-def asking(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": "agent", "messages": [{"role": "user", "content": text}], **more}
-
-
-async def started(app: ScriptedApplication, calls: int = 1) -> None:
-    while len(app.asked) < calls:
-        await asyncio.sleep(0)
+from flywheel.training.engine.served_application import BASE_MODEL
+from tests.training.engine.scripted_application import (
+    TOO_LONG,
+    ScriptedApplication,
+    answered,
+    asking,
+    message,
+    session,
+    started,
+)
 
 
 async def test_sampling_is_that_of_the_round_whatever_the_client_asks_for() -> None:

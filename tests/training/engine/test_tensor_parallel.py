@@ -18,8 +18,8 @@ from flywheel.training.engine import engine as engine_module
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
 from flywheel.training.worker.training_round import Round
-from tests.training.engine.test_chat_rendering import SETTINGS
-from tests.training.optim.test_held_out_evaluation import spec_of
+from tests.factories.chat_rendering import SETTINGS
+from tests.factories.round import round_spec
 
 GIB = 1 << 30
 
@@ -32,7 +32,7 @@ def test_a_round_that_does_not_fit_starts_nothing(
 ) -> None:
     settings = Config.model_validate({"rollout": {"engines": 2, "tensor_parallel": 2}})
     monkeypatch.setattr(ray_cluster, "gpus", lambda: gpus)
-    round_ = Round(spec_of(settings), tmp_path, settings, None)  # type: ignore[arg-type]
+    round_ = Round(round_spec(settings=settings.model_dump(mode="json")), tmp_path, settings, None)  # type: ignore[arg-type]
     with pytest.raises(TrainError, match=f"place the round on GPUs.*{why}"):
         round_.start()
     assert round_.engines == []

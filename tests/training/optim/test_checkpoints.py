@@ -13,8 +13,8 @@ from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef
 from flywheel.training.data.round_directory import go_on_from, last_checkpoint
 from flywheel.training.data.samples import TrainingRow
+from tests.factories.policy_training import LONGEST, made_settings, policy, rows
 from tests.factories.round import POLICY
-from tests.training.optim.test_grpo import LONGEST, made_settings, policy, rows
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -22,9 +22,9 @@ from flywheel.daemon.status import metrics_of
 from flywheel.training.data.rollout import RewardWeights, Rollout, RolloutBatch, RolloutRequest, reply
 from flywheel.training.optim.collapse import CollapseWatch, StepFigures
 from flywheel.training.optim.round_steps import RoundRefusedError
+from tests.factories.policy_training import TEMPERATURE
 from tests.factories.round import POLICY, round_spec
 from tests.training.data.rollouts import batch, prompt, verdict
-from tests.training.optim.test_grpo import TEMPERATURE
 
 GOOD, BAD = (0.6, 0.8, 0.7, 0.7), (0.2, 0.4, 0.3, 0.3)
 

@@ -15,26 +15,13 @@ from flywheel.errors import TrainError
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import Pair, Sample
 from flywheel.training.engine.adapter_files import AdapterFiles
+from tests.factories.pair import PAIRS, pair_sample
+from tests.factories.policy_training import OutOfMemory, policy
 from tests.factories.round import POLICY, round_spec
-from tests.training.optim.test_grpo import OutOfMemory, policy
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 BETA = 0.3
-
-
-def sample(*parts: tuple[int, ...]) -> Sample:
-    """Context and tokens of the policy in turn."""
-    ids = tuple(token for part in parts for token in part)
-    return Sample(ids, tuple(bool(place % 2) for place, part in enumerate(parts) for _ in part))
-
-
-PAIRS = (
-    Pair("a", sample((1, 20, 21), (40, 41, 42, 2)), sample((1, 20, 21), (60, 2))),
-    Pair("b", sample((1, 30), (60, 61), (70, 71), (44, 2)), sample((1, 30), (62, 61), (80, 81, 82), (45, 2))),
-    Pair("c", sample((1, 31, 32, 33, 34), (50, 2)), sample((1, 31, 32, 33, 34), (51, 52, 53, 2))),
-)
-"""The second one has results of tools between its messages."""
 
 
 def settings(**dpo: Any) -> Config:
@@ -169,7 +156,7 @@ def test_tokens_of_tool_results_add_no_term(tmp_path: Path) -> None:
     assert marked[1] == [60, 61, 44, 2]
     assert marked[4] == [62, 61, 45, 2]
     # The last message is before the results: what follows it has no effect on its probability.
-    one = sample((1, 30), (60, 2), (70, 71))
+    one = pair_sample((1, 30), (60, 2), (70, 71))
     equal = Pair("d", one, replace(one, token_ids=(1, 30, 60, 2, 72, 73)))
     lines, _ = train(tmp_path, settings(learning_rate=1e-2), [equal])
     assert [line["loss"] for line in lines] == [pytest.approx(math.log(2), rel=1e-6)] * 2

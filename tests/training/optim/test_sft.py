@@ -15,8 +15,8 @@ from flywheel.config import Config
 from flywheel.records.round import METRICS_FILE
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
+from tests.factories.policy_training import gradients, policy
 from tests.factories.round import POLICY, round_spec
-from tests.training.optim.test_grpo import gradients, policy
 
 GRPO: dict[str, Any] = {
     "training": {

@@ -12,8 +12,8 @@ import pytest
 
 from flywheel.training.data.rollout import Completion, Rollout, RolloutBatch
 from flywheel.training.data.samples import CallTokens, Sample, timelines
+from tests.factories.policy_training import SHIFTS, Trained, assert_equal, exact, gradients, logps_of, policy
 from tests.training.data.rollouts import request, verdict
-from tests.training.optim.test_grpo import SHIFTS, Trained, assert_equal, exact, gradients, logps_of, policy
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -12,8 +12,8 @@ import ray
 from flywheel.errors import TrainError
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
-from tests.training.optim.test_grpo import policy, rows
-from tests.training.optim.test_workers import Processes, two_nodes
+from tests.factories.policy_training import policy, rows
+from tests.factories.trainer_processes import Processes, two_nodes
 from tests.waiting import wait_for
 
 pytestmark = [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
 from flywheel.config import Config
+from flywheel.training.data.rollout import LoadedAdapter
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -26,3 +29,15 @@ def ray_session() -> Iterator[None]:
             assert earlier.poll() is None
         finally:
             earlier.kill()
+
+
+@pytest.fixture(scope="module")
+def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
+    """Two adapters, loaded as candidate and deployed would be."""
+    from tests.factories.engine import strange_adapter
+
+    folder = tmp_path_factory.mktemp("adapters")
+    loaded = [strange_adapter(engine, number, folder / f"a{number}") for number in (21, 22)]
+    # What was sent is with the engine.
+    shutil.rmtree(folder)
+    return loaded

@@ -19,12 +19,10 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.samples import CallTokens, timelines
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
+from tests.factories.engine import generate, settings, share_of_an_engine
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
-from tests.training.engine.ray_session.test_engine import adapters, generate, settings, share_of_an_engine
 from tests.waiting import wait_for
-
-__all__ = ["adapters"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

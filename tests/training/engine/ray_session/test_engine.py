@@ -22,36 +22,18 @@ from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutReq
 from flywheel.training.data.round_directory import settings_of
 from flywheel.training.data.samples import CallTokens
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.engine import Engine, EngineSettings, StartedEngine
-from flywheel.training.engine.gpu_placement import place_on_gpus
+from flywheel.training.engine.engine import Engine, StartedEngine
 from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.optim.trainer import AdapterSync
 from flywheel.training.worker.training_round import Round
+from tests.factories.engine import generate, load, settings, share_of_an_engine, strange_adapter
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
 from tests.factories.worker import GROUP, PROMPTS
 from tests.factories.worker import spec as round_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-def settings(model: str) -> EngineSettings:
-    return EngineSettings(
-        model=model,
-        max_model_len=128,
-        max_lora_rank=8,
-        seed=1,
-        gpu_memory_utilization=0.3,
-        kv_cache_gib=1,
-        cpu_threads=ray_cluster.cpu_threads(),
-    )
-
-
-def share_of_an_engine() -> float:
-    [gpu_share] = place_on_gpus(1, ray_cluster.gpus(), trainers=1).engines
-    return gpu_share.share
 
 
 @pytest.fixture(scope="module")
@@ -78,35 +60,6 @@ def engine(model: Path) -> Iterator[Any]:
     ray.kill(actor)
 
 
-def load(engine: Any, number: int, path: Path) -> LoadedAdapter:
-    return ray_cluster.load([engine], f"test-{number}", number, AdapterFiles.read(path))
-
-
-def strange_adapter(engine: Any, number: int, path: Path) -> LoadedAdapter:
-    """An adapter that changes what the policy says beyond recognition, written there and loaded."""
-    import torch
-
-    from flywheel.training.engine.policy import load_policy, save_adapter
-
-    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.3)
-    save_adapter(model, path)
-    return load(engine, number, path)
-
-
-@pytest.fixture(scope="module")
-def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
-    """Two adapters, loaded as candidate and deployed would be."""
-    folder = tmp_path_factory.mktemp("adapters")
-    loaded = [strange_adapter(engine, number, folder / f"a{number}") for number in (21, 22)]
-    # What was sent is with the engine.
-    shutil.rmtree(folder)
-    return loaded
-
-
 @pytest.fixture(scope="module")
 def prompts(engine: Any) -> list[Prompt]:
     some = [round_task(f"t-{place}", question.text) for place, question in enumerate(questions()[::150])]
@@ -118,11 +71,6 @@ def prompts(engine: Any) -> list[Prompt]:
 
 def requests(prompts: list[Prompt], adapter: LoadedAdapter | None, seed: int = 0) -> list[RolloutRequest]:
     return [RolloutRequest(prompt, 0, seed + place, 1.0, 12, adapter) for place, prompt in enumerate(prompts)]
-
-
-def generate(engine: Any, wanted: list[RolloutRequest]) -> list[Completion]:
-    found: list[Completion] = ray_cluster.wait([engine.generate.remote(request) for request in wanted])
-    return found
 
 
 def asked(engine: Any, request: RolloutRequest) -> tuple[CallTokens, ...]:

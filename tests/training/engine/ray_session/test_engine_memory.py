@@ -12,8 +12,8 @@ import ray
 from flywheel.errors import TrainError
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.engine import Engine
+from tests.factories.engine import settings
 from tests.factories.round import POLICY
-from tests.training.engine.ray_session.test_engine import settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

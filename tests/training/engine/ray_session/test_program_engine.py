@@ -28,12 +28,12 @@ from flywheel.training.engine.engine import Engine
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.program.program_rollout import ProgramSetup
+from tests.factories.engine import settings, share_of_an_engine, strange_adapter
 from tests.factories.task import round_task
 from tests.factories.worker import lines
 from tests.factories.worker import spec as round_spec
 from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
-from tests.training.engine.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

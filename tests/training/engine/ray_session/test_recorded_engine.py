@@ -26,12 +26,12 @@ from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.optim.trainer import TrainingRun
 from flywheel.training.recorded.recorded_rollout import ToolSetup
+from tests.factories.engine import settings, share_of_an_engine, strange_adapter
 from tests.factories.round import POLICY
 from tests.factories.worker import lines
 from tests.factories.worker import spec as round_spec
 from tests.training.data.rollouts import verdict
 from tests.training.engine.ray_session.round_on_engine import run_round
-from tests.training.engine.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
 from tests.training.optim import calling_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

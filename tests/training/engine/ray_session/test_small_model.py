@@ -37,9 +37,9 @@ from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.chat_rendering import ChatFormat
 from flywheel.training.engine.engine import Engine, EngineSettings
 from tests.conftest import free_port, serve_config, start_server, stop_server
+from tests.factories.engine import share_of_an_engine
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
-from tests.training.engine.ray_session.test_engine import share_of_an_engine
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -1,0 +1,50 @@
+"""Clients of the pages, and what is read from pages and logs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp
+
+from flywheel.config import Config
+from flywheel.web.server import application
+
+TOKEN = "a-token-of-some-length"
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+WAIT_SECONDS = 120
+
+
+def client(config: Config) -> TestClient:
+    return TestClient(application(config, names=frozenset({"testserver"})), raise_server_exceptions=True)
+
+
+def asgi_client(app: ASGIApp, **headers: str) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app=app), base_url="http://127.0.0.1:4400", headers=headers
+    )
+
+
+def csrf_of(page: str) -> str:
+    found = re.search(r'name="csrf" value="([^"]+)"', page)
+    return found[1]
+
+
+async def csrf_from(asked: httpx2.AsyncClient) -> str:
+    return csrf_of((await asked.get("/sign-in", headers={"accept": "text/html"})).text)
+
+
+def kind_of(address: str) -> str:
+    """Pages of one template with the same parameters."""
+    parts = urlsplit(address)
+    first, *rest = parts.path.strip("/").split("/")
+    names = sorted(each.partition("=")[0] for each in parts.query.split("&"))
+    return f"{first}/{len(rest)}?{names}"
+
+
+def address_in(log: Path) -> str:
+    """The first address that a log names; empty before."""
+    return next(iter(re.findall(r"http://127\.0\.0\.1:\d+/", log.read_text())), "")
