@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from flywheel.records.verdict import Exchange
 from flywheel.system.terminal import escape_terminal
 from tests.cases import for_each
 from tests.judge.rubric.steps import made
+from tests.processor_time import least_seconds, seconds
 
 READERS = (
     "system", "records", "judge", "judge.filters", "judge.rubric", "judge.rubric.checks", "store", "store.views",
@@ -154,19 +154,14 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def seconds(work: Callable[[str], Any], text: str) -> float:
-    started = time.thread_time()
-    work(text)
-    return time.thread_time() - started
-
-
 def growth(work: Callable[[str], Any], *ends: str) -> str:
     """A text on which the work grows faster than it may, measured again before it is told; empty if there is none."""
     for (name, long), (_, short) in zip(texts(LONG, ends), texts(SHORT, ends), strict=True):
-        spent = seconds(work, long)
-        if spent < FLOOR_SECONDS or spent < MOST_GROWTH * seconds(work, short):
+        spent = seconds(partial(work, long))
+        if spent < FLOOR_SECONDS or spent < MOST_GROWTH * seconds(partial(work, short)):
             continue
-        ratio = min(seconds(work, long) for _ in range(3)) / max(min(seconds(work, short) for _ in range(3)), 1e-6)
+        before, after = least_seconds(partial(work, short), partial(work, long))
+        ratio = after / max(before, 1e-6)
         if ratio > MOST_GROWTH:
             return f"{name}: {ratio:.0f} times as long for four times the text"
     return ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ from flywheel.serving.calls.request_parts import MAX_CONTAINERS, MAX_DEPTH
 from flywheel.serving.server import middleware
 from flywheel.serving.server.middleware import MAX_KEYS, MAX_MODEL_KEYS, Rewritten
 from flywheel.system.server_limits import RefusedError
+from tests.processor_time import least_seconds
 
 
 def rewrite_model(
@@ -224,23 +225,11 @@ def test_values_are_not_built() -> None:
     ],
     ids=["escaped quotes", "backslashes", "texts", "lists", "spaces", "models", "one long model", "closed"],
 )
-def test_eight_times_the_body_takes_about_eight_times_as_long(body: Callable[[int], bytes]) -> None:
-    def seconds(size: int) -> float:
-        made = body(size)
-        least = float("inf")
-        for _ in range(3):
-            # Of this thread alone: what else the machine does is no matter.
-            begun = time.thread_time()
-            with contextlib.suppress(RefusedError):
-                rewrite_model(made, {"a": "agent@r0001"}.get)
-            least = min(least, time.thread_time() - begun)
-        return least
+def test_64_times_the_body_takes_about_64_times_as_long(body: Callable[[int], bytes]) -> None:
+    def rewrite(made: bytes) -> None:
+        with contextlib.suppress(RefusedError):
+            rewrite_model(made, {"a": "agent@r0001"}.get)
 
-    # How often rubbish is collected, and how much of it the other tests have left, is not what is measured.
-    gc.disable()
-    try:
-        short, long = seconds(10_000), seconds(80_000)
-    finally:
-        gc.enable()
-    # Quadratic time is 64 times as long. A fixed amount counts for what no clock measures well.
-    assert long < 30 * (short + 0.002)
+    short, long = least_seconds(*(partial(rewrite, body(size)) for size in (1_000, 64_000)))
+    # Quadratic time is 4,096 times as long.
+    assert long < 512 * short
