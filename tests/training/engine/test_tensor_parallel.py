@@ -32,7 +32,7 @@ def test_a_round_that_does_not_fit_starts_nothing(
 ) -> None:
     settings = Config.model_validate({"rollout": {"engines": 2, "tensor_parallel": 2}})
     monkeypatch.setattr(ray_cluster, "gpus", lambda: gpus)
-    round_ = Round(round_spec(settings=settings.model_dump(mode="json")), tmp_path, settings, None)  # type: ignore[arg-type]
+    round_ = Round(round_spec(rubric={}, settings=settings.model_dump(mode="json")), tmp_path, settings, None)  # type: ignore[arg-type]
     with pytest.raises(TrainError, match=f"place the round on GPUs.*{why}"):
         round_.start()
     assert round_.engines == []
