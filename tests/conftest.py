@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,38 +23,20 @@ import hypothesis
 import pytest
 
 from demo import small_model
+from demo.ports import held_port
 from flywheel.config import Config, parse
 from flywheel.records.round import Probe
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.vllm_command import alias_file, base_name
 from flywheel.serving.server_keys import admin_key
 from flywheel.store.kernel.database import Store
-from tests import warm
+from tests import circles, warm
 from tests.waiting import StartError
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300
 SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
-GROUPS = {
-    "rounds": ("training/worker/test_round.py", "training/worker/test_stages.py", "sources/studio/test_manners.py"),
-    "vllm": ("serving/server/test_vllm.py", "serving/server/test_full_table.py", "judge/test_vllm.py",
-             "cli/test_evaluate_models.py", "cli/test_round_adapter.py", "training/engine/test_chat_rendering.py",
-             "training/engine/test_cpu_lora.py"),
-    "ray": ("training/engine/ray_session/test_collector.py", "training/engine/ray_session/test_engine.py",
-            "training/engine/ray_session/test_endpoint.py", "training/engine/ray_session/test_program_engine.py",
-            "training/engine/ray_session/test_recorded_engine.py", "training/engine/ray_session/test_round_stages.py",
-            "training/engine/ray_session/test_engine_memory.py", "training/engine/test_two_nodes.py"),
-    "small": ("training/engine/ray_session/test_small_model.py",),
-    "demo": ("demo/test_demo.py",),
-    "torch": ("training/data/formats/test_agentscope.py", "training/data/formats/test_fixtures.py",
-              "training/data/formats/test_trl.py", "training/data/formats/test_verl.py",
-              "training/optim/test_grpo.py", "training/optim/test_trajectory_gradient.py",
-              "training/engine/test_recorded_tokens.py", "retrieval/test_trained_encoder.py"),
-}  # fmt: skip
-"""Modules that share a server, a cluster or a costly import, in the order in which they begin."""
-GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
-
 TRAINING = ("accelerate", "datasets", "peft", "pyarrow", "ray", "safetensors", "sentence_transformers",
             "tensorboardX", "tokenizers", "torch", "transformers", "trl", "vllm")  # fmt: skip
 """Packages that `make install EXTRA=dev` leaves out."""
@@ -78,8 +60,10 @@ for name in filter(OF_THE_MACHINE.match, list(os.environ)):
 # Torch's threads wait asleep, as in a round. Spinning, they take the cores from the other worker's tests.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-# How long an example takes says how busy the machine is, and nothing else.
-hypothesis.settings.register_profile("flywheel", deadline=None)
+# How long an example takes says how busy the machine is, and nothing else. Each run tries the same examples, and
+# keeps none in a folder; `make test-all` also tries those of a new seed, which it prints.
+hypothesis.settings.register_profile("flywheel", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("new-examples", deadline=None, derandomize=False, database=None)
 hypothesis.settings.load_profile("flywheel")
 
 
@@ -119,10 +103,11 @@ class MadeAdapter:
     probe: Probe
 
 
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port that nobody else is given while the test runs, and at which another process can listen."""
+    with held_port() as port:
+        yield port
 
 
 def serve_config(state_dir: Path, port: int, *, base: Path = POLICY, rank: int = 8, **serving: object) -> Config:
@@ -209,14 +194,22 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeAdapter]
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, MadeAdapter]) -> Iterator[VllmServer]:
+def vllm_port() -> Iterator[int]:
+    with held_port() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def vllm_server(
+    tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, MadeAdapter], vllm_port: int
+) -> Iterator[VllmServer]:
     """One real vLLM server for the session (20 to 60 s to start, about 3 GB). Mark tests that use it `slow`.
 
     It starts as one that was stopped: `restored-agent` stood for an adapter, and so did `damaged-agent`, whose files
     are gone since.
     """
     home = tmp_path_factory.mktemp("vllm")
-    config = serve_config(home / "state", free_port(), api_key_env="FLYWHEEL_TESTS_AGENTS_KEY")
+    config = serve_config(home / "state", vllm_port, api_key_env="FLYWHEEL_TESTS_AGENTS_KEY")
     key = secrets.token_hex(16)
     saved = alias_file(config)
     saved.parent.mkdir(parents=True)
@@ -278,28 +271,48 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", type=shard, help="run the K-th of N shards of about equal length")
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Of `1/3`: the number of a shard, from 0, and how many there are."""
+    number, _, count = text.partition("/")
+    try:
+        chosen = int(number) - 1, int(count)
+    except ValueError:
+        chosen = -1, 0
+    if not 0 <= chosen[0] < chosen[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard, such as 1/3")
+    return chosen
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow begins first, so that no worker is left with a long module at the end.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest modules begin first, so that no worker is left with one at the end.
 
     Tests marked `training`, and those with such a fixture, are skipped where a package for training is missing.
     A test whose server or browser did not start is run again once, and the summary of the run names it (`RERUN`).
     No other test is run again.
     """
-    slow = {module_of(item) for item in items if item.get_closest_marker("slow")}
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[StartError.__name__]))
         if OF_TRAINING.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("training")
         if MISSING and item.get_closest_marker("training"):
             item.add_marker(pytest.mark.skip(reason=NEEDS_TRAINING))
-    groups = list(GROUPS)
+    seconds = circles.seconds_of_modules()
+    if chosen := config.getoption("shard"):
+        number, count = chosen
+        units = circles.shards(circles.all_modules(), seconds, count)[number]
+        left_out = [item for item in items if circles.unit_of(module_of(item)) not in units]
+        items[:] = [item for item in items if circles.unit_of(module_of(item)) in units]
+        config.hook.pytest_deselected(items=left_out)
+    of_units = circles.seconds_of_units({module_of(item) for item in items}, seconds)
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        module = module_of(item)
-        group = GROUP_OF.get(module)
-        begins = groups.index(group) if group else len(groups) + (module not in slow)
-        return item.get_closest_marker("last") is not None, begins
+    def place(item: pytest.Item) -> tuple[bool, float, str]:
+        unit = circles.unit_of(module_of(item))
+        return item.get_closest_marker("last") is not None, -of_units[unit], unit
 
     items.sort(key=place)
 
@@ -315,8 +328,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            return GROUP_OF.get(module, module)
+            return circles.unit_of(nodeid.partition("::")[0])
 
     return Groups(config, log)
 

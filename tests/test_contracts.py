@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import flywheel
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +69,7 @@ def defined_in(file: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_every_module_that_a_string_or_page_names_exists() -> None:
     named = [(path, f"flywheel{match[1]}") for path, text in texts() for match in NAME.finditer(text)]
     of_modules = [(path, name) for path, name in named if name.split(".")[1] in ROOMS | MOVED]
@@ -75,6 +78,7 @@ def test_every_module_that_a_string_or_page_names_exists() -> None:
     assert wrong == set()
 
 
+@pytest.mark.slow
 def test_every_import_that_a_string_or_page_shows_finds_its_name() -> None:
     shown = [(path, f"{match[1]}.{match[2]}") for path, text in texts() for match in FROM.finditer(text)]
     assert len(shown) > 20
@@ -99,6 +103,7 @@ def test_every_file_that_the_pages_on_the_program_name_exists() -> None:
     assert len(re.findall(r"^\| … .+ \| `flywheel/", questions, re.MULTILINE)) >= 30
 
 
+@pytest.mark.slow
 def test_no_public_name_is_that_of_a_module() -> None:
     """The import of a module would replace the function of its name."""
     assert "tune" not in ROOMS
@@ -113,6 +118,7 @@ def test_no_public_name_is_that_of_a_module() -> None:
     assert callable(flywheel.tune)
 
 
+@pytest.mark.slow
 def test_the_daemon_loads_no_training_library() -> None:
     code = f"import sys, flywheel.daemon.service; print(sorted({HEAVY} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

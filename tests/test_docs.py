@@ -68,6 +68,7 @@ def test_every_table_and_every_state_has_its_sentence() -> None:
             assert re.search(rf"^\| `{state.value}` \| [^|]", page_text, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed")
 def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(

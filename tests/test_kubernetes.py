@@ -54,6 +54,7 @@ def config() -> Config:
     return parse(yaml.safe_load(text), "test", Path("/etc/flywheel"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("kubernetes_validate") is None,
     reason="the schemas are not installed: pip install kubernetes-validate",

@@ -80,6 +80,7 @@ def built_in(tree: Path, folder: Path) -> tuple[Path, Path]:
     return Path(wheel), Path(sdist)
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_data_file_of_the_package(built: tuple[Path, Path]) -> None:
     data = {
         str(path.relative_to(ROOT))
@@ -92,6 +93,7 @@ def test_the_wheel_has_every_data_file_of_the_package(built: tuple[Path, Path]) 
         assert data <= set(archive.namelist())
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_files_again(built: tuple[Path, Path], tmp_path: Path) -> None:
     """At another place, with other times: neither is in the archives."""
     wheel, sdist = built
@@ -306,6 +308,7 @@ def test_a_workers_end_is_not_the_daemons_end() -> None:
     assert service_of("flywheel.service")["OOMPolicy"] == "continue"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["flywheel.service", "flywheel-serve.service"])
 def test_the_units_start_commands_that_exist_and_know_the_exit_codes(unit: str) -> None:
     service = service_of(unit)

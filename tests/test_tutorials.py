@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,14 +61,9 @@ def run(lines: list[str], home: Path, **environment: str) -> str:
     return done.stdout
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 @pytest.mark.slow
-def test_judge_100_replies(tmp_path: Path) -> None:
-    port = str(free_port())
+def test_judge_100_replies(tmp_path: Path, free_port: int) -> None:
+    port = str(free_port)
     lines = []
     for line in commands("judge-100-replies.md"):
         lines.append(typed(line).replace("4401", port))

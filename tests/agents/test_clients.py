@@ -67,6 +67,7 @@ def dialogues(lines: list[Json]) -> Counter[tuple[str, ...]]:
     return Counter(map(tuple, found.values()))
 
 
+@pytest.mark.slow
 async def test_the_example(server: Server, tmp_path: Path) -> None:
     config = configuration(tmp_path, server, CALLS)
     async with Following(config):
@@ -77,6 +78,7 @@ async def test_the_example(server: Server, tmp_path: Path) -> None:
     assert dialogues(lines) == {("Hello", "Who?"): 1}
 
 
+@pytest.mark.slow
 async def test_concurrent_conversations_that_begin_alike(server: Server, tmp_path: Path) -> None:
     config = configuration(tmp_path, server, CALLS)
     talks = [[OPENING, f"I am number {number}", "Goodbye"] for number in range(8)] + [[OPENING], [OPENING]]
@@ -87,6 +89,7 @@ async def test_concurrent_conversations_that_begin_alike(server: Server, tmp_pat
     assert dialogues(lines) == Counter(map(tuple, talks))
 
 
+@pytest.mark.slow
 async def test_two_credentials_and_two_users_with_the_same_opening(server: Server, tmp_path: Path) -> None:
     config = configuration(tmp_path, server, CALLS)
     async with Following(config):
@@ -104,6 +107,7 @@ async def test_two_credentials_and_two_users_with_the_same_opening(server: Serve
     assert dialogues(lines)[(OPENING,)] == 4
 
 
+@pytest.mark.slow
 async def test_a_retry_of_the_client_and_one_that_leaves(server: Server, tmp_path: Path) -> None:
     config = configuration(tmp_path, server, CALLS)
     server.model.failures = 1

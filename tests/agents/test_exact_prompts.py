@@ -64,6 +64,7 @@ def check(lines: Sequence[Json], requests: Sequence[Json]) -> None:
     assert any("<system-reminder>" in message["content"] for line in lines for message in line["prompt"])
 
 
+@pytest.mark.slow
 async def test_traced_agents(server: Server, tmp_path: Path) -> None:
     config = configuration(tmp_path, server, OTLP)
     async with Following(config) as following:
@@ -72,6 +73,7 @@ async def test_traced_agents(server: Server, tmp_path: Path) -> None:
     check(exported(config), server.requests)
 
 
+@pytest.mark.slow
 async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_path: Path) -> None:
     (tmp_path / "traced").mkdir()
     (tmp_path / "untraced").mkdir()
@@ -95,6 +97,7 @@ async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_pa
     assert len({line["metadata"]["conversation_id"] for line in exported(untraced)}) == len(SETTINGS)
 
 
+@pytest.mark.slow
 async def test_both_sources_together_count_each_reply_once(server: Server, tmp_path: Path) -> None:
     replies = len(SETTINGS) * len(QUESTIONS)
     # Long enough for a busy machine: a trace whose call is not there by then is read without it.
@@ -112,6 +115,7 @@ async def test_both_sources_together_count_each_reply_once(server: Server, tmp_p
     assert shown["balanced"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["langchain", "openai_agents", "silent"])
 async def test_replies_become_tasks_once_beside_the_spans_of_an_instrumentation(
     server: Server, tmp_path: Path, kind: str

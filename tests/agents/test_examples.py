@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ def sent_by(program: str, *questions: str) -> tuple[list[str], list[dict[str, An
         return run(EXAMPLES / program, *questions, server=url), sent.requests
 
 
+@pytest.mark.slow
 def test_agentscope_calls_its_tool_and_sends_the_runtime_reminder() -> None:
     said, requests = sent_by("agentscope/agent.py", "What is 12 times 34?", "Thank you")
     assert said == ["The result is 408.", "You asked: Thank you"]
@@ -43,6 +43,7 @@ class FirstTool(ScriptedModel):
         return {"content": None, "tool_calls": [{"id": "call-1", "type": "function", "function": function}]}
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_thousand_tools_offers_those_that_it_finds() -> None:
     sent = Recorder(with_middleware(FirstTool(), FLYWHEEL_ALIAS="my-agent"))
     with running(sent) as url:
@@ -54,18 +55,18 @@ def test_an_agent_with_a_thousand_tools_offers_those_that_it_finds() -> None:
     assert [names[0] for names in offered] == ["cancel_hotel_booking"] * 2 + ["pay_salary"] * 2
 
 
+@pytest.mark.slow
 def test_openai_client() -> None:
     said, requests = sent_by("openai_client/chat.py", "Hello", "Who?")
     assert said == ["You asked: Hello", "You asked: Who?"]
     assert [len(request["messages"]) for request in requests] == [2, 4]
 
 
-async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    config = configuration(tmp_path, server, {"type": "otlp", "listen": f"127.0.0.1:{port}"})
+@pytest.mark.slow
+async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path, free_port: int) -> None:
+    config = configuration(tmp_path, server, {"type": "otlp", "listen": f"127.0.0.1:{free_port}"})
     async with Following(config):
-        traces = f"http://127.0.0.1:{port}/v1/traces"
+        traces = f"http://127.0.0.1:{free_port}/v1/traces"
         program = EXAMPLES / "own_spans" / "chat.py"
         said = await asyncio.to_thread(run, program, "Hello", "Who?", server=server.url, traces=traces)
         await until(lambda: len(exported(config)) == 2, "two tasks")
@@ -76,6 +77,7 @@ async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path) -
     assert [line["metadata"]["turn"] for line in lines] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "package"), [("langgraph", "langgraph"), ("openai_agents", "agents")])
 async def test_agents_of_other_frameworks(server: Server, tmp_path: Path, folder: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:

@@ -94,6 +94,7 @@ def check_two_turns(said: list[str], replies: list[Reply], *, results: list[str]
     assert second.trajectory == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["turns", "stream"])
 async def test_openai_s_agents_traced_by_openinference(traced: Traced, scenario: str) -> None:
     """Their spans record no messages, and an agent's span without a name is around each run."""
@@ -106,6 +107,7 @@ async def test_openai_s_agents_traced_by_openinference(traced: Traced, scenario:
     assert names == ([["multiply"], ["multiply"]] if scenario == "turns" else [[], []])
 
 
+@pytest.mark.slow
 async def test_an_agent_that_another_agent_calls_as_a_tool_has_no_reply_of_its_own(traced: Traced) -> None:
     said, replies = await traced(OPENINFERENCE, "nested", PRODUCTS)
     (reply,) = shown(replies)
@@ -118,6 +120,7 @@ async def test_an_agent_that_another_agent_calls_as_a_tool_has_no_reply_of_its_o
     ]
 
 
+@pytest.mark.slow
 async def test_agents_that_hand_over_to_each_other_give_one_reply(traced: Traced) -> None:
     said, replies = await traced(OPENINFERENCE, "handoff", PRODUCTS)
     (reply,) = shown(replies)
@@ -126,6 +129,7 @@ async def test_agents_that_hand_over_to_each_other_give_one_reply(traced: Traced
     assert reply.trajectory[0]["tool_calls"][0]["function"]["name"] == "transfer_to_calculator"
 
 
+@pytest.mark.slow
 async def test_an_agent_by_hand_traced_by_openinference(traced: Traced) -> None:
     """Results that are JSON stay as they were, and the image of a streamed call is kept as a reference."""
     said, replies = await traced(OPENINFERENCE, "loop", PRODUCTS, "Hello", "What is this?")
@@ -138,6 +142,7 @@ async def test_an_agent_by_hand_traced_by_openinference(traced: Traced) -> None:
     assert all(reply.input_tokens > 0 and reply.output_tokens > 0 for reply in turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "agent"), [("agent", "calculator"), ("plain", "helpdesk"), ("silent", "helpdesk")]
 )
@@ -151,11 +156,13 @@ async def test_an_agent_traced_by_langfuse(traced: Traced, scenario: str, agent:
     assert all(reply.input_tokens > 0 and reply.output_tokens > 0 for reply in replies)
 
 
+@pytest.mark.slow
 async def test_a_streamed_answer_traced_by_langfuse(traced: Traced) -> None:
     said, (reply,) = await traced(LANGFUSE, "stream", "Hello")
     assert (reply.query, [reply.answer], reply.skip) == ("Hello", said, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "scenario"), [(OPENINFERENCE, "loop"), (OPENINFERENCE, "turns"), (LANGFUSE, "plain")]
 )
@@ -170,6 +177,7 @@ async def test_a_reply_whose_model_failed_is_skipped_with_the_reason(
     assert "overloaded" in " ".join(replies[0].errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [OPENINFERENCE, LANGFUSE])
 async def test_model_calls_without_a_span_above_them_are_a_warning(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, program: Path
@@ -191,6 +199,7 @@ async def test_model_calls_without_a_span_above_them_are_a_warning(
     assert "and no reply: no span is above the model calls" in caplog.text
 
 
+@pytest.mark.slow
 async def test_traced_calls_that_the_server_has_recorded_give_exact_prompts(server: Server, tmp_path: Path) -> None:
     """OpenInference keeps the response's id, so that each reply is one task of both sources."""
     config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=20)

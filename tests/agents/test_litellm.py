@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +32,7 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def proxy(config: Path, server: str) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def proxy(config: Path, server: str, port: int) -> Iterator[str]:
     variables = {
         "FLYWHEEL_URL": f"{server}/v1",
         "FLYWHEEL_KEY": "unused",
@@ -67,7 +64,7 @@ def proxy(config: Path, server: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("forwards", [True, False])
-def test_the_proxy_passes_the_conversation_on(tmp_path: Path, forwards: bool) -> None:
+def test_the_proxy_passes_the_conversation_on(tmp_path: Path, free_port: int, forwards: bool) -> None:
     config = tmp_path / "config.yaml"
     text = SHIPPED.read_text()
     assert FORWARDS in text
@@ -76,7 +73,7 @@ def test_the_proxy_passes_the_conversation_on(tmp_path: Path, forwards: bool) ->
     app.loaded["my-agent@r0001"] = "/adapters/r0001"
     middleware = with_middleware(app, FLYWHEEL_ALIAS="my-agent", **{CALL_LOG_VARIABLE: log_settings(path)})
     headers = ({"x-flywheel-conversation": "thread 7"}, {"x-litellm-session-id": "session 7"}, {})
-    with running(middleware) as server, proxy(config, server) as url:
+    with running(middleware) as server, proxy(config, server, free_port) as url:
         split = {"target": BASE, "share": 0.5, "salt": "salt"}
         change = {"alias": "my-agent", "target": "my-agent@r0001", "split": split}
         assert httpx2.put(f"{server}/flywheel/alias", json=change).status_code == 200

@@ -73,6 +73,7 @@ def assert_continues_the_conversation(sent: list[dict[str, Any]]) -> None:
     assert "The result is 408." in second[1][1] and "And 5 by 6?" in second[2][1]
 
 
+@pytest.mark.slow
 async def test_agentscope_2(tmp_path: Path) -> None:
     program = AgentProgram(workflow=f"{EXAMPLES / 'workflow' / 'agent.py'}:run", folder=str(tmp_path))
     results, sent = await results_of(program)
@@ -82,6 +83,7 @@ async def test_agentscope_2(tmp_path: Path) -> None:
     assert_continues_the_conversation(sent)
 
 
+@pytest.mark.slow
 async def test_openai_agents_sdk(tmp_path: Path) -> None:
     pytest.importorskip("agents", reason="openai-agents is not installed")
     program = AgentProgram(workflow=f"{EXAMPLES / 'openai_agents' / 'workflow.py'}:run", folder=str(tmp_path))
@@ -91,6 +93,7 @@ async def test_openai_agents_sdk(tmp_path: Path) -> None:
     assert_continues_the_conversation(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 async def test_a_node_program(tmp_path: Path) -> None:
     command = ("node", str(EXAMPLES / "node_command" / "agent.mjs"))
@@ -119,6 +122,7 @@ async def test_environments_of_their_own(tmp_path: Path, folder: str, packages: 
     assert_continues_the_conversation(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "aliases"), [("workflows.md", ()), ("several-agents.md", ("planner", "writer"))])
 async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tuple[str, ...]) -> None:
     text = (ROOT / "docs" / "how-to" / page).read_text()
@@ -129,6 +133,7 @@ async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tu
     assert [request["model"] for request in sent] == list(aliases or (ALIAS,)) * len(TASKS)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_check_of_the_example_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "workflows.md").read_text()
     found = re.search(r"^    flywheel (workflow check [^\n]*)\n\n```\n(.*?)```", page, re.MULTILINE | re.DOTALL)

@@ -15,6 +15,7 @@ from tests.serving.fake_vllm import FakeVllm, replica
 MANY = MAX_FIELDS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [b"\xf8\x7f\x01", b"\xfa\x7f\x00", b"\xfd\x7f0000"],

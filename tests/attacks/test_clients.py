@@ -165,6 +165,7 @@ async def test_what_was_not_asked_for_is_not_unpacked_or_followed(play: Play, bo
             assert (await client.get("/")).content == body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("play", [*TOO_LARGE.values(), *SLOW.values()], ids=[*TOO_LARGE, *SLOW])
 async def test_only_the_status_of_a_webhook_is_read(play: Play, tmp_path: Path) -> None:
     with Server(play, pause=0.01 if play in SLOW.values() else 0) as server:

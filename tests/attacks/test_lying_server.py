@@ -195,6 +195,7 @@ def test_values_of_many_brackets_are_not_built() -> None:
         assert peak < 5 * len(body)
 
 
+@pytest.mark.slow
 def test_what_is_recorded_fits_a_page_that_is_read(tmp_path: Path) -> None:
     long = MAX_PAGE_BYTES - 5_000_000
     calls = [

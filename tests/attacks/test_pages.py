@@ -85,6 +85,7 @@ def filled(path: str, value: str, known: dict[str, str]) -> str:
     return re.sub(r"{(\w+)(?::path)?}", lambda found: known.get(found[1], value), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", VALUES)
 async def test_no_address_is_an_error_of_the_server(client: httpx2.AsyncClient, value: str) -> None:
     for route in ROUTES:

@@ -76,6 +76,7 @@ DECIDED = {
 """What is right of them: None where nothing is."""
 
 
+@pytest.mark.slow
 @for_each("name", list(EXPONENTIAL))
 def test_a_schema_over_the_limit_is_remembered_by_its_hash(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_schema, "ATTEMPTS", 1)
@@ -144,6 +145,7 @@ def test_a_number_that_no_double_holds_is_a_failed_check(digits: str) -> None:
     assert not check(Criterion(id="js", type="json-schema", value={"multipleOf": 0.1}), answer).passed
 
 
+@pytest.mark.slow
 def test_a_costly_schema_leaves_the_criterion_undecided_with_the_reason() -> None:
     schema, value = EXPONENTIAL["properties"]
     exchange = called(
@@ -159,6 +161,7 @@ def test_a_costly_schema_leaves_the_criterion_undecided_with_the_reason() -> Non
     assert check(criterion, Exchange("q", "{}")).passed
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_schemas_exceed_the_limit() -> None:
     """The interpreter is not held, and other schemas are applied meanwhile."""
     schema, value = EXPONENTIAL["oneOf"]

@@ -68,6 +68,7 @@ async def test_a_body_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch, tmp_
         assert status(await reader.read(100)) == 408
 
 
+@pytest.mark.slow
 async def test_a_body_for_the_model_has_a_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(middleware, "ServerLimits", lambda **given: ServerLimits(**given, body_seconds=0.3))
     async with running("serve", tmp_path) as target:

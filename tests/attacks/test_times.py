@@ -77,6 +77,7 @@ async def ingested(config: Config) -> tuple[Store, list[datetime], int]:
     return store, [datetime.fromisoformat(each) for each in found], report.counts.dead
 
 
+@pytest.mark.slow
 async def test_a_line_with_such_a_time_is_dated_when_it_is_read(tmp_path: Path) -> None:
     lines = [
         {"question": f"{n}?", "answer": "a", "metadata": {"started_at": at, "ended_at": at}}
@@ -91,6 +92,7 @@ async def test_a_line_with_such_a_time_is_dated_when_it_is_read(tmp_path: Path) 
     await store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "columns", "values"),
     [

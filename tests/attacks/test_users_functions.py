@@ -39,6 +39,7 @@ FAIL = [
 ]
 
 
+@pytest.mark.slow
 @for_each("source, why", [(source, why) for _, source, why in FAIL])
 def test_a_call_that_fails_says_why_and_the_next_one_is_answered(source: str, why: str) -> None:
     function = PythonProcess(

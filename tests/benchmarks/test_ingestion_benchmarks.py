@@ -114,6 +114,7 @@ def test_peer_that_finds_nothing_is_no_comparison(tmp_path: Path) -> None:
     assert "the peer found 0 tasks" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_directory_without_the_peer(tmp_path: Path) -> None:
     done = run("peer", "--peer", str(tmp_path))
     assert done.returncode == 2
@@ -129,6 +130,7 @@ def test_a_missed_reply_is_no_result(tmp_path: Path) -> None:
         ingest.compare(more, tmp_path, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", ["old", "new"])
 def test_the_writer_adds_what_it_says(tmp_path: Path, schema: str) -> None:
     database = copy(cached(tmp_path, 300, schema), tmp_path, "copy")

@@ -17,6 +17,7 @@ def test_agents() -> None:
     assert result["by_turn_tokens"] > 3 * result["merged_tokens"]
 
 
+@pytest.mark.slow
 def test_call_path() -> None:
     """A task passes through more code than a reply."""
     result = result_of("call_path")
@@ -34,6 +35,7 @@ def test_calls() -> None:
     assert result["mb_on_disk"] < result["mb_sent"] / 2
 
 
+@pytest.mark.slow
 def test_selection() -> None:
     result = result_of("selection", "--quick")
     assert result.keys() >= {"random_seconds", "diversity_seconds", "diversity_cpu_seconds"}
@@ -53,6 +55,7 @@ def test_gate() -> None:
     assert min(result["tripwires_block"].values()) >= 0.5
 
 
+@pytest.mark.slow
 def test_idle() -> None:
     result = result_of("idle", "--quick")
     assert result.keys() >= {"rss_mb", "core_percent", "children", "seconds"}

@@ -184,6 +184,7 @@ def test_a_source_that_cannot_be_read_is_a_problem_with_its_reason(
     assert [source["error"] for source in found["sources"]] == found["problems"]
 
 
+@pytest.mark.slow
 def test_the_task_file_has_each_task_once_and_whole(flywheel: Run, ingested: Path, tmp_path: Path) -> None:
     file = tmp_path / "home" / "tasks.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -203,6 +204,7 @@ def test_the_task_file_has_each_task_once_and_whole(flywheel: Run, ingested: Pat
     assert report["moved_away"] == report["exported"] == len(lines)
 
 
+@pytest.mark.slow
 def test_it_is_told_in_words_too(flywheel: Run, ingested: Path, studio: Path, tmp_path: Path) -> None:
     told = flywheel("audit", "--deep", "-c", ingested)
     assert told.code == 0
@@ -219,6 +221,7 @@ def test_it_is_told_in_words_too(flywheel: Run, ingested: Path, studio: Path, tm
     assert flywheel("audit", "--source", studio).code == 2
 
 
+@pytest.mark.slow
 def test_a_long_database_is_compared_in_pages(flywheel: Run, studio: Path, tmp_path: Path) -> None:
     database = sqlite3.connect(studio)
     for cycle in range(12):

@@ -47,6 +47,7 @@ def config(tmp_path: Path, server: tuple[FakeVllm, str]) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_what_is_in_it_and_what_is_said(flywheel: Run, config: Path, tmp_path: Path) -> None:
     made = flywheel("backup", tmp_path / "backup", "-c", config)
     assert made.code == 0, made.err

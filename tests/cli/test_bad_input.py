@@ -56,6 +56,7 @@ def test_a_source_that_is_none_fails_alone(flywheel: Run, tmp_path: Path, studio
     assert second["tasks"] > 90
 
 
+@pytest.mark.slow
 def test_a_locked_source_says_so_and_is_read_later(flywheel: Run, studio: Path) -> None:
     holder = sqlite3.connect(studio, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
@@ -111,6 +112,7 @@ def judge_config(folder: Path, studio: Path, url: str) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_an_unreachable_judge_costs_nothing_but_delay(flywheel: Run, tmp_path: Path, studio: Path) -> None:
     path = judge_config(tmp_path, studio, "http://127.0.0.1:9/v1")
     ran = flywheel("filter", "-c", path, "--json")
@@ -139,6 +141,7 @@ def test_a_wrong_key_names_the_setting_and_leaves_everything_pending(
     assert books["rejected"] == books["accepted"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["schl\u00fcssel", "refused"])
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_tasks_that_nobody_could_be_asked_about_are_due_still(
@@ -215,6 +218,7 @@ def test_a_full_disk_loses_nothing(flywheel: Run, tmp_path: Path, studio: Path) 
     assert flywheel("audit", "--json").json["balanced"]
 
 
+@pytest.mark.slow
 def test_tasks_are_not_appended_to_what_is_read(flywheel: Run, tmp_path: Path, studio: Path) -> None:
     lines = tmp_path / "lines" / "a.jsonl"
     lines.parent.mkdir()

@@ -48,6 +48,7 @@ def test_what_needs_the_state_for_itself_ends_with_75(flywheel: Run, config: Pat
     assert "stop it" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", BESIDE_IT)
 def test_the_rest_works_beside_the_daemon(flywheel: Run, config: Path, command: str) -> None:
     with instance_lock(config.parent / "state"):

@@ -86,6 +86,7 @@ def test_a_row_that_was_corrected_becomes_a_task_when_it_is_retried(flywheel: Ru
     assert "it is no longer dead" in flywheel("dead-letters", "retry", "1").out
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_again_is_open_again_and_counted(flywheel: Run, studio: Studio) -> None:
     flywheel("ingest")
     flywheel("ingest", "--sweep")
@@ -140,6 +141,7 @@ def judge() -> Iterator[JudgeServer]:
         yield judge
 
 
+@pytest.mark.slow
 def test_a_task_that_a_filter_broke_on_is_judged_after_a_retry(
     flywheel: Run, tmp_path: Path, judge: JudgeServer
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_task_that_a_filter_broke_on_is_judged_after_a_retry(
     assert balanced(flywheel) == {"pending": 0, "dead": 0}
 
 
+@pytest.mark.slow
 def test_a_retry_waits_for_whoever_holds_the_state(
     flywheel: Run, studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:

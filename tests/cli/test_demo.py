@@ -68,6 +68,7 @@ def test_the_pages_are_served_until_a_signal_and_nothing_is_left(tmp_path: Path,
     assert not list(tmp_path.glob("flywheel-demo-*"))
 
 
+@pytest.mark.slow
 def test_the_shipped_replies_are_what_the_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = demo_replies.TARGET.read_bytes()
     monkeypatch.setattr(demo_replies, "TARGET", tmp_path / "replies.sqlite.xz")

@@ -19,7 +19,6 @@ from flywheel.store import deployments
 from flywheel.system.lock import instance_lock
 from tests import warm
 from tests.cli.conftest import Run
-from tests.conftest import free_port
 from tests.daemon.conftest import server
 from tests.factories.config import base_model, write_config
 from tests.factories.metrics import by, parsed
@@ -57,6 +56,7 @@ def test_a_state_that_is_not_there_is_not_made(
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_adapters")
 def test_deploying_and_going_back(flywheel: Run, config: Path) -> None:
     ran = flywheel("deploy", "r0001", "-c", config)
@@ -68,6 +68,7 @@ def test_deploying_and_going_back(flywheel: Run, config: Path) -> None:
     assert (ran.out, ran.err) == ("agent is now the base model\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_adapters")
 @pytest.mark.parametrize("name", ["", "agent@", "other@r0001", "r0009", "../r0001", "r0001\x1b[2J", "r0001 "])
 def test_a_name_that_no_adapter_has_moves_nothing(flywheel: Run, config: Path, name: str) -> None:
@@ -83,6 +84,7 @@ def test_a_name_that_no_adapter_has_moves_nothing(flywheel: Run, config: Path, n
     assert flywheel("status", "-c", config, "--json").json["deployment"]["adapter"] == "r0002"
 
 
+@pytest.mark.slow
 def test_status_says_what_each_server_serves_and_what_is_wrong(
     flywheel: Run, config: Path, two_adapters: None, server: tuple[FakeVllm, str]
 ) -> None:
@@ -170,7 +172,12 @@ def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_
 @pytest.mark.training
 @pytest.mark.parametrize("is_deployed", [False, True])
 def test_serve_asks_the_state_what_is_deployed(
-    flywheel: Run, tmp_path: Path, two_adapters: None, monkeypatch: pytest.MonkeyPatch, is_deployed: bool
+    flywheel: Run,
+    tmp_path: Path,
+    two_adapters: None,
+    monkeypatch: pytest.MonkeyPatch,
+    free_port: int,
+    is_deployed: bool,
 ) -> None:
     """Where the server's own file is missing: it has another port now, or another machine."""
     if is_deployed:
@@ -178,7 +185,7 @@ def test_serve_asks_the_state_what_is_deployed(
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
     model = {"base": base_model(tmp_path), "alias": "agent"}
-    own = write_config(tmp_path, name="own.yaml", model=model, serving={"port": free_port()})
+    own = write_config(tmp_path, name="own.yaml", model=model, serving={"port": free_port})
     assert flywheel("serve", "-c", own).code == 0
     told = json.loads(started[0]["FLYWHEEL_WAITING_ALIASES"])
     assert told == (

@@ -98,6 +98,7 @@ def everything(folder: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_state", [False, True])
 def test_nothing_is_changed(bench: Bench, with_state: bool) -> None:
     execute(bench.folder / "studio.sqlite", "PRAGMA journal_mode = WAL")
@@ -129,6 +130,7 @@ def test_nothing_heavy_is_imported(bench: Bench) -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_it_looks_beside_the_daemon(bench: Bench) -> None:
     bench()
     with instance_lock(bench.folder / "state"):
@@ -165,6 +167,7 @@ def test_a_state_that_cannot_be(bench: Bench) -> None:
     assert_failed(bench(state={"dir": "file/below"})["state"], "is not a directory", "state.dir")
 
 
+@pytest.mark.slow
 def test_a_state_of_another_version(bench: Bench) -> None:
     bench()
     assert bench.run("ingest").code == 0
@@ -193,12 +196,14 @@ def test_a_source_that_cannot_be_read(bench: Bench, content: bytes | None, words
     assert found["subject"] == str(path)
 
 
+@pytest.mark.slow
 def test_a_source_with_nothing_in_it(bench: Bench) -> None:
     execute(bench.folder / "studio.sqlite", "DELETE FROM span_table")
     assert_failed(bench()["source"], "nothing is in it yet", result="warning")
     assert_failed(bench(sources=[])["source"], "no source is configured", result="warning")
 
 
+@pytest.mark.slow
 def test_task_files(bench: Bench) -> None:
     lines = bench.folder / "lines"
     lines.mkdir()
@@ -208,6 +213,7 @@ def test_task_files(bench: Bench) -> None:
     assert_failed(bench(sources=[{"type": "jsonl", "path": "nowhere"}])["source"], "nowhere")
 
 
+@pytest.mark.slow
 def test_an_address_to_receive_at(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -257,10 +263,8 @@ def test_a_judge_that_is_the_trained_model(bench: Bench) -> None:
     assert any("trained model's own server" in check["found"] for check in report["checks"])
 
 
-def test_a_judge_that_is_away(bench: Bench) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    assert_failed(bench(judge={"base_url": f"http://127.0.0.1:{port}/v1"})["judge"], "refused", "judge.base_url")
+def test_a_judge_that_is_away(bench: Bench, free_port: int) -> None:
+    assert_failed(bench(judge={"base_url": f"http://127.0.0.1:{free_port}/v1"})["judge"], "refused", "judge.base_url")
 
 
 def test_a_judge_with_another_model(bench: Bench) -> None:
@@ -294,6 +298,7 @@ def test_keys_of_a_judge(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "right" not in ran.err + json.dumps(bench()["judge"])
 
 
+@pytest.mark.slow
 def test_a_question_to_the_judge_is_one_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.judge.content = lambda request: {"criteria": {"x": {}}}  # type: ignore[method-assign]
     bench.judge.models = None
@@ -321,6 +326,7 @@ def test_servers(bench: Bench) -> None:
     assert_failed(bench()["server"], "not healthy")
 
 
+@pytest.mark.slow
 def test_a_server_of_another_kind(bench: Bench) -> None:
     with replica(bench.vllm, lambda app: app) as url:
         assert_failed(bench(serving={"urls": [url]})["server"], "no alias middleware")
@@ -345,6 +351,7 @@ def test_a_server_on_another_machine_needs_the_variable_of_the_admin_key(
     assert_failed(found, "cannot be reached")
 
 
+@pytest.mark.slow
 def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin-s3cret"}
     with running(with_middleware(bench.vllm, **keys)) as url:
@@ -358,6 +365,7 @@ def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.Mon
     assert found["server"]["result"] == "ok"
 
 
+@pytest.mark.slow
 def test_an_adapter_that_a_restart_would_lose(bench: Bench) -> None:
     assert bench()["serve"]["result"] == "ok"
     file = bench.folder / "state" / "serving" / "aliases-8000.json"
@@ -385,6 +393,7 @@ def test_a_model_that_lacks_a_file(bench: Bench, file: str, words: str) -> None:
     assert_failed(bench()["model"], words)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_here(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(bench.folder / "hub"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

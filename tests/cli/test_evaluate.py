@@ -99,6 +99,7 @@ def test_answers_in_parts_are_read_as_text(evaluate: Callable[..., Ran], endpoin
     assert {json.loads(line)["answer"].strip() for line in lines} == {"good: \\boxed{1}"}
 
 
+@pytest.mark.slow
 def test_people_see_metrics_that_were_measured(evaluate: Callable[..., Ran]) -> None:
     ran = evaluate()
     assert ran.code == 0, ran.err
@@ -111,6 +112,7 @@ def test_people_see_metrics_that_were_measured(evaluate: Callable[..., Ran]) -> 
     assert evaluate("--metrics", "retrieval").code == EXIT_CONFIG
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_fails_one_call_in_ten_is_asked_again(
     evaluate: Callable[..., Ran], endpoint: Endpoint
 ) -> None:
@@ -135,6 +137,7 @@ def test_an_answer_that_fails_counts_0(evaluate: Callable[..., Ran], endpoint: E
     assert "the context is too short" in failure.result[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "complaint"),
     [
@@ -154,6 +157,7 @@ def test_an_endpoint_that_never_answers_is_an_error(
     assert bench.judge.calls == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_by_its_endpoint_goes_on(
     evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
 ) -> None:
@@ -205,6 +209,7 @@ def test_a_run_that_was_killed_goes_on(evaluate: Callable[..., Ran], endpoint: E
     assert len(endpoint.requests) - asked <= 40 - judged + 6
 
 
+@pytest.mark.slow
 def test_the_stored_answers_of_a_task_can_be_erased(
     evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
 ) -> None:
@@ -231,6 +236,7 @@ def test_the_stored_answers_of_a_task_can_be_erased(
     assert len(answers.every) == 9 and "t3" not in answers.by_task
 
 
+@pytest.mark.slow
 def test_two_models_are_compared_on_the_same_tasks(
     evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench
 ) -> None:
@@ -301,6 +307,7 @@ def test_tools_are_answered_from_recordings(evaluate: Callable[..., Ran], endpoi
     )
 
 
+@pytest.mark.slow
 def test_an_agent_of_ones_own_answers(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
     (bench.folder / "agent.py").write_text(
         "import json, urllib.request\n"
@@ -327,6 +334,7 @@ def test_an_agent_of_ones_own_answers(evaluate: Callable[..., Ran], endpoint: En
     assert "the shop is closed" in why
 
 
+@pytest.mark.slow
 def test_the_bar_of_ci(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: Bench) -> None:
     endpoint.reply = lambda request, _: says("bad" if "What is 3" in question(request) else "good: \\boxed{1}")
     assert evaluate("--fail-under", "0.9", "--quiet").out == ""
@@ -337,6 +345,7 @@ def test_the_bar_of_ci(evaluate: Callable[..., Ran], endpoint: Endpoint, bench: 
     assert evaluate("--fail-under", "0.9", "--confidence", "0.95").code == EXIT_QUALITY
 
 
+@pytest.mark.slow
 def test_a_judge_that_does_not_answer_is_no_bad_model(evaluate: Callable[..., Ran], bench: Bench) -> None:
     bench.settings |= {"max_attempts": 1}
     bench.judge.behave("401")
@@ -391,6 +400,7 @@ def test_what_cannot_be_evaluated_is_named(evaluate: Callable[..., Ran], bench: 
     assert "nowhere.jsonl" in missing.err
 
 
+@pytest.mark.slow
 def test_a_look_at_held_out_tasks_is_recorded(flywheel: Run, due_config: Callable[..., Path], tmp_path: Path) -> None:
     with Endpoint(lambda *_: says("\\boxed{1}")) as endpoint, JudgeServer() as judge:
         config = due_config(

@@ -25,6 +25,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_on_any_width(source: Path, tmp_path: Path) -> None:
     for command in ("ingest", "status"):
         for columns in (80, 120):

@@ -184,6 +184,7 @@ def test_a_diff_of_everything_and_an_estimate_are_different_wishes(bench: Bench)
     assert bench("filter", "--against", bench.folder / "missing.yaml").code == 78
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_on_a_terminal_no_key_is_cut_nothing_is_wider_and_reasons_are_whole(bench: Bench, columns: int) -> None:
     reason = "The carry was forgotten in the second step, so that the sum is wrong by ten."
@@ -208,6 +209,7 @@ def test_on_a_terminal_no_key_is_cut_nothing_is_wider_and_reasons_are_whole(benc
     assert re.search(r"judging .* 3/3 .*left", shown)
 
 
+@pytest.mark.slow
 def test_what_a_users_function_prints_is_not_in_the_json(bench: Bench) -> None:
     (bench.folder / "mine.py").write_text(
         "def keep(task):\n    print('looking at', task['task_id'])\n    return True\n"

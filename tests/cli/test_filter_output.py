@@ -16,6 +16,7 @@ from tests.cli.terminal import in_terminal
 GOOD, BAD = "good: \\boxed{1}", "bad: \\boxed{0}"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_one_line_of_progress_and_the_totals(bench: Bench) -> None:
     bench.lines(*[GOOD, BAD] * 20)
     bench("ingest")
@@ -29,6 +30,7 @@ def test_a_terminal_gets_one_line_of_progress_and_the_totals(bench: Bench) -> No
     assert len(others) == 3 and others[0] == "40 judged: 20 accepted, 20 rejected", seen.screen
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_each_reason_for_no_verdict_once(bench: Bench) -> None:
     bench.lines(*[GOOD] * 7)
     bench.settings["max_thread"] = 1

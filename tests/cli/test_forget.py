@@ -62,6 +62,7 @@ def stores_with(found: dict[str, set[str]], word: str) -> set[str]:
     return {name.removesuffix("-wal") for name in found.get(word, ())}
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     before = left_in(state)
@@ -90,6 +91,7 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
     assert audit.json["erased"] == 4
 
 
+@pytest.mark.slow
 def test_what_the_sources_still_have_is_not_read_again(flywheel: Run, config: Path, tmp_path: Path) -> None:
     assert flywheel("forget", "--user", USER, "-c", config).code == 0
     more = [*(tmp_path / "lines.jsonl").read_text().splitlines()]
@@ -106,6 +108,7 @@ def test_what_the_sources_still_have_is_not_read_again(flywheel: Run, config: Pa
     assert flywheel("audit", "--deep", "-c", config).code == 0
 
 
+@pytest.mark.slow
 def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
     for arguments in (
         (),
@@ -116,6 +119,7 @@ def test_wrong_usage_is_said(flywheel: Run, config: Path) -> None:
         assert flywheel("forget", *arguments, "-c", config).code == 2
 
 
+@pytest.mark.slow
 def test_a_reader_of_an_older_state_delays_the_purge(
     flywheel: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +138,7 @@ def test_a_reader_of_an_older_state_delays_the_purge(
     assert left_in(state) == {}
 
 
+@pytest.mark.slow
 def test_a_restore_applies_what_was_erased_since(flywheel: Run, config: Path, tmp_path: Path) -> None:
     assert flywheel("backup", tmp_path / "backup", "-c", config).code == 0
     assert flywheel("forget", "--conversation", CONVERSATION, "-c", config).code == 0
@@ -152,6 +157,7 @@ def test_a_restore_applies_what_was_erased_since(flywheel: Run, config: Path, tm
     assert gone.code == 0 and "the backup in" in gone.out
 
 
+@pytest.mark.slow
 def test_calls_that_go_on_with_it_are_erased_when_they_come(flywheel: Run, config: Path, tmp_path: Path) -> None:
     """By the header, by the user, and where neither is said, by the history that they send again."""
     own = f"sources=[{{type: jsonl, path: {tmp_path}/lines.jsonl}}, {{type: calls}}]"
@@ -174,6 +180,7 @@ def test_calls_that_go_on_with_it_are_erased_when_they_come(flywheel: Run, confi
         ]
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_asked_is_named(flywheel: Run, config: Path, tmp_path: Path) -> None:
     away = "--set", "serving.urls=[http://127.0.0.1:1]"
     ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config, *away)

@@ -78,6 +78,7 @@ def test_without_a_terminal_lines_say_it_now_and_then(
     assert all(int(read.replace(",", "")) < int(of.replace(",", "")) for read, of in found)
 
 
+@pytest.mark.slow
 def test_a_short_ingestion_says_nothing(flywheel: Run, tmp_path: Path) -> None:
     grow(empty_like("new_v2", tmp_path / "short.sqlite"), 1)
     assert flywheel("ingest", "--source", "short.sqlite").err == ""

@@ -46,6 +46,7 @@ def test_what_nobody_is_asked_is_found_or_the_default(
     assert source.type == "studio" and source.path == studio
 
 
+@pytest.mark.slow
 def test_options_answer_instead(flywheel: Run, tmp_path: Path) -> None:
     options = ["--source", "my replies.jsonl", "--judge", "http://127.0.0.1:9/v1 a-judge", "--base", "./my model: x"]
     assert flywheel("init", ".", *options, "--server", "http://127.0.0.1:7777").code == 0
@@ -171,6 +172,7 @@ def test_the_units_and_the_configuration_name_the_same_state(tmp_path: Path, fol
     assert f"StateDirectory={home.removeprefix('%S/')}" in unit
 
 
+@pytest.mark.slow
 def test_a_state_of_another_configuration_is_named_before_it_is_used(flywheel: Run, tmp_path: Path) -> None:
     """A file that was moved or copied with its state is no other one."""
     one, other, home = tmp_path / "one.yaml", tmp_path / "other.yaml", tmp_path / "home"

@@ -21,6 +21,7 @@ def tasks(flywheel: Run, round_due: None, tmp_path: Path) -> list[str]:
     return [task["task_id"] for task in reversed(flywheel("tasks", "--json").json["tasks"])]
 
 
+@pytest.mark.slow
 def test_a_label_is_stored_beside_whoever_holds_the_state(flywheel: Run, tasks: list[str], tmp_path: Path) -> None:
     with instance_lock(tmp_path / "state"):
         ran = flywheel("label", tasks[0], "reject", "--comment", "too long", "--json")
@@ -36,6 +37,7 @@ def test_a_label_is_stored_beside_whoever_holds_the_state(flywheel: Run, tasks: 
     assert flywheel("audit").code == 0
 
 
+@pytest.mark.slow
 def test_labels_are_listed_with_the_agreement(
     flywheel: Run, tasks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

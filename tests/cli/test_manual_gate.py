@@ -49,6 +49,7 @@ def config(
     return due_config(model={"base": BASE, "alias": "agent"}, serving={"urls": [url], "drain_seconds": 0})
 
 
+@pytest.mark.slow
 def test_a_round_by_hand_says_for_whom_its_candidate_waits_and_a_person_deploys_it(
     flywheel: Run, config: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_round_by_hand_says_for_whom_its_candidate_waits_and_a_person_deploys_
     assert flywheel("audit", "-c", config).code == 0
 
 
+@pytest.mark.slow
 def test_run_once_deploys_what_a_person_has_approved(flywheel: Run, config: Path, tmp_path: Path) -> None:
     assert flywheel("run", "--once", *MANUAL, "-c", config).code == 0
     status = flywheel("status", "--json", "-c", config).json

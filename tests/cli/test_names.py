@@ -79,6 +79,7 @@ def test_a_hint_names_a_command_that_is_there(flywheel: Run) -> None:
     assert "'nonsense'" in flywheel("nonsense").err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> None:
     def completed(line: str) -> str:
@@ -98,6 +99,7 @@ def test_a_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> N
     assert "trl-sft" in completed("flywheel export --format trl-s")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_the_printed_completion_works_in_bash(tmp_path: Path) -> None:
     script = 'eval "$(flywheel --show-completion)"; complete -p flywheel; COMP_WORDS=(flywheel rol); COMP_CWORD=1;'

@@ -33,6 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_readme_leads_from_nothing_to_verdicts(
     flywheel: Run, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_the_page_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkey
     assert told == shown.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["filter"], ["filter", "--dry-run"], ["filter", "--estimate"], ["ingest"]])
 def test_without_a_configuration_it_says_what_it_lacks_and_makes_nothing(
     flywheel: Run, home: Path, command: list[str]
@@ -140,6 +142,7 @@ def test_a_question_to_a_state_that_is_not_there(flywheel: Run, command: list[st
     assert "there is no state" in ran.err
 
 
+@pytest.mark.slow
 def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     # In a process of its own: here, other tests have imported commands in another order.
@@ -163,6 +166,7 @@ def test_docs_lists_the_pages_and_shows_one(flywheel: Run) -> None:
     assert "filters" in ran.err
 
 
+@pytest.mark.slow
 def test_a_page_in_a_terminal_has_colours_only_where_the_pager_shows_them(tmp_path: Path) -> None:
     less = tmp_path / "less"
     less.write_text('#!/bin/sh\necho "LESS=$LESS"\ncat\n')

@@ -179,6 +179,7 @@ def test_a_path_that_no_file_can_have_is_named(flywheel: Run, folder: Path, sour
         assert ran.err.startswith("flywheel: cannot use a path: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

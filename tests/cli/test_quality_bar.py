@@ -302,6 +302,7 @@ with JudgeServer(verdict) as judge:
 """
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_killed_ends_it_with_69_and_the_reports_have_every_row(bench: Bench) -> None:
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as judge:

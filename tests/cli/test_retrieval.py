@@ -47,6 +47,7 @@ def configured(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_bm25_is_measured_without_an_encoder(flywheel: Run, home: Path, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in home.iterdir()}
     ran = flywheel("retrieval", "evaluate", "-c", configured(tmp_path), "--json")

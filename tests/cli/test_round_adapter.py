@@ -66,6 +66,7 @@ def test_options_that_do_not_go_together(flywheel: Run, options: list[str], why:
     assert why in " ".join(ran.err.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_a_folder_without_an_adapter_starts_nothing(
     flywheel: Run, due_config: Callable[..., Path], tmp_path: Path
 ) -> None:

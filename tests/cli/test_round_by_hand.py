@@ -57,6 +57,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
     return work
 
 
+@pytest.mark.slow
 def test_run_once_fails_with_its_round_and_tries_no_other(
     flywheel: Run, due_config: Callable[..., Path], work: Work
 ) -> None:
@@ -67,6 +68,7 @@ def test_run_once_fails_with_its_round_and_tries_no_other(
     assert len(flywheel("status", "--json", "-c", config).json["rounds"]) == 1
 
 
+@pytest.mark.slow
 def test_a_round_after_a_failed_one_says_what_it_waits_for(flywheel: Run, config: Path, work: Work) -> None:
     assert flywheel("run", "--once", "-c", config).code == 1
     assert flywheel("run", "--once", "-c", config).code == 0, "nothing was due, so nothing failed"
@@ -77,6 +79,7 @@ def test_a_round_after_a_failed_one_says_what_it_waits_for(flywheel: Run, config
     assert "--force" in ran.err
 
 
+@pytest.mark.slow
 def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
     flywheel: Run, config: Path, work: Work
 ) -> None:
@@ -88,6 +91,7 @@ def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
     assert (ran.json["round"], ran.json["state"], ran.json["attempt"]) == ("r0001", "rejected", 1)
 
 
+@pytest.mark.slow
 def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, work: Work) -> None:
     first = '{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}'
     second = '{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}'
@@ -107,6 +111,7 @@ DEBUG = (
 )
 
 
+@pytest.mark.slow
 def test_a_debug_round_ends_with_a_table(flywheel: Run, config: Path, work: Work, tmp_path: Path) -> None:
     work(DEBUG)
     undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge\nwas away\x1b", answer="")
@@ -149,6 +154,7 @@ def test_a_forced_round_with_too_few_samples_is_not_started_where_nobody_can_be_
     assert flywheel("status", "--json", "-c", scarce).json["rounds"] == []
 
 
+@pytest.mark.slow
 def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, scarce: Path, work: Work) -> None:
     work(REFUSES)
     ran = flywheel("round", "--force", "--yes", "--json", "-c", scarce)
@@ -156,6 +162,7 @@ def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, sc
     assert (ran.code, ran.json["state"]) == (0, "rejected")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1)])
 def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
     flywheel: Run, scarce: Path, work: Work, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
@@ -171,6 +178,7 @@ def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
     assert len(flywheel("status", "--json", "-c", scarce).json["rounds"]) == (code == 0)
 
 
+@pytest.mark.slow
 def test_a_forced_round_with_samples_enough_asks_nothing(flywheel: Run, config: Path, work: Work) -> None:
     work(REFUSES)
     ran = flywheel("round", "--force", "-c", config)
@@ -319,6 +327,7 @@ def test_a_running_round_is_shown_on_a_terminal(config: Path, work: Work, halfwa
     assert out.startswith("r0001: rejected: no spread\n")
 
 
+@pytest.mark.slow
 def test_what_a_debug_round_took_of_the_judge_is_counted_once_and_under_the_budget(
     flywheel: Run, due_config: Callable[..., Path], work: Work, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ LABELS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_figures_and_the_worst_disagreements(
     flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_judge_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: Echo,
     assert status == 200 or REDACTED in said
 
 
+@pytest.mark.slow
 def test_a_verdict_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: Echo) -> None:
     echo.status = 200
     verdict = json.dumps({"criteria": {"right": {"reason": "HEADER", "choice": "yes"}}})
@@ -107,6 +108,7 @@ def test_a_verdict_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: Ech
     assert "sk-of" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [200, 401, 500])
 def test_an_embedder_that_repeats_it(flywheel: Run, tmp_path: Path, echo: Echo, status: int) -> None:
     echo.status = status
@@ -118,6 +120,7 @@ def test_an_embedder_that_repeats_it(flywheel: Run, tmp_path: Path, echo: Echo, 
     assert "sk-of" not in said
 
 
+@pytest.mark.slow
 def test_a_server_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: Echo) -> None:
     said = looked_at(flywheel, configured(tmp_path, echo), ("ingest",), ("rollback", "--to", "base"), ("doctor",))
     assert "sk-of" not in said

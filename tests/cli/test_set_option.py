@@ -140,6 +140,7 @@ def test_the_rest_of_a_wrong_file_keeps_its_lines(flywheel: Run, tmp_path: Path)
     assert "; line 4: `trigger.min_samples`" in ran.err
 
 
+@pytest.mark.slow
 def test_a_round_has_the_settings(
     flywheel: Run, due_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,7 @@ def test_what_the_program_takes_the_schema_accepts(raw: dict[str, Any], tmp_path
     assert accepts("config", raw)
 
 
+@pytest.mark.slow
 def test_wrong_keys_and_values_are_marked() -> None:
     for raw in ({"judge": {"max_threads": 3}}, {"judgement": {}}, {"trigger": {"min_samples": "many"}}, *MISTAKES):
         with pytest.raises(ConfigError):

@@ -28,6 +28,7 @@ def judged(bench: Bench) -> Bench:
     return bench
 
 
+@pytest.mark.slow
 def test_tasks_are_found_by_state_adapter_criterion_and_text(judged: Bench) -> None:
     execute(judged.folder / "state" / "state.db", "UPDATE tasks SET adapter = 'agent@r0001' WHERE id = 1")
     everything = ["What is 3 plus 1?", "What is 2 plus 1?", "What is 1 plus 1?", "What is 0 plus 1?"]
@@ -103,6 +104,7 @@ def test_steps_and_history_are_shown(flywheel: Run, tmp_path: Path) -> None:
     assert 'Steps\n  [assistant calls add] {"a": 1}\n  [tool add] two' in text
 
 
+@pytest.mark.slow
 def test_status_tells_by_what_replies_are_rejected(judged: Bench) -> None:
     told = judged("status", "--json").json
     assert told["recent_verdicts"] == {
@@ -115,6 +117,7 @@ def test_status_tells_by_what_replies_are_rejected(judged: Bench) -> None:
     assert 'flywheel_recent_rejections{criterion="correct"} 2.0' in judged("status", "--metrics").out
 
 
+@pytest.mark.slow
 def test_a_judge_that_accepts_nothing_is_a_loud_warning(bench: Bench) -> None:
     bench.lines(*[BAD] * 49)
     bench.filter()

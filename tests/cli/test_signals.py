@@ -77,6 +77,7 @@ def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
         assert status["tasks"]["reserved"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "flywheel.yaml"
@@ -104,6 +105,7 @@ def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: sign
     assert status["balanced"]
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
     config = tmp_path / "flywheel.yaml"
     with JudgeServer(delay_seconds=60.0) as judge:
@@ -173,6 +175,7 @@ def test_what_is_stopped_begins_no_other_call(labelled: Path, command: str, numb
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", WITH_LABELS)
 def test_what_is_stopped_twice_waits_for_no_call(labelled: Path, command: str) -> None:
     log = labelled / "log"

@@ -87,6 +87,7 @@ def test_what_fits_is_whole(folder: Path, lines: int, rounds: int) -> None:
     assert ("r0020" in text) == (rounds > 0 and lines >= 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 80, 99, 100, 160])
 def test_a_round_is_told_in_few_lines_on_any_terminal(folder: Path, columns: int) -> None:
     status = status_with(
@@ -104,6 +105,7 @@ def test_a_round_is_told_in_few_lines_on_any_terminal(folder: Path, columns: int
     assert all(part in told for part in ("0.42 → 0.53", "0.29 → 0.54", "deployed 0.292"))
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_it_at_once(folder: Path) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -136,6 +138,7 @@ def test_a_terminal_shows_it_at_once(folder: Path) -> None:
     assert "…" not in text
 
 
+@pytest.mark.slow
 def test_that_a_server_was_looked_at_once_more_is_no_news(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

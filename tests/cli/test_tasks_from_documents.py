@@ -110,6 +110,7 @@ def counts(report: dict[str, Any]) -> dict[str, int]:
     return {name: report[name] for name in names if report[name]}
 
 
+@pytest.mark.slow
 def test_tasks_are_held_with_quotes_until_a_person_releases_them(desk: Desk, tmp_path: Path) -> None:
     ran = desk(8)
     assert ran.code == 0
@@ -139,6 +140,7 @@ def test_tasks_are_held_with_quotes_until_a_person_releases_them(desk: Desk, tmp
     assert desk.flywheel("audit", "-c", desk.config).out.endswith("balanced\n")
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_pays_for_nothing_twice(desk: Desk, writer: WriterServer) -> None:
     assert counts(desk.told(3)) == {"held": 3}
     assert counts(desk.told(5)) == {"written_before": 3, "held": 2}
@@ -153,6 +155,7 @@ def test_the_same_command_goes_on_and_pays_for_nothing_twice(desk: Desk, writer:
     assert writer.requests[-1]["model"] == "another"
 
 
+@pytest.mark.slow
 def test_the_seed_alone_chooses_the_passages(flywheel: Run, tmp_path: Path, docs: Path) -> None:
     chosen = []
     for n, seed in enumerate(("1", "1", "2", "3")):
@@ -164,6 +167,7 @@ def test_the_seed_alone_chooses_the_passages(flywheel: Run, tmp_path: Path, docs
     assert chosen[0] == chosen[1] and len({tuple(each) for each in chosen}) > 1
 
 
+@pytest.mark.slow
 def test_a_wrong_quote_is_refused_and_counted(desk: Desk, writer: WriterServer) -> None:
     writer.behave("good", "wrong quote", "good", "wrong quote", "good")
     assert counts(desk.told(5)) == {"held": 3, "refused": 2}
@@ -181,6 +185,7 @@ def test_a_wrong_quote_is_refused_and_counted(desk: Desk, writer: WriterServer) 
     assert desk.flywheel("audit", "-c", desk.config).out.endswith("balanced\n")
 
 
+@pytest.mark.slow
 def test_white_space_of_a_quote_does_not_matter_and_all_else_does(desk: Desk, writer: WriterServer) -> None:
     (desk.folder / "docs" / "gasket.md").write_text("The gasket\n   is made of\nsilicone.  <|im_end|> Wash it.")
     for quote, ends in (
@@ -201,6 +206,7 @@ def test_white_space_of_a_quote_does_not_matter_and_all_else_does(desk: Desk, wr
         assert counts(report) == {ends: 1}, quote
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -261,6 +267,7 @@ def test_more_tasks_than_passages_know_the_questions_before(desk: Desk, writer: 
     assert sorted(each["seed"] for each in writer.requests[1:]) == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_tasks_of_a_passage_are_in_one_split(desk: Desk) -> None:
     assert desk.told(24)["held"] == 24
     splits: dict[str, set[str]] = {}
@@ -276,6 +283,7 @@ def test_errors_of_the_endpoint_are_retried(flywheel: Run, tmp_path: Path, docs:
     assert counts(desk.told(4)) == {"held": 4}
 
 
+@pytest.mark.slow
 def test_a_model_that_dies_in_the_middle_keeps_what_is_there(desk: Desk, writer: WriterServer) -> None:
     writer.behave("good", "good", "good", "500")
     ran = desk(8, "--json")
@@ -307,6 +315,7 @@ def test_the_budget_of_the_judge_holds(flywheel: Run, tmp_path: Path, docs: Path
     assert desk.told(1, "--model", "another")["cost"] is None, "prices are those of the configured judge"
 
 
+@pytest.mark.slow
 def test_a_dry_run_asks_nobody_and_writes_nothing(desk: Desk, writer: WriterServer) -> None:
     before = set(desk.folder.rglob("*"))
     ran = desk(9, "--dry-run")
@@ -363,6 +372,7 @@ def test_agents_of_a_target_take_documents(flywheel: Run, tmp_path: Path, docs: 
     assert {each["target"] for each in desk.tasks()} == {"desk"}
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGE.read_text()
     monkeypatch.setenv("COLUMNS", "118")

@@ -111,6 +111,7 @@ def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     assert (told["is_better"], told["held_out_loss"]) == (None, [3.0, 2.5])
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_a_round_that_was_stopped(
     flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
 ) -> None:
@@ -130,6 +131,7 @@ def test_the_same_command_goes_on_with_a_round_that_was_stopped(
     assert not (tmp_path / "out.round-3").exists()
 
 
+@pytest.mark.slow
 def test_a_round_that_is_refused_leaves_no_adapter(
     flywheel: Run, work: Callable[[str], None], tmp_path: Path, data: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_round_that_is_refused_leaves_no_adapter(
     assert (tmp_path / "out.round-2" / "spec.json").is_file(), "the files of the first one stay"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_named(flywheel: Run, tmp_path: Path, data: Path) -> None:
     def fails(stage: str, *options: str | Path, code: int) -> str:
         ran = flywheel("train", stage, "--data", data, *options)
@@ -226,6 +229,7 @@ def test_sft_on_conversations_and_dpo_on_preferences(
     assert (spec["base_model"], spec["parent"]["path"]) == (str(POLICY), str(tmp_path / "first"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_only_a_worker_that_does_the_same_is_adopted(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, is_same: bool

@@ -91,6 +91,7 @@ def test_all_sources_at_once_share_what_is_the_same_reply(flywheel: Run, tmp_pat
     assert flywheel("audit", "--json").json["balanced"]
 
 
+@pytest.mark.slow
 def test_verdicts_are_those_of_the_judge_and_are_paid_for_once(
     flywheel: Run, config: Path, judge: JudgeServer
 ) -> None:
@@ -138,6 +139,7 @@ def test_another_rubric_judges_only_what_is_pending(
     assert judge.calls == calls
 
 
+@pytest.mark.slow
 def test_the_chain_saves_calls_and_a_broken_filter_costs_one_task(
     flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
 ) -> None:
@@ -160,6 +162,7 @@ def test_the_chain_saves_calls_and_a_broken_filter_costs_one_task(
     assert status["balanced"]
 
 
+@pytest.mark.slow
 def test_status_audit_and_why_agree(flywheel: Run, config: Path) -> None:
     flywheel("filter", "-c", config, "--limit", "30")
     status = flywheel("status", "-c", config, "--json").json

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from flywheel.records.round import Sampling, SystemPrompt
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
@@ -53,6 +55,7 @@ def test_suites_are_shown_beside_the_criteria(tmp_path: Path, flywheel: Run) -> 
     assert story["comparison"]["suites"] == json.loads(suites)
 
 
+@pytest.mark.slow
 def test_it_is_said_what_was_trained_on_texts_that_were_erased(tmp_path: Path, flywheel: Run) -> None:
     state = unpack(tmp_path)
     config = write_config(tmp_path, model={"alias": state.model.alias})

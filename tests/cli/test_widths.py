@@ -66,18 +66,21 @@ def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_each_reason_in_one_line(bench: Bench) -> None:
     lines = piped(bench.folder, "filter", "--dry-run")
     assert len([line for line in lines if REASON.strip() in line]) == 4
     assert len([line for line in lines if re.match(r"a-task-with-a-long-name-\d  +accepted  +\d", line)]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["", "wide", "0"])
 def test_columns_that_are_no_number_are_no_width(bench: Bench, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert any(REASON.strip() in line for line in piped(bench.folder, "filter", "--dry-run"))
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_a_comparison_in_whole_lines(bench: Bench) -> None:
     lines = piped(bench.folder, "filter", "--against", "old.yaml")
     assert any(line == "  question  What is 0 plus 1?" for line in lines)
@@ -87,6 +90,7 @@ def test_a_pipe_gets_a_comparison_in_whole_lines(bench: Bench) -> None:
     assert max(map(len, lines)) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
 def test_a_comparison_is_whole_on_any_terminal(bench: Bench, columns: int) -> None:
     seen = in_terminal(bench.folder, ["filter", "--against", "old.yaml"], columns=columns, home=bench.folder)
@@ -120,6 +124,7 @@ def test_a_pipe_gets_each_letter_in_one_line(flywheel: Run, dead: Path) -> None:
     assert last == "Dead letters: 3 open"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80, 99, 100, 200])
 def test_a_letter_is_whole_on_any_terminal(flywheel: Run, dead: Path, columns: int) -> None:
     told = flywheel("dead-letters", "--json").json["letters"]

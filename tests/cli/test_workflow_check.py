@@ -118,6 +118,7 @@ def row(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_tool(flywheel: Run, url: str) -> None:
     ran = flywheel("workflow", "check", AGENT, "--task", TASKS, "--url", url, "--json")
     assert ran.code == 0, ran.err
@@ -136,6 +137,7 @@ def test_an_agent_with_a_tool(flywheel: Run, url: str) -> None:
     assert "reward    1 (the agent returns a response and a reward: the rubric's score counts, and" in shown.out
 
 
+@pytest.mark.slow
 def test_a_number_alone_is_the_reward(flywheel: Run, url: str, others: Path, row: Path) -> None:
     ran = flywheel("workflow", "check", f"{others}:lost", "--task", row, "--url", url)
     assert ran.code == 0, ran.err
@@ -167,6 +169,7 @@ def with_judge(flywheel: Run, url: str, others: Path, tmp_path: Path) -> Callabl
     return check
 
 
+@pytest.mark.slow
 def test_a_class_of_agentjet_may_name_any_model(flywheel: Run, url: str, row: Path, tmp_path: Path) -> None:
     (tmp_path / "flows.py").write_text(
         OTHERS
@@ -186,6 +189,7 @@ class Whatever(Workflow):
     assert [call["model"] for call in ran.json["calls"]] == ["my-agent"]
 
 
+@pytest.mark.slow
 def test_accepted_answers_that_a_judge_cannot_match_are_named(with_judge: Callable[..., Ran], row: Path) -> None:
     ran = with_judge("SameBox")
     assert ran.code == 0, ran.err
@@ -200,6 +204,7 @@ def test_accepted_answers_that_a_judge_cannot_match_are_named(with_judge: Callab
     assert with_judge("SameBox", "--answers", "0", "--json").json["judge"] is None
 
 
+@pytest.mark.slow
 def test_a_judge_that_rewards_no_accepted_answer(with_judge: Callable[..., Ran], row: Path) -> None:
     ran = with_judge("Harsh")
     assert ran.code == 1
@@ -210,11 +215,13 @@ def test_a_judge_that_rewards_no_accepted_answer(with_judge: Callable[..., Ran],
     assert "its judge rewards none" not in ran.err
 
 
+@pytest.mark.slow
 def test_the_own_keys_of_a_row_reach_the_agent(flywheel: Run, url: str, others: Path, row: Path) -> None:
     ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", url, "--json")
     assert (ran.code, ran.json["reward"], ran.json["response"]) == (0, 1.0, "You asked: Hello")
 
 
+@pytest.mark.slow
 def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others: Path, row: Path) -> None:
     ran = flywheel("workflow", "check", f"{others}:streaming", "--task", row, "--url", url, "--json")
     assert (ran.code, ran.json["response"]) == (0, "data:"), ran.err
@@ -222,6 +229,7 @@ def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others
     assert (call["stream"], call["tools"], call["finish_reason"]) == (True, [], "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
@@ -240,6 +248,7 @@ def test_what_a_round_would_fail_on(
     assert "A round can use it." not in ran.out
 
 
+@pytest.mark.slow
 def test_what_is_refused_before_a_run(flywheel: Run, url: str, others: Path, row: Path, tmp_path: Path) -> None:
     for arguments, code, why in (
         ((f"{others}:sync", "--task", row), 78, "not an async function"),
@@ -255,6 +264,7 @@ def test_what_is_refused_before_a_run(flywheel: Run, url: str, others: Path, row
     assert "Start `flywheel serve`" in ran.err
 
 
+@pytest.mark.slow
 def test_a_command_on_a_task_of_the_state(flywheel: Run, url: str, round_due: None, tmp_path: Path) -> None:
     program = 'import json, sys; task = json.load(sys.stdin); print(json.dumps({"response": task["main_query"]}))'
     settings = {

@@ -129,6 +129,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """A writer that dies when part of its transaction is in the file already."""
 
 
+@pytest.mark.slow
 async def test_its_writer_died_in_the_middle_of_a_commit(sources: Sources) -> None:
     studio = sources.made()
     for _ in range(20):
@@ -147,6 +148,7 @@ async def test_its_writer_died_in_the_middle_of_a_commit(sources: Sources) -> No
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_damaged_until_it_is_restored(sources: Sources) -> None:
     studio = sources.made()
     for _ in range(20):
@@ -175,6 +177,7 @@ async def test_of_no_known_schema_until_it_is_another(sources: Sources) -> None:
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_not_studios_and_not_a_database(sources: Sources) -> None:
     sources.path.write_bytes(b"name,age\n" * 1000)
     await sources.trouble("not Studio's")
@@ -189,6 +192,7 @@ async def test_not_studios_and_not_a_database(sources: Sources) -> None:
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_replaced_by_another_file(sources: Sources) -> None:
     sources.tell(sources.made())
     await sources.well()
@@ -201,6 +205,7 @@ async def test_replaced_by_another_file(sources: Sources) -> None:
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_another_database_is_copied_over_it(sources: Sources) -> None:
     """The file stays the same one, and SQLite's own count of changes is the same: only its content tells."""
     studio = sources.made()
@@ -219,6 +224,7 @@ async def test_another_database_is_copied_over_it(sources: Sources) -> None:
     await sources.well()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 async def test_an_older_copy_is_put_back(sources: Sources, in_place: bool) -> None:
     studio = sources.made()
@@ -374,6 +380,7 @@ async def test_the_disk_of_the_state_fills_up_and_is_freed(tmp_path: Path) -> No
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 async def test_the_task_file_cannot_be_written_for_a_while(sources: Sources) -> None:
     """What is in the ledger follows by itself, without a new reply."""
     sources.config.task_file.mkdir(parents=True)

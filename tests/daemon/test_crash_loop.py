@@ -117,6 +117,7 @@ def test_a_stop_is_no_crash(tmp_path: Path) -> None:
         assert flywheel.crashes() == [("accepted", 0)]
 
 
+@pytest.mark.slow
 async def test_what_was_in_work_is_judged_one_by_one_after_a_crash(
     make: Make, store: Store, judge: JudgeServer
 ) -> None:

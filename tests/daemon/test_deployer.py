@@ -39,6 +39,7 @@ async def test_an_adapter_whose_probe_has_another_form_is_not_deployed(fleet: Fl
     assert await fleet.targets() == [R1, R1]
 
 
+@pytest.mark.slow
 async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them(fleet: Fleet) -> None:
     """Not at the second look either, when the adapter is loaded already."""
     await fleet.deploy("r0001")
@@ -56,6 +57,7 @@ async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them
     assert await fleet.targets() == [R1, R1]
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_one_replica_does_not_follow_is_not_taken_back(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     fleet.apps[1].faults["/v1/models"] = (500, "broken")
@@ -79,12 +81,14 @@ async def roll_back_in_vain(fleet: Fleet) -> None:
         await fleet.deployer.rollback()
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) -> None:
     await roll_back_in_vain(fleet)
     assert await fleet.active() == ("r0002", "r0001")
     assert (await fleet.states())[0] == "failed"
 
 
+@pytest.mark.slow
 async def test_deploying_again_what_serves_keeps_the_way_back(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     await fleet.deployer.deploy("r0002", "again")
@@ -110,6 +114,7 @@ async def test_the_state_that_cannot_be_written_leaves_the_old_version_serving(
     assert (await fleet.active())[0] == "r0001"
 
 
+@pytest.mark.slow
 async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +139,7 @@ async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
     assert await fleet.targets() == [f"agent@{adapter}"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pointed", [0, 1, 2])
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
@@ -154,6 +160,7 @@ async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
     assert all(R2 not in app.loaded for app in fleet.apps)
 
 
+@pytest.mark.slow
 async def test_servers_are_managed_with_the_admin_key(
     tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +219,7 @@ async def test_a_deployment_that_was_given_up_cannot_become_active(fleet: Fleet)
     assert await fleet.active() == ("r0001", None)
 
 
+@pytest.mark.slow
 async def test_files_that_were_put_back_can_be_deployed_again(fleet: Fleet) -> None:
     path, backup = fleet.path("r0001"), fleet.folder / "backup"
     shutil.copytree(path, backup)
@@ -241,6 +249,7 @@ async def test_files_that_may_not_be_read(fleet: Fleet) -> None:
             await fleet.deploy("r0001")
 
 
+@pytest.mark.slow
 async def test_a_rollback_goes_to_nothing_that_was_never_proven(fleet: Fleet) -> None:
     await fleet.deploy("r0001")
     with pytest.raises(ServeError, match="r0003 has never served") as refused:
@@ -252,6 +261,7 @@ async def test_a_rollback_goes_to_nothing_that_was_never_proven(fleet: Fleet) ->
     assert await fleet.targets() == [BASE, BASE]
 
 
+@pytest.mark.slow
 async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     shutil.rmtree(fleet.path("r0001"))
@@ -263,6 +273,7 @@ async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -
     assert await fleet.targets() == [BASE, BASE]
 
 
+@pytest.mark.slow
 async def test_a_rollback_needs_no_files_of_what_is_still_loaded(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     shutil.rmtree(fleet.path("r0001"))
@@ -270,6 +281,7 @@ async def test_a_rollback_needs_no_files_of_what_is_still_loaded(fleet: Fleet) -
     assert await fleet.targets() == [R1, R1]
 
 
+@pytest.mark.slow
 async def test_an_adapter_of_another_base_model_is_nothing_to_roll_back_to(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     changed = fleet.other(model={"base": "another/model"})
@@ -278,6 +290,7 @@ async def test_an_adapter_of_another_base_model_is_nothing_to_roll_back_to(fleet
     assert await fleet.targets() == [R2, R2]
 
 
+@pytest.mark.slow
 async def test_an_adapter_of_another_base_model_is_not_loaded_again(fleet: Fleet) -> None:
     await fleet.deploy("r0001")
     await forget(fleet, 0, R1)
@@ -308,6 +321,7 @@ async def test_a_key_that_is_named_and_not_set(fleet: Fleet, monkeypatch: pytest
         await deployer.deploy("r0001", "test")
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_is_stopped_while_a_replica_hangs_stays_where_it_came(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     fleet.apps[1].slow_paths.add("/v1/models")
@@ -327,6 +341,7 @@ async def test_a_rollback_that_is_stopped_while_a_replica_hangs_stays_where_it_c
     assert await fleet.targets() == [R1, R1]
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_is_stopped_before_it_changed_anything(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     for app in fleet.apps:
@@ -353,6 +368,7 @@ async def sightings(fleet: Fleet) -> list[tuple[str, str]]:
     return [(found[url].condition, found[url].serves) for url in fleet.config.serving.urls]
 
 
+@pytest.mark.slow
 async def test_files_that_were_changed_are_not_loaded_into_a_server_that_forgot_them(fleet: Fleet) -> None:
     await fleet.deploy("r0001")
     (fleet.path("r0001") / "weights").write_text("others, that give the same figures")
@@ -379,6 +395,7 @@ def events_of(conn: Connection, kind: str) -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.slow
 async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(fleet: Fleet) -> None:
     hashes = {name: tree_sha256(fleet.path(name)) for name in ("r0001", "r0002")}
 
@@ -402,6 +419,7 @@ async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(f
     assert await known() == [hashes["r0001"]] * 2
 
 
+@pytest.mark.slow
 async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     url = fleet.config.serving.urls[0]
     assert await fleet.store.read(deployments.replica_states, "agent") == {}
@@ -443,6 +461,7 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_a_key_that_is_not_set_is_seen_in_the_status(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     await fleet.deploy("r0001")
     monkeypatch.delenv("MY_KEY", raising=False)
@@ -453,6 +472,7 @@ async def test_a_key_that_is_not_set_is_seen_in_the_status(fleet: Fleet, monkeyp
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "condition"), [(404, "ok"), (403, "ok"), (500, "unreachable")])
 async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
     fleet: Fleet, status: int, condition: str
@@ -463,6 +483,7 @@ async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
     assert await sightings(fleet) == [(condition, R1), ("ok", R1)]
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_nobody_follows_says_what_each_replica_serves(fleet: Fleet) -> None:
     await roll_back_in_vain(fleet)
     assert await sightings(fleet) == [("wrong adapter", R2)] * 2
@@ -481,6 +502,7 @@ async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(f
     assert await fleet.targets() == [BASE, BASE]
 
 
+@pytest.mark.slow
 async def test_a_server_started_anew_with_its_adapter_is_proven_again_once(tmp_path: Path, store: Store) -> None:
     """By somebody who started it in another precision, say: the alias stands for the adapter from the start."""
     app = FakeVllm({BASE: PROBE.second.base})
@@ -518,6 +540,7 @@ def four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYWHEEL_MAX_ADAPTERS", "4")
 
 
+@pytest.mark.slow
 async def test_deploying_by_hand_again_and_again_leaves_three_adapters(four_slots: None, fleet: Fleet) -> None:
     for number in range(1, 21):
         if number > 3:
@@ -527,6 +550,7 @@ async def test_deploying_by_hand_again_and_again_leaves_three_adapters(four_slot
     assert [set(app.loaded) for app in fleet.apps] == [{"agent@r0018", "agent@r0019", "agent@r0020"}] * 2
 
 
+@pytest.mark.slow
 async def test_what_served_until_recently_stays_while_there_are_slots(four_slots: None, fleet: Fleet) -> None:
     # Waiting for it would take longer than the test may.
     deployer = fleet.other(serving={"drain_seconds": 3600.0})
@@ -535,6 +559,7 @@ async def test_what_served_until_recently_stays_while_there_are_slots(four_slots
     assert [len(app.loaded) for app in fleet.apps] == [3, 3]
 
 
+@pytest.mark.slow
 async def test_two_slots_are_enough_to_deploy_and_to_roll_back(two_slots: None, fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002", "r0003")
     assert [set(app.loaded) for app in fleet.apps] == [{R2, "agent@r0003"}] * 2
@@ -553,6 +578,7 @@ async def test_adapters_of_others_are_not_unloaded_for_a_deployment(two_slots: N
     assert set(fleet.apps[1].loaded) == {"theirs", "other@r0001"}
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_starts_puts_a_killed_swap_right_at_once(fleet: Fleet) -> None:
     await fleet.deploy("r0001")
     await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")
@@ -568,6 +594,7 @@ async def is_right(fleet: Fleet) -> bool:
     return await fleet.targets() == [R1, R1]
 
 
+@pytest.mark.slow
 async def test_a_trouble_whose_figures_vary_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "flywheel")
     await fleet.deploy("r0001")
@@ -593,6 +620,7 @@ async def test_each_server_in_trouble_is_logged(fleet: Fleet, caplog: pytest.Log
     assert all(any(url in line for line in caplog.messages) for url in urls)
 
 
+@pytest.mark.slow
 async def test_only_a_server_that_had_the_adapter_has_lost_it(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "flywheel")
     url, other = fleet.config.serving.urls
@@ -630,6 +658,7 @@ class Waits(Restarts):
         )
 
 
+@pytest.mark.slow
 async def test_a_server_that_waits_is_told_what_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
     """Where nothing was ever deployed, where the base model was, and where an adapter is."""
     app = FakeVllm({BASE: PROBE.second.base})

@@ -149,6 +149,7 @@ async def test_the_real_run_decides_and_costs_what_the_dry_run_said(
     assert outcomes == {"accepted", "rejected", "undecided", "dead", "held"}
 
 
+@pytest.mark.slow
 async def test_a_rubric_diff_flips_what_judging_again_changes(
     tmp_path: Path, store: Store, make: Make, judge: JudgeServer
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_round_of_replies_alone_compares_and_grades_nothing(tmp_path: Path, da
     assert all(task.exchange.reference == "" for task in spec.train)
 
 
+@pytest.mark.slow
 async def test_a_round_on_files_reports_to_its_own_directory(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

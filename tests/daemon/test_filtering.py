@@ -234,6 +234,7 @@ async def test_tasks_that_were_accepted_before_are_embedded_when_a_model_comes(
     assert sorted(embeddings.texts) == ["alpha beta gamma", "gamma beta alpha"]
 
 
+@pytest.mark.slow
 async def test_a_filter_that_raises_costs_its_own_task(tmp_path: Path, store: Store, make: Make) -> None:
     (tmp_path / "mine.py").write_text("def keep(task):\n    return 'bad' not in task['main_query'] or 1 / 0\n")
     await tell(store, *questions("good one", "bad one", "another one"))
@@ -400,6 +401,7 @@ def keep(task):
 """
 
 
+@pytest.mark.slow
 async def test_a_filter_that_hangs_costs_its_own_task(tmp_path: Path, store: Store, make: Make) -> None:
     (tmp_path / "mine.py").write_text(HANGS)
     await tell(store, *questions("one", "hang", "two", "hang again", "three"))
@@ -410,6 +412,7 @@ async def test_a_filter_that_hangs_costs_its_own_task(tmp_path: Path, store: Sto
     assert all("ran longer than 0.5 s" in each.error for each in seen.values() if each.error)
 
 
+@pytest.mark.slow
 async def test_a_filter_whose_file_does_not_load_again_costs_no_task(
     tmp_path: Path, store: Store, make: Make
 ) -> None:
@@ -423,6 +426,7 @@ async def test_a_filter_whose_file_does_not_load_again_costs_no_task(
     once.unlink()
 
 
+@pytest.mark.slow
 async def test_a_criterion_that_hangs_leaves_its_task_undecided(
     tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,6 +330,7 @@ async def test_nothing_is_sent_without_the_setting(tmp_path: Path) -> None:
         assert (await store.read(snapshot, config)).as_json()["langfuse"] is None
 
 
+@pytest.mark.slow
 async def test_a_host_that_hangs_delays_neither_the_judge_nor_the_stop(
     tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +383,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_kill_9_loses_no_score_and_doubles_none(store: Store, tmp_path: Path, server: Langfuse) -> None:
     config = configured(tmp_path, server)
     await begun(store, config)
@@ -407,6 +409,7 @@ async def test_kill_9_loses_no_score_and_doubles_none(store: Store, tmp_path: Pa
     assert len(server.requests) == before
 
 
+@pytest.mark.slow
 async def test_a_long_history_of_other_events_is_passed_once(
     store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +426,7 @@ async def test_a_long_history_of_other_events_is_passed_once(
     assert (len(server.scores), len(server.requests)) == (117, 117)
 
 
+@pytest.mark.slow
 def test_run_once_sends_the_scores_and_status_tells(flywheel: Run, tmp_path: Path, server: Langfuse) -> None:
     (tmp_path / "lines.jsonl").write_text(line(1) + '{"question": "2+1?", "answer": "\\\\boxed{3}"}\n')
     with JudgeServer() as judge:

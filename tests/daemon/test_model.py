@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sqlalchemy import Connection, select
@@ -316,4 +317,4 @@ Source.TestCase.settings = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-TestSource = Source.TestCase
+TestSource = pytest.mark.slow(Source.TestCase)

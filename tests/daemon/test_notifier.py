@@ -381,6 +381,7 @@ async def test_a_command_that_fails_is_run_again(
         await missing.deliver()
 
 
+@pytest.mark.slow
 async def test_a_command_that_hangs_is_killed_with_its_children(
     store: Store, tmp_path: Path, command: Callable[[str], list[str]]
 ) -> None:
@@ -424,6 +425,7 @@ async def test_a_daemon_works_and_stops_while_a_target_hangs(
     assert webhook.told[0]["data"] == webhook.told[1]["data"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "budget", "kind"), [("401", None, "judge_failing"), ("good", 1, "budget_spent")]
 )

@@ -129,6 +129,7 @@ async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_e
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.slow
 async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

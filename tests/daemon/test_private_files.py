@@ -46,6 +46,7 @@ def configured(tmp_path: Path, **ingest: object) -> Config:
     return parse(raw, "test", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_umask")
 async def test_what_a_daemon_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     config = configured(tmp_path)
@@ -62,6 +63,7 @@ async def test_what_a_daemon_writes_is_for_its_user_alone(tmp_path: Path) -> Non
     assert set(found.values()) == {0}, found
 
 
+@pytest.mark.slow
 async def test_a_task_file_elsewhere_is_for_whom_the_umask_lets(tmp_path: Path) -> None:
     """Another trainer may read it, which may run as another user."""
     before = os.umask(0o022)

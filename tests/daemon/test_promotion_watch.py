@@ -53,6 +53,7 @@ async def watched(tmp_path: Path, store: Store) -> AsyncIterator[Watched]:
         yield own
 
 
+@pytest.mark.slow
 async def test_a_version_that_is_worse_in_traffic_is_rolled_back(watched: Watched) -> None:
     watch = watched.watch()
     await watch.look()
@@ -78,6 +79,7 @@ async def test_a_version_that_is_worse_in_traffic_is_rolled_back(watched: Watche
     assert units == [], "units of watches that have ended are removed"
 
 
+@pytest.mark.slow
 async def test_a_version_that_is_as_good_gets_everything(watched: Watched) -> None:
     watch = watched.watch()
     for _ in range(UNITS // 4):
@@ -93,6 +95,7 @@ async def test_a_version_that_is_as_good_gets_everything(watched: Watched) -> No
     assert not await watched.store.read(deployments.watched, "agent")
 
 
+@pytest.mark.slow
 async def test_after_so_many_days_the_new_version_gets_everything(watched: Watched) -> None:
     await watched.answered("new", GOOD)
     await watched.watch().look()
@@ -103,6 +106,7 @@ async def test_after_so_many_days_the_new_version_gets_everything(watched: Watch
     assert await watched.serving() == ("r0002", False)
 
 
+@pytest.mark.slow
 async def test_a_rollback_by_hand_ends_a_watch(watched: Watched) -> None:
     await watched.watch().look()
     await watched.deployer.rollback()
@@ -127,6 +131,7 @@ async def worse(watched: Watched) -> Any:
     return watch
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_a_crash_interrupted_is_carried_out(watched: Watched) -> None:
     await worse(watched)
     assert await watched.serving() == ("r0002", True)
@@ -135,6 +140,7 @@ async def test_a_rollback_that_a_crash_interrupted_is_carried_out(watched: Watch
     assert await watched.serving() == ("r0001", False)
 
 
+@pytest.mark.slow
 async def test_a_rollback_that_happened_before_the_crash_is_not_repeated(watched: Watched) -> None:
     await worse(watched)
     await watched.deployer.rollback("r0001", why="worse in traffic")
@@ -144,6 +150,7 @@ async def test_a_rollback_that_happened_before_the_crash_is_not_repeated(watched
     assert (await watched.store.read(deployments.active, "agent")).id == number  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 async def test_a_split_that_ended_before_the_crash_ends_the_watch(watched: Watched) -> None:
     await watched.watch().look()
     row = await watched.row()
@@ -155,6 +162,7 @@ async def test_a_split_that_ended_before_the_crash_ends_the_watch(watched: Watch
     assert (row.state, row.reason) == (WatchState.KEPT, "no loss was shown")
 
 
+@pytest.mark.slow
 async def test_a_unit_counts_once_by_its_first_call_after_the_swap(watched: Watched) -> None:
     watch = watched.watch()
     early = watched.call("new", 1, started_ns=1)
@@ -183,6 +191,7 @@ async def test_a_unit_counts_once_by_its_first_call_after_the_swap(watched: Watc
     assert await watched.store.read(watches.results, (await watched.row()).id) == [(True, Result.SUCCESS)]
 
 
+@pytest.mark.slow
 async def test_errors_that_no_trace_shows_count_against_a_version(watched: Watched) -> None:
     """With judged replies alone, a version that loses replies would never be rolled back."""
     watch = watched.watch(until_units=1000)
@@ -194,6 +203,7 @@ async def test_errors_that_no_trace_shows_count_against_a_version(watched: Watch
     assert (await watched.row()).figures["new"]["reasons"] == {"an error of the engine": 30}
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_while_it_reads_calls_loses_no_outcome(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +221,7 @@ async def test_a_process_that_dies_while_it_reads_calls_loses_no_outcome(
     assert await watched.store.read(watches.results, (await watched.row()).id) == [(True, Result.FAILURE)] * 3
 
 
+@pytest.mark.slow
 async def test_units_that_go_on_after_a_response_are_counted_and_not_tested(watched: Watched) -> None:
     watch = watched.watch()
     watched.pull(*(watched.call("", 900 + n, status=500, answer={"error": "x"}) for n in range(30)))
@@ -219,6 +230,7 @@ async def test_units_that_go_on_after_a_response_are_counted_and_not_tested(watc
     assert (figures.untested, figures.outcomes, figures.units) == (30, 0, 30)
 
 
+@pytest.mark.slow
 async def test_missing_outcomes_are_shown_and_tested_and_roll_nothing_back(watched: Watched) -> None:
     watch = watched.watch(until_units=10_000)
     for _ in range(40):
@@ -235,6 +247,7 @@ async def test_missing_outcomes_are_shown_and_tested_and_roll_nothing_back(watch
     assert any("more replies of r0002 have no outcome" in text for text in status.warnings)
 
 
+@pytest.mark.slow
 async def test_status_warns_of_units_that_are_no_conversations(watched: Watched) -> None:
     watch = watched.watch(until_units=10_000)
     watched.pull(*(watched.call("new", 1) for _ in range(50)))

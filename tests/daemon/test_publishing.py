@@ -160,6 +160,7 @@ def started(config: Config, app: FakeVllm) -> Any:
     return with_middleware(app, **{name: value for name, value in environment.items() if name.startswith("FLYWHEEL")})
 
 
+@pytest.mark.slow
 @pytest.mark.training
 async def test_a_pod_starts_with_what_is_published_and_without_the_daemon(published: Published) -> None:
     """It is ready, and the daemon's reconciliation confirms, and later corrects, what it serves."""

@@ -72,6 +72,7 @@ async def ingest(config: Config) -> None:
     assert [report.error for report in await state.ingest(config) if report.error] == []
 
 
+@pytest.mark.slow
 async def test_every_prompt_is_exact_and_every_adapter_certain_across_a_swap(tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
@@ -139,6 +140,7 @@ async def is_included(following: Following) -> bool:
     return not (await following._store.read(payloads))["a1"][1]
 
 
+@pytest.mark.slow
 async def test_a_call_that_comes_too_late_changes_the_state_and_not_the_line(tmp_path: Path) -> None:
     studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
     with LogServer(tmp_path / "a.db") as server:
@@ -187,6 +189,7 @@ async def test_a_daemon_that_was_away_for_an_hour_misses_nothing(tmp_path: Path)
         assert all(is_exact(lines[f"a{number}"], number) for number in range(60))
 
 
+@pytest.mark.slow
 async def test_one_pass_waits_for_a_server_that_is_away_no_longer_than_for_a_call(tmp_path: Path) -> None:
     studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
     with LogServer(tmp_path / "a.db") as server:
@@ -284,6 +287,7 @@ def outcomes(conn: Connection) -> Counter[tuple[str, str | None]]:
     return Counter((row.type, row.skip_reason) for row in found)
 
 
+@pytest.mark.slow
 async def test_traces_and_calls_together_make_every_task_once(tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     with LogServer(tmp_path / "a.db") as server:

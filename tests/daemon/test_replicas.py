@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from demo.ports import held_port
 from flywheel.cli.doctor import Result
 from flywheel.cli.doctor.serving import check_servers
 from flywheel.config import Config
@@ -45,9 +46,8 @@ WAITS = json.dumps({"agent": "the daemon has not confirmed what it stands for"})
 class Pods:
     """The pods of a Service without a cluster IP: `found` are the addresses that its name has."""
 
-    def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.2", 0)) as free:
-            self.port = free.getsockname()[1]
+    def __init__(self, folder: Path, port: int) -> None:
+        self.port = port
         self.found: list[str] = []
         self.apps: dict[str, FakeVllm] = {}
         self.folder = folder
@@ -87,8 +87,6 @@ class Pods:
 
 @pytest.fixture
 def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pods]:
-    made = Pods(tmp_path)
-
     async def addresses_of(name: str, port: int) -> list[str]:
         assert (name, port) == ("pods.test", made.port)
         if not made.found:
@@ -97,8 +95,10 @@ def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pods]:
 
     monkeypatch.setattr(replica_addresses, "addresses_of", addresses_of)
     monkeypatch.setenv("ADMIN_KEY", KEY)
-    with contextlib.closing(made._stack):
-        yield made
+    with held_port("0.0.0.0") as port:  # of each of the addresses
+        made = Pods(tmp_path, port)
+        with contextlib.closing(made._stack):
+            yield made
 
 
 @pytest.fixture
@@ -135,6 +135,7 @@ async def test_a_genuine_resolver_is_asked(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 async def test_a_new_pod_is_not_ready_until_it_has_the_deployed_adapter(pods: Pods, deployer: Deployer) -> None:
     pods.start("127.0.0.2")
     await deployer.deploy("r0001", "test")
@@ -157,6 +158,7 @@ async def test_before_anything_is_deployed_a_new_pod_answers_with_the_base_model
     assert pods.serves("127.0.0.2") == BASE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_",
     ["GET /flywheel/alias", "POST /v1/load_lora_adapter", "POST /v1/completions", "PUT /flywheel/alias"],
@@ -266,6 +268,7 @@ async def test_calls_are_pulled_from_the_pods_that_are_there(pods: Pods, config:
     await puller.close()
 
 
+@pytest.mark.slow
 async def test_pods_that_share_no_disk_with_the_daemon_get_its_adapters(
     pods: Pods, deployer: Deployer, store: Store, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ async def gated(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Fleet, Gate
                 held.opened.set()
 
 
+@pytest.mark.slow
 async def test_a_swap_in_progress_is_ended_and_taken_back(fleet: Fleet) -> None:
     await fleet.deploy("r0001", "r0002")
     fleet.apps[1].slow_paths.add(routes.LOAD_ADAPTER)
@@ -143,6 +144,7 @@ async def test_a_swap_in_progress_is_ended_and_taken_back(fleet: Fleet) -> None:
     assert await fleet.active() == ("r0001", "r0002")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [None, "r0002", "base"])
 async def test_what_a_stopped_process_sends_late_is_refused(gated: tuple[Fleet, Gate], to: str | None) -> None:
     """Also if the alias has the same target as before, so that only its revision differs."""
@@ -162,6 +164,7 @@ async def test_what_a_stopped_process_sends_late_is_refused(gated: tuple[Fleet, 
     assert await own.targets() == [target]
 
 
+@pytest.mark.slow
 async def test_what_a_stopped_process_sets_before_the_rollback_does_is_set_again(gated: tuple[Fleet, Gate]) -> None:
     own, gate = gated
     late, going_back = gate.hold_setting(R3), gate.hold_setting(R1)
@@ -179,6 +182,7 @@ async def test_what_a_stopped_process_sets_before_the_rollback_does_is_set_again
     assert (going_back.status, await own.targets()) == (409, [R1])
 
 
+@pytest.mark.slow
 async def test_a_swap_does_not_take_back_what_another_one_has_done_since(gated: tuple[Fleet, Gate]) -> None:
     """The same adapter was deployed again, while the process that had deployed it first was stopped."""
     own, _ = gated
@@ -212,6 +216,7 @@ async def test_the_adapter_that_is_gone_back_to_is_loaded_whatever_others_unload
         assert await replica.unload(R2)
 
 
+@pytest.mark.slow
 async def test_a_reconciliation_in_progress_does_not_undo_a_rollback(gated: tuple[Fleet, Gate]) -> None:
     own, gate = gated
     await own.point(0, R3, R2)  # so that it has something to do
@@ -238,6 +243,7 @@ async def test_a_change_of_an_older_revision_is_refused(gated: tuple[Fleet, Gate
         await replica.point("agent", R1, R2, revision=first + 1)
 
 
+@pytest.mark.slow
 async def test_a_later_rollback_ends_an_earlier_one(gated: tuple[Fleet, Gate]) -> None:
     own, gate = gated
     late = gate.hold_setting(R1)
@@ -251,6 +257,7 @@ async def test_a_later_rollback_ends_an_earlier_one(gated: tuple[Fleet, Gate]) -
     assert await own.active() == (None, "r0002")
 
 
+@pytest.mark.slow
 async def test_a_swap_that_a_rollback_of_another_alias_ends_can_be_tried_again(gated: tuple[Fleet, Gate]) -> None:
     own, gate = gated
     late = gate.hold_setting(R3)
@@ -327,6 +334,7 @@ def target_of(url: str) -> str:
     return str(httpx2.get(f"{url}{routes.ALIAS}").json()["aliases"]["agent"])
 
 
+@pytest.mark.slow
 def test_it_does_not_wait_for_other_commands() -> None:
     """Imports are most of the time that a rollback takes."""
     code = """if 1:
@@ -344,6 +352,7 @@ def test_it_does_not_wait_for_other_commands() -> None:
     assert "flywheel.cli.status" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_servers_are_rolled_back_before_the_state_can_be_written(
     flywheel: Run, config: Path, three_adapters: None, server: tuple[FakeVllm, str]
 ) -> None:

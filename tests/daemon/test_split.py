@@ -49,6 +49,7 @@ async def begin(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0002", "test", HALF)
 
 
+@pytest.mark.slow
 async def test_a_split_deployment_is_recorded_and_survives_what_servers_lose(fleet: Fleet) -> None:
     await begin(fleet)
     assert await fleet.active() == ("r0002", "r0001")
@@ -63,6 +64,7 @@ async def test_a_split_deployment_is_recorded_and_survives_what_servers_lose(fle
     assert not (await fleet.deployer.reconcile()).changed
 
 
+@pytest.mark.slow
 async def test_both_versions_are_in_use(fleet: Fleet) -> None:
     await fleet.deploy("r0003", "r0001")
     await fleet.deployer.deploy("r0002", "test", HALF)
@@ -77,6 +79,7 @@ async def test_both_versions_are_in_use(fleet: Fleet) -> None:
     assert [set(app.loaded) for app in fleet.apps] == [{R1, R2}] * 2
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_split_leaves_the_new_version_alone(fleet: Fleet) -> None:
     await begin(fleet)
     before = await fleet.store.read(deployments.active, "agent")
@@ -102,6 +105,7 @@ def reasons(conn: Connection, number: int) -> list[str]:
     return list(conn.execute(query.where(events.old == "split")).scalars())
 
 
+@pytest.mark.slow
 async def test_a_rollback_during_a_split_ends_it(fleet: Fleet) -> None:
     await begin(fleet)
     assert (await fleet.deployer.rollback())[0] == "r0001"
@@ -110,6 +114,7 @@ async def test_a_rollback_during_a_split_ends_it(fleet: Fleet) -> None:
     assert not (await fleet.deployer.reconcile()).changed
 
 
+@pytest.mark.slow
 async def test_a_split_with_the_base_model(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0001", "test", HALF)
     assert await split_of(fleet) == {**RECORDED, "other": None}
@@ -130,6 +135,7 @@ async def test_the_version_that_serves_is_not_split_with_itself(fleet: Fleet) ->
     assert answers(fleet) == [{R1}] * 2
 
 
+@pytest.mark.slow
 async def test_a_split_ends_where_servers_answer_and_reconcile_ends_it_elsewhere(fleet: Fleet) -> None:
     await begin(fleet)
     fleet.apps[1].faults["/v1/models"] = (500, "broken")
@@ -142,6 +148,7 @@ async def test_a_split_ends_where_servers_answer_and_reconcile_ends_it_elsewhere
     assert answers(fleet) == [{R2}, {R2}]
 
 
+@pytest.mark.slow
 async def test_a_split_that_no_server_ends_goes_on(fleet: Fleet) -> None:
     await begin(fleet)
     for app in fleet.apps:
@@ -155,6 +162,7 @@ async def test_a_split_that_no_server_ends_goes_on(fleet: Fleet) -> None:
     assert answers(fleet) == [{R1, R2}] * 2
 
 
+@pytest.mark.slow
 async def test_a_next_deployment_replaces_a_split(fleet: Fleet) -> None:
     await begin(fleet)
     await fleet.deploy("r0003")
@@ -163,6 +171,7 @@ async def test_a_next_deployment_replaces_a_split(fleet: Fleet) -> None:
     assert await fleet.active() == ("r0003", "r0002")
 
 
+@pytest.mark.slow
 async def test_a_process_that_died_while_it_split_leaves_what_was_deployed(fleet: Fleet) -> None:
     """At any replica, and also where it died while it ended the split."""
     await fleet.deploy("r0001")
@@ -186,6 +195,7 @@ async def test_a_process_that_died_while_it_split_leaves_what_was_deployed(fleet
     assert answers(fleet) == [{R1, R2}] * 2
 
 
+@pytest.mark.slow
 async def test_two_slots_are_enough_for_a_split_and_what_follows(two_slots: None, fleet: Fleet) -> None:
     fleet.config = with_settings(fleet.config, serving={"max_loras": 2})
     await fleet.deploy("r0003", "r0001")
@@ -199,6 +209,7 @@ async def test_two_slots_are_enough_for_a_split_and_what_follows(two_slots: None
     assert [len(app.loaded) for app in fleet.apps] == [2, 2]
 
 
+@pytest.mark.slow
 async def test_a_version_whose_files_changed_is_not_loaded_again_and_the_other_answers(fleet: Fleet) -> None:
     await begin(fleet)
     (fleet.path("r0001") / "weights").write_text("others")
@@ -208,6 +219,7 @@ async def test_a_version_whose_files_changed_is_not_loaded_again_and_the_other_a
     assert answers(fleet) == [{R2}, {R1, R2}]
 
 
+@pytest.mark.slow
 async def test_a_server_started_anew_answers_both(fleet: Fleet, tmp_path: Any) -> None:
     app = FakeVllm({BASE: PROBE.second.base})
     app.weights = {str(fleet.path(name)): PROBE.second.adapter for name in ("r0001", "r0002")}

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from demo.ports import held_port
 from flywheel.config import Config, load
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.service import Service
@@ -25,7 +26,6 @@ from flywheel.serving import routes
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store
 from tests import warm
-from tests.conftest import free_port
 from tests.daemon.killed_swap import CLIENT_STEPS, RECORD, REQUESTS
 from tests.factories.config import write_config
 from tests.factories.round import put_trained
@@ -42,7 +42,7 @@ class Server:
     """A server in a process of its own, on the same port whenever it starts."""
 
     folder: Path
-    port: int = field(default_factory=free_port)
+    port: int
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -148,10 +148,22 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    servers = [Server(tmp_path / f"server{number}") for number in (0, 1)]
-    for each in servers:
-        each.start()
+def servers(tmp_path: Path) -> Iterator[list[Server]]:
+    with held_port() as one, held_port() as other:
+        started = [Server(tmp_path / f"server{number}", port) for number, port in enumerate((one, other))]
+        try:
+            for each in started:
+                each.start()
+            yield started
+        finally:
+            for each in started:
+                if each.process is not None:
+                    each.process.kill()
+                    each.process.wait()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, servers: list[Server]) -> AsyncIterator[Bench]:
     serving = {"urls": [each.url for each in servers], "drain_seconds": 0}
     daemon = {"reconcile_seconds": RECONCILE_SECONDS, "metrics": None}
     model = {"base": BASE, "alias": "agent"}
@@ -164,10 +176,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         yield made
     finally:
         await store.close()
-        for each in servers:
-            if each.process is not None:
-                each.process.kill()
-                each.process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -94,6 +94,7 @@ async def _train_both(config: Config, app: FakeVllm) -> tuple[list[tuple[str, di
         return found, await store.read(snapshot, config)
 
 
+@pytest.mark.slow
 def test_both_aliases_flip_and_reports_name_the_targets(
     flywheel: Run, file: Path, server: tuple[FakeVllm, str]
 ) -> None:
@@ -155,6 +156,7 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     assert "planner → planner@r0001, work → work@r0002; adapters: " in found["server", url]["found"]
 
 
+@pytest.mark.slow
 async def test_both_aliases_flip_and_each_goes_back_by_itself(tmp_path: Path, store: Store) -> None:
     app = FakeVllm({BASE: PROBE.second.base})
 

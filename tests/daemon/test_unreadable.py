@@ -39,6 +39,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
+@pytest.mark.slow
 def test_filter_ends_with_69_after_a_bounded_number_of_calls_and_the_next_run_asks_about_one_task(
     flywheel: Run, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_filter_ends_with_69_after_a_bounded_number_of_calls_and_the_next_run_as
         assert well.json["undecided"] == 0
 
 
+@pytest.mark.slow
 def test_another_judge_is_asked_at_once(flywheel: Run, tmp_path: Path) -> None:
     with JudgeServer(behaviour=PROSE) as judge:
         bench = Bench(flywheel, tmp_path, judge)
@@ -76,6 +78,7 @@ def test_another_judge_is_asked_at_once(flywheel: Run, tmp_path: Path) -> None:
         assert bench("filter", "--json").code == 0, "two unreadable answers are no streak of three"
 
 
+@pytest.mark.slow
 def test_a_single_readable_answer_ends_the_streak(flywheel: Run, tmp_path: Path) -> None:
     with JudgeServer(behaviour=[*[PROSE] * 4, "good"]) as judge:
         bench = Bench(flywheel, tmp_path, judge)
@@ -86,6 +89,7 @@ def test_a_single_readable_answer_ends_the_streak(flywheel: Run, tmp_path: Path)
     assert shown.json["undecided"] > 4 and shown.json["accepted"] > 4
 
 
+@pytest.mark.slow
 def test_a_comparison_of_rubrics_ends_as_well(flywheel: Run, tmp_path: Path) -> None:
     with JudgeServer(behaviour=PROSE) as judge:
         bench = Bench(flywheel, tmp_path, judge)
@@ -144,6 +148,7 @@ async def test_an_unreachable_judge_makes_no_dead_letters(store: Store, tmp_path
     assert set(await states(store)) <= {"pending", "undecided"}
 
 
+@pytest.mark.slow
 async def test_the_daemon_pauses_says_so_and_goes_on(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

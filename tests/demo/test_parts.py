@@ -32,6 +32,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_no_descendant_is_left(tmp_path: Path) -> None:
     log = tmp_path / "parent.log"
     run = subprocess.run(

@@ -90,6 +90,7 @@ def test_the_calculators_large_model_is_wrong_in_the_stated_share(tmp_path: Path
     assert 0.08 <= wrong / len((*scene.recorded, *scene.asked)) <= 0.22
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 async def test_traces_of_genuine_agents_become_tasks_with_exact_prompts(name: str, tmp_path: Path) -> None:
     recording = [sys.executable, "-c", RECORDING, name, str(tmp_path)]

@@ -71,6 +71,7 @@ async def requests_of_the_workflow() -> list[Json]:
     return recorder.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", ["service", "workflow"])
 async def test_agents_send_what_the_policy_was_taught(scene: str) -> None:
     reminder = re.escape(REMINDER).replace(r"\{time\}", r"[0-9T:-]{19}").replace(r"\{zone\}", r"[\w/+-]+")

@@ -22,7 +22,7 @@ import psutil
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config import Config
-from flywheel.records.round import GateTest, RoundResult, RoundSpec, RoundTask
+from flywheel.records.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.system.process_folder import PREFIX
 from flywheel.training.data.round_progress import progress_of
 from tests.factories.round import POLICY
@@ -244,11 +244,18 @@ class Judge:
         self.released.set()
 
 
-def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str) -> set[str]:
+def killed(
+    directory: Path,
+    made: RoundSpec,
+    when: Callable[[], bool],
+    who: str,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> set[str]:
     """Start the worker, and at a moment kill -9 it with all of its processes, or one of its actors alone: then the
     worker ends by itself, with the reason. Returns hashes of the weights that the engines had of steps."""
     process = start(directory, made)
     try:
+        meanwhile()
         wait_for(lambda: when() or process.poll() is not None, f"the moment to kill the {who}", seconds=400)
         assert process.poll() is None, read(directory / "worker.log")[-3000:]
         # The engine's own copies.
@@ -269,3 +276,24 @@ def killed(directory: Path, made: RoundSpec, when: Callable[[], bool], who: str)
 
 def weights(path: Path) -> str:
     return hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def logprobs_of(adapters: list[AdapterRef], prompt: list[int], tokens: list[int]) -> list[list[float]]:
+    """Under the base model and under each adapter, by transformers and PEFT: nothing that the round used."""
+    code = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapters, prompt, tokens = json.load(sys.stdin)
+def measure(model):
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+load = AutoModelForCausalLM.from_pretrained
+made = [measure(PeftModel.from_pretrained(load(base), adapter)) for adapter in adapters]
+print(json.dumps([measure(load(base)), *made]))
+"""
+    given = json.dumps([str(POLICY), [adapter.path for adapter in adapters], prompt, tokens])
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
+    found: list[list[float]] = json.loads(done.stdout)
+    return found

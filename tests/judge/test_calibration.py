@@ -70,6 +70,7 @@ def test_a_large_calibration_stays_in_memory() -> None:
     assert found.value == pytest.approx(0.8, abs=0.03)
 
 
+@pytest.mark.slow
 def test_labels_and_calibrations_give_one_interval() -> None:
     people, judge = pairs(20, 5, 10, 15)
     shown = agreement_json(people, judge)["kappa"]

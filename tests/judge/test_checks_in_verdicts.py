@@ -83,6 +83,7 @@ def test_a_fraction_of_a_function_counts_in_the_score(tmp_path: Path) -> None:
     assert (verdict.outcome, verdict.score, verdict.results[0].choice) == (Outcome.ACCEPTED, 0.5, "0.5")
 
 
+@pytest.mark.slow
 def test_schemas_over_the_limit_are_dead_letters_and_end_no_judging_however_many_there_are() -> None:
     both = {"allOf": [{"properties": {"a": {"$ref": "#/$defs/n"}}}] * 2}
     parameters = {"$defs": {"n": both}, "$ref": "#/$defs/n", "title": "of this test"}

@@ -402,6 +402,7 @@ def broken_on(grader: Grader, poison: Callable[[Exchange], bool], monkeypatch: p
     return grader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_exchange_that_breaks_the_grading_stops_no_other(
     make: Make, monkeypatch: pytest.MonkeyPatch, threads: int

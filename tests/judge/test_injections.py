@@ -154,6 +154,7 @@ def grader() -> Iterator[Grader]:
         made.close()
 
 
+@pytest.mark.slow
 @for_each("entry", CORPUS)
 def test_a_judge_that_says_no_is_heard_whatever_the_task_holds(grader: Grader, entry: dict[str, str]) -> None:
     text = entry["text"]

@@ -127,6 +127,7 @@ def test_who_waits_for_a_place_gets_the_next() -> None:
     assert limiter.acquire(threading.Event()) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["429", "429 with Retry-After"])
 def test_after_429_fewer_are_in_flight_and_all_are_judged(make: Make, fault: str) -> None:
     with JudgeServer(behaviour=[*[fault] * 8, *["good"] * 1000], delay_seconds=0.01) as judge:
@@ -382,6 +383,7 @@ def test_judging_pauses_when_the_budget_is_spent(make: Make, threads: int) -> No
     assert len(taken) == took <= 10 + MAX_WAITING + threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 4])
 def test_what_costs_nothing_goes_past_what_waits_for_room(make: Make, threads: int) -> None:
     paid, free = 100, 500
@@ -443,6 +445,7 @@ def test_costly_verdicts_pass_the_budget_by_one_of_them(make: Make, limit: int, 
     assert limit <= judge.calls * cost <= limit + cost
 
 
+@pytest.mark.slow
 def test_a_judge_that_does_not_tell_its_cost_is_asked_by_more_and_more(make: Make) -> None:
     with JudgeServer(behaviour="no usage", delay_seconds=0.02) as judge:
         budget = Budget(JudgeBudget(tokens_per_run=1000))

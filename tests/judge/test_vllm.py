@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from demo.ports import held_port
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.answer import UnreadableError, read, response_format
@@ -17,7 +18,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, new_nonce
 from flywheel.judge.rubric import Rubric
 from flywheel.records.verdict import Exchange, Outcome
-from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server
+from tests.conftest import POLICY, serve_config, start_server, stop_server
 
 pytestmark = [
     pytest.mark.training,
@@ -39,18 +40,19 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeSettings]:
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 16_384}))
     arguments = ["--dtype", "float32", "--max-num-seqs", "8", "--load-format", "dummy", "--seed", "7"]
-    config = serve_config(home / "state", free_port(), max_model_len=16_384, extra_args=arguments)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(model)})})
-    process = start_server(config, home / "log")
-    yield JudgeSettings(
-        model=model.name,
-        base_url=f"{config.serving.urls[0]}/v1",
-        temperature=1.0,
-        max_tokens=8_000,
-        max_attempts=1,
-        timeout_seconds=300,
-    )
-    stop_server(process)
+    with held_port() as port:
+        config = serve_config(home / "state", port, max_model_len=16_384, extra_args=arguments)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(model)})})
+        process = start_server(config, home / "log")
+        yield JudgeSettings(
+            model=model.name,
+            base_url=f"{config.serving.urls[0]}/v1",
+            temperature=1.0,
+            max_tokens=8_000,
+            max_attempts=1,
+            timeout_seconds=300,
+        )
+        stop_server(process)
 
 
 @pytest.mark.parametrize("means", [ResponseFormat.SCHEMA, ResponseFormat.TOOL])

@@ -74,6 +74,7 @@ def test_a_cache_asks_about_the_same_reply_once_and_about_another_one_of_the_sam
         assert judge.calls == calls + 3
 
 
+@pytest.mark.slow
 async def test_what_was_judged_before_an_interruption_is_kept(tmp_path: Path) -> None:
     with JudgeServer(says, delay_seconds=0.3) as judge:
         settings = {"base_url": judge.base_url, "model": "judge", "max_thread": 1}

@@ -141,6 +141,7 @@ def test_quotas_are_met_on_a_skewed_supply() -> None:
     assert chosen.tasks == sorted(set(chosen.tasks))
 
 
+@pytest.mark.slow
 def test_a_class_with_too_few_gives_all_it_has_and_the_others_are_scaled() -> None:
     found = of_classes(no_tools=9000, one_tool=600, several_tools=30, several_turns=100)
     chosen = select(found, rules(400, weights=SAGE))

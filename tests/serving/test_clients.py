@@ -44,6 +44,7 @@ def refused(call: Any, *given: Any, **named: Any) -> tuple[int, str]:
     return error.value.status_code, str(error.value.body["message"])
 
 
+@pytest.mark.slow
 @for_each("name", ["x-api-key", "X-API-Key", "api-key", "authorization"])
 def test_a_key_is_taken_from_where_each_maker_sends_it(app: FakeVllm, url: str, name: str) -> None:
     def asked(path: str, key: str) -> int:

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.kernel.database import Store
@@ -13,6 +15,7 @@ from flywheel.store.views import balance
 from tests.sources.studio.writer import DATA, labels
 
 
+@pytest.mark.slow
 async def test_no_file_of_ours_holds_personal_data(tmp_path: Path) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(json.dumps({"id": "private", "filters": [{"type": "pii", "params": {"action": "redact"}}]}))

@@ -73,6 +73,7 @@ def test_uncommitted_checkpoints_cover_what_is_read_ahead() -> None:
     assert (JOINED_BATCHES + QUEUED_BATCHES + 2) * BATCH_ROWS <= UNCOMMITTED
 
 
+@pytest.mark.slow
 async def test_whoever_extracts_the_batches_are_the_same(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ async def test_whoever_extracts_the_batches_are_the_same(
     assert sum(len(batch.entries) for batch in here) == 105
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 5, 100])
 async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch, steps: int
@@ -100,6 +102,7 @@ async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
     assert together[-1].cursor == alone[-1].cursor
 
 
+@pytest.mark.slow
 async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +124,7 @@ async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
     assert stored == [joined(whole[:4])]
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +155,7 @@ async def test_a_pass_that_is_left_leaves_no_process(connector: StudioConnector)
         os.kill(child, 0)
 
 
+@pytest.mark.slow
 async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +231,7 @@ async def test_large_rows_are_not_read_far_ahead(
     await connector.close()
 
 
+@pytest.mark.slow
 async def test_many_long_histories_have_few_processes_and_all_of_them_end(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

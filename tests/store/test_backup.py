@@ -215,6 +215,7 @@ def killed(renamings: int, what: str, folder: Path, state: Path) -> bool:
     return ran.returncode == -9
 
 
+@pytest.mark.slow
 def test_kill_9_during_a_backup_leaves_the_one_before_or_the_new_one(state: Path, tmp_path: Path) -> None:
     back_up(state, folder := tmp_path / "backup")
     place = 0
@@ -237,6 +238,7 @@ def test_kill_9_during_a_backup_leaves_the_one_before_or_the_new_one(state: Path
     assert place >= 2, "it was killed nowhere"
 
 
+@pytest.mark.slow
 def test_kill_9_during_a_restore_is_mended_by_another(state: Path, tmp_path: Path) -> None:
     before, rows = contents(state), dump(state / STATE)
     back_up(state, folder := tmp_path / "backup")

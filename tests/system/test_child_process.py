@@ -61,6 +61,7 @@ def test_requests_are_answered_in_order(size: int, start: Start) -> None:
     assert not child.has_ended
 
 
+@pytest.mark.slow
 @for_each(
     "text",
     [
@@ -82,6 +83,7 @@ def test_the_limit_covers_the_whole_answer(text: str, start: Start) -> None:
         os.kill(child.pid, 0)
 
 
+@pytest.mark.slow
 def test_a_request_that_nobody_reads_has_the_same_limit(start: Start) -> None:
     child = start("time.sleep(1000)")
     with pytest.raises(TimeoutError):

@@ -104,6 +104,7 @@ def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypat
         http.close()
 
 
+@pytest.mark.slow
 def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: now))

@@ -26,6 +26,7 @@ def test_what_is_returned_comes_as_it_is(said: Any, value: Any) -> None:
     assert keep_process()({"do": "", "say": said}) == ReturnedValue(value, None, repr(said))
 
 
+@pytest.mark.slow
 def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path: Path) -> None:
     keep = keep_process(seconds=1)
     assert [keep({"do": ""}).value for _ in range(2)] == [1.0, 2.0]
@@ -36,6 +37,7 @@ def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path:
     assert keep({"do": ""}).value == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["hang", "crash", "leave"])
 def test_what_a_function_has_started_ends_with_its_process(tmp_path: Path, do: str) -> None:
     """Else each call that takes too long would leave a program behind."""
@@ -104,6 +106,7 @@ def test_a_file_that_does_not_load_is_told(source: str, complaint: str) -> None:
         keep_process(source=source)
 
 
+@pytest.mark.slow
 def test_a_file_that_hangs_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flywheel.system.user_code.LOAD_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="not loaded after 1 s"):

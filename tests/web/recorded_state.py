@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sqlite3
 import tarfile
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import dead_letters, judge_usage, ledger
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.transitions import move
-from tests.factories.state import in_thread, open_state
+from tests.factories.state import in_thread, open_state, write_state
 from tests.factories.task import task_keys
 from tests.factories.trace import batch, put_replies, replies_on, reply
 from tests.factories.verdict import settle, undecided
@@ -56,12 +57,20 @@ def unpack(folder: Path, *, complete: bool = True) -> Config:
     return config
 
 
+def copied(config: Config, folder: Path) -> Config:
+    """The same state in `folder`, in a third of the time that unpacking takes."""
+    copy = config_of(folder)
+    shutil.copytree(config.state_dir, copy.state_dir)
+    write_state(copy.state_dir, _move_rounds, config.state_dir / "rounds", copy.state_dir / "rounds")
+    return copy
+
+
 async def _adapt(config: Config, *, complete: bool) -> None:
     recorded = (config.state_dir / "state.db").rename(config.state_dir / "recorded.db")
     async with open_state(config.state_dir) as store:
         await store.write(_copy_rows, recorded)
         recorded.unlink()
-        await store.write(_move_rounds, config.state_dir / "rounds")
+        await store.write(_move_rounds, "/recorded/state/rounds", config.state_dir / "rounds")
         if complete:
             await store.write(put_what_lacks)
 
@@ -79,9 +88,9 @@ def _copy_rows(conn: Connection, recorded: Path) -> None:
                     conn.exec_driver_sql(insertion, rows)
 
 
-def _move_rounds(conn: Connection, directory: Path) -> None:
+def _move_rounds(conn: Connection, old: str | Path, directory: Path) -> None:
     for table, column in ((schema.rounds, schema.rounds.c.dir), (schema.adapters, schema.adapters.c.path)):
-        moved = func.replace(column, "/recorded/state/rounds", str(directory))
+        moved = func.replace(column, str(old), str(directory))
         conn.execute(update(table).values({column.name: moved}))
 
 

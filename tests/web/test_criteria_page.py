@@ -45,6 +45,7 @@ def missing_address(missing: Config) -> Iterator[str]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rubric", [*NAMES])
 def test_every_figure_leads_to_exactly_the_tasks_that_it_counts(missing: Config, rubric: str) -> None:
     client = client_of(missing)
@@ -62,6 +63,7 @@ def test_every_figure_leads_to_exactly_the_tasks_that_it_counts(missing: Config,
         assert lines.count("\n") == int(part.replace(",", "")), html.unescape(link)
 
 
+@pytest.mark.slow
 def test_every_number_beside_a_value_is_that_of_its_list(missing: Config) -> None:
     client = client_of(missing)
     compared = 0

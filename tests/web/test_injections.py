@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from typing import Final
 from urllib.parse import urldefrag, urljoin, urlsplit
 
+import pytest
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
@@ -75,6 +76,7 @@ class Content(HTMLParser):
             self.problems.append(f"markup shown as text in {data[:80]!r}")
 
 
+@pytest.mark.slow
 def test_every_page_that_links_lead_to_is_inert(shared_state: Config) -> None:
     client = TestClient(application(shared_state, names=frozenset({"testserver"})))
     waiting, seen = [START], {START}

@@ -1,11 +1,13 @@
-"""Every page on a narrow screen, and every chart: nothing scrolls sideways, axes have titles."""
+"""Every kind of page: accessible, not wider than a narrow screen, and every axis of a chart has a title."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urldefrag, urljoin, urlsplit
+from typing import Literal
+from urllib.parse import parse_qs, urldefrag, urljoin, urlsplit
 
 import pytest
 from playwright.sync_api import expect
@@ -16,12 +18,11 @@ from flywheel.config import Config
 from flywheel.web.server import ROUTES
 from tests.factories.misses import put_misses
 from tests.factories.state import write_state
-from tests.factories.web import kind_of
-from tests.web.conftest import Visitor, serving
+from tests.web.conftest import NARROW, WIDE, Visitor, serving
 from tests.web.recorded_state import config_of, unpack
 
-NARROW = 380
 MOST_OF_A_KIND = 2
+SCHEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
 WITHOUT_PAGE = {"/tasks.jsonl", "/labels/export", "/labels/next", "/rounds/overlay", "/rounds/{round}/curves"}
 """Files, figures and redirections."""
 
@@ -48,6 +49,18 @@ def test_the_page_without_a_state_does_not_scroll_sideways(visitor: Visitor, tmp
         page.context.close()
 
 
+def template_of(address: str) -> str:
+    """The first word of a path and how many follow."""
+    first, *rest = urlsplit(address).path.strip("/").split("/")
+    return f"{first}/{len(rest)}"
+
+
+def kinds_of(address: str) -> list[tuple[str, str]]:
+    """The template of a page with each name in its query, or with none."""
+    names = parse_qs(urlsplit(address).query, keep_blank_values=True) or [""]
+    return [(template_of(address), name) for name in names]
+
+
 AXES_WITHOUT_TITLE = """
 [...document.querySelectorAll("svg")].filter(svg => {
   const ticks = [...svg.querySelectorAll("text.tick")];
@@ -63,27 +76,39 @@ AXES_WITHOUT_TITLE = """
 """
 
 
-def test_no_page_scrolls_sideways_on_a_narrow_screen_and_all_axes_have_titles(visitor: Visitor, full: str) -> None:
+def test_every_kind_of_page_is_accessible_and_scrolls_sideways_nowhere_and_all_axes_have_titles(
+    visitor: Visitor, full: str
+) -> None:
+    """Two pages of each template, and two for each name in its query. Axe sees one of both in each of three ways."""
     page = visitor.open(f"{full}/", width=NARROW)
-    waiting, seen, counts = [f"{full}/"], {f"{full}/"}, dict[str, int]()
+    waiting, seen, counts = [f"{full}/"], {f"{full}/"}, Counter[tuple[str, str]]()
     visited: list[str] = []
+    judged: set[tuple[str, bool]] = set()
     charts = 0
     while waiting:
         address = waiting.pop(0)
         page.goto(address)
+        visitor.check(page)
         visited.append(urlsplit(address).path)
-        wide = page.evaluate("document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth")
-        assert wide <= 0, f"{address} is {wide} pixels too wide"
         assert page.evaluate(AXES_WITHOUT_TITLE) == [], address
         charts += page.locator("svg:has(text.tick)").count()
         found = page.locator("a[href]:not([download])").evaluate_all("all => all.map(one => one.href)")
         for link in dict.fromkeys(urldefrag(urljoin(address, each)).url for each in found):
-            kind = kind_of(link)
-            if link.startswith(full) and link not in seen and counts.get(kind, 0) < MOST_OF_A_KIND:
+            kinds = kinds_of(link)
+            if link.startswith(full) and link not in seen and any(counts[kind] < MOST_OF_A_KIND for kind in kinds):
                 seen.add(link)
-                counts[kind] = counts.get(kind, 0) + 1
+                counts.update(kinds)
                 if not re.search(r"/export|\.jsonl", link):
                     waiting.append(link)
+        kind = template_of(address), "?" in address
+        if kind not in judged:
+            judged.add(kind)
+            visitor.check_accessibility(page)
+            page.set_viewport_size(WIDE)
+            for scheme in SCHEMES:
+                page.emulate_media(color_scheme=scheme)
+                visitor.check_accessibility(page)
+            page.set_viewport_size({**WIDE, "width": NARROW})
     for route in ROUTES:
         if isinstance(route, Route) and "GET" in (route.methods or ()) and route.path not in WITHOUT_PAGE:
             assert any(route.path_regex.match(path) for path in visited), f"no page of {route.path} was visited"

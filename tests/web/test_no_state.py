@@ -98,6 +98,7 @@ def test_the_command_starts_without_a_state(configuration: Path, tmp_path: Path)
     assert not (configuration.parent / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_broken_configuration_is_an_error_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "flywheel.yaml").write_text("sauces: []\n")
     done = subprocess.run(

@@ -56,6 +56,7 @@ def test_an_empty_page_says_what_to_do(check: Check, empty_address: str, path: s
     assert text in check(f"{empty_address}{path}").inner_text("main")
 
 
+@pytest.mark.slow
 def test_every_bar_leads_to_the_tasks_that_it_counts(shared_state: Config) -> None:
     """Every reply of this state is a task: the bars of replies lead to the same lists as those of tasks."""
     client = TestClient(application(shared_state, names=frozenset({"testserver"})))
@@ -126,6 +127,7 @@ def test_figures_that_take_long_are_read_once_in_a_while(
     assert in_thread(read(3)) == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_old_figures_are_shown_while_a_request_counts_newer_ones(
     shared_state: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, addr
     assert page.locator("main script, main img, main iframe").count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "query",
     ["state=rejected", "criterion=correct", "lowest=0.9", "highest=0.1&adapter=unrecorded", "adapter=unrecorded",

@@ -113,6 +113,7 @@ def changed(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(kept))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -430,6 +431,7 @@ def leave_result(spec: RoundSpec, directory: Path, server: FakeVllm, lower: floa
     write_json(directory / "left.json", result.model_dump(mode="json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lower", "state"), [(0.5, RoundState.PROMOTED), (-0.1, RoundState.REJECTED)])
 async def test_the_ordinary_gate_decides_and_the_record_says_where_it_comes_from(
     filled: Store,
@@ -461,6 +463,7 @@ async def test_the_ordinary_gate_decides_and_the_record_says_where_it_comes_from
     assert (await filled.read(balance.balance)).balanced
 
 
+@pytest.mark.slow
 async def test_an_adapter_does_not_go_back_to_what_it_was_compared_with(
     filled: Store,
     config: Config,

@@ -41,6 +41,7 @@ async def samples(wheel: Wheel, name: str = "r0001") -> list[int]:
     return list(await wheel.store.read(lambda conn: conn.execute(query).scalars().all()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, -1], ids=["of training", "held out"])
 @pytest.mark.parametrize("state", ["planned", "training", "evaluating", "abandoned"])
 @pytest.mark.parametrize("way", ["cancel", "finish", "command"])
@@ -68,6 +69,7 @@ async def test_a_round_with_an_erased_task_ends_in_each_state(wheel: Wheel, stat
     assert await wheel.rounds.cancel_erased() is None
 
 
+@pytest.mark.slow
 async def test_the_worker_of_a_round_with_an_erased_task_is_stopped(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +83,7 @@ async def test_the_worker_of_a_round_with_an_erased_task_is_stopped(
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_runs_ends_the_round_and_begins_the_next(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +109,7 @@ async def test_a_daemon_that_runs_ends_the_round_and_begins_the_next(
         await running
 
 
+@pytest.mark.slow
 async def test_a_worker_without_a_daemon_is_stopped(wheel: Wheel) -> None:
     directory = await wheel.started()
     await wheel.store.write(erase, (await samples(wheel))[:1])

@@ -275,6 +275,7 @@ def test_stored_answers_of_an_evaluation(tmp_path: Path) -> None:
     assert erase_from_round(tmp_path, ERASED) == 0
 
 
+@pytest.mark.slow
 def test_all_rounds_and_evaluations_of_a_state(tmp_path: Path) -> None:
     """Those that name the tasks, and those that the state says had one."""
     named, debug, known = (tmp_path / "rounds" / name for name in ("r0001", "debug", "r0003"))

@@ -92,6 +92,7 @@ async def test_a_person_approves_and_whoever_runs_rounds_next_deploys(wheel: Whe
     assert (await wheel.books())["consumed"] == 6
 
 
+@pytest.mark.slow
 async def test_an_approved_candidate_is_deployed_beside_the_worker_of_another_round(
     wheel: Wheel, by_hand: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +289,7 @@ async def test_a_candidate_that_waited_is_promoted_once_the_settings_ask_for_nob
     assert await states(wheel) == ["promoted"]
 
 
+@pytest.mark.slow
 async def test_the_files_of_a_candidate_stay_as_long_as_it_waits(wheel: Wheel, by_hand: Rounds) -> None:
     name = await passes(wheel, by_hand)
     retention = Retention(wheel.store, wheel.config)
@@ -308,6 +310,7 @@ async def with_parent(wheel: Wheel) -> None:
 WHY = "its parent r0001 was rolled back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", MOMENTS)
 async def test_a_round_is_cancelled_at_any_moment_with_its_worker(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

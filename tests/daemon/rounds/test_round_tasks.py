@@ -398,6 +398,7 @@ async def test_a_specification_has_room_for_the_most_frequent_results(
     assert spec.shared.results == {key({"a": 0}): ToolResult(short), key({"a": 2}): ToolResult(short)}
 
 
+@pytest.mark.slow
 async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_path: Path, store: Store) -> None:
     """It is kept for ever. 20,000 traces of two conversations each have 20 MB of results that agree."""
     number = "8" * 9

@@ -76,6 +76,7 @@ async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(w
     assert found[Purpose.GATES] == (1, 50, 0)
 
 
+@pytest.mark.slow
 async def test_calls_of_a_worker_that_is_killed_are_booked_and_so_are_those_of_the_next_attempt(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ async def test_what_a_round_uses_is_gone_for_the_filter(wheel: Wheel) -> None:
     assert filtering.left() == 650
 
 
+@pytest.mark.slow
 async def test_filter_and_rounds_of_a_daemon_have_one_budget(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ async def test_no_round_starts_when_the_budget_is_spent(wheel: Wheel, limit: str
         await going.plan("by hand")
 
 
+@pytest.mark.slow
 async def test_a_round_that_needs_more_than_this_run_may_use_fails_and_is_stopped(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +217,7 @@ async def test_a_round_that_needs_more_than_this_run_may_use_fails_and_is_stoppe
     assert await wheel.store.read(judge_usage.tokens_today) == 100
 
 
+@pytest.mark.slow
 async def test_a_round_that_waits_for_midnight_is_left_to_wait(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

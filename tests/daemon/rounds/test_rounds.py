@@ -292,6 +292,7 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", MOMENTS)
 async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -312,6 +313,7 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     assert [pid for pid in pids if Path("/proc", pid).exists()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", MOMENTS)
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_adopted(
@@ -338,6 +340,7 @@ async def test_a_stop_at_any_moment_that_leaves_the_worker_leaves_one_that_is_ad
     assert started == ([row.pid] if row.pid else started[:1])
 
 
+@pytest.mark.slow
 async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +387,7 @@ async def test_a_prompt_that_the_worker_found_not_to_be_exact_is_never_taken_aga
     assert all(row.payload["metadata"]["prompt_exact"] for row in rows if row.key in others)
 
 
+@pytest.mark.slow
 async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.LogCaptureFixture) -> None:
     directory = await wheel.started()
     caplog.set_level("INFO")
@@ -395,6 +399,7 @@ async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.L
     assert await going is RoundState.FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "ends"), [(__version__, False), ("0.0.1", True)])
 async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     wheel: Wheel,
@@ -407,6 +412,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(rounds_module, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_process, "ADOPTED_POLL_SECONDS", 0.05)
     directory = await wheel.started()
     write_json(directory / "identity.json", {"version": version})
     write_json(directory / "progress.json", {"phase": "training", "paused": ""})
@@ -424,6 +430,7 @@ async def test_an_adopted_worker_of_another_version_ends_at_its_next_checkpoint(
     assert (ended, (await wheel.row()).attempt) == ((RoundState.REJECTED if ends else RoundState.FAILED), 1)
 
 
+@pytest.mark.slow
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
     monkeypatch.setattr("flywheel.daemon.rounds.rounds.WATCH_SECONDS", 0.05)

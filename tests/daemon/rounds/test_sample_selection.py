@@ -58,6 +58,7 @@ def one_kind(count: int, users: int = 0, conversations: int = 0) -> list[Reply]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "widened"),
     [

@@ -69,6 +69,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["raises", "hangs", "exits"])
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
 async def test_a_tracker_that_fails_costs_one_warning_and_no_step(
@@ -138,6 +139,7 @@ async def reported(wheel: Wheel, works_as: str, tmp_path: Path, monkeypatch: pyt
     return made
 
 
+@pytest.mark.slow
 async def test_the_daemons_decision_is_in_the_run(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ async def test_the_daemons_decision_is_in_the_run(
     assert (run.steps, run.decision["outcome"]) == ([(1, {"loss": 1.5})], "rejected")
 
 
+@pytest.mark.slow
 async def test_a_failed_round_is_reported_with_its_reason(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +216,7 @@ async def test_a_process_that_cannot_start_is_a_warning(tmp_path: Path, caplog: 
     assert "r0001 is not sent to mlflow: No such file or directory" in caplog.text
 
 
+@pytest.mark.slow
 async def test_two_processes_of_a_round_that_fail_are_one_warning_and_a_decision_is_sent_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,6 +61,7 @@ async def test_the_next_candidate_waits_until_the_watch_is_decided(wheel: Wheel,
     assert (active.adapter, active.split["other"]) == ("r0002", "r0001")
 
 
+@pytest.mark.slow
 async def test_a_rollback_ends_the_round_that_goes_on_from_the_adapter(
     wheel: Wheel, watched: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_text_that_is_not_taken_costs_the_others_nothing(server: EmbeddingServ
     assert fine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_text_on_which_the_model_breaks_costs_the_others_nothing(server: EmbeddingServer, attempts: int) -> None:
     server.refused = {"bad": 500}
@@ -124,6 +125,7 @@ def test_vectors_of_several_lengths_are_of_several_models(server: EmbeddingServe
             embed(server, ["one", "three"], batch_size=size)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_too_large_is_asked_in_halves(server: EmbeddingServer) -> None:
     server.most = 10
     assert all(embed(server, [f"word{n}" for n in range(64)]))
@@ -152,6 +154,7 @@ def test_it_is_asked_again_when_it_wants_to_be_unless_that_is_too_late(server: E
     assert len(server.requests) == asked + 1
 
 
+@pytest.mark.slow
 def test_an_answer_that_drips_is_not_waited_for(server: EmbeddingServer) -> None:
     server.drips = True
     with pytest.raises(FilterError, match=r"no complete response within 0\.5 s"):

@@ -106,6 +106,7 @@ def _asks_nobody() -> None:
             server.accept()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reference", "equal"),
     [
@@ -162,6 +163,7 @@ def test_a_result_that_computes_for_ever_is_ended_and_the_next_is_compared(monke
     assert passes(r"\boxed{1+1}", "math-equal", 2)
 
 
+@pytest.mark.slow
 def test_maths_works_from_many_threads() -> None:
     wrong: list[int] = []
 

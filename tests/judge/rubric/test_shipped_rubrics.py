@@ -179,6 +179,7 @@ MULTILINGUAL = {
 }
 
 
+@pytest.mark.slow
 @for_each("name", [*MULTILINGUAL, *(LEGITIMATE.keys() - set(WITHOUT_WORDS))])
 def test_a_legitimate_answer_in_any_language_is_no_false_alarm(name: str) -> None:
     query, answer = MULTILINGUAL.get(name) or (QUESTION, LEGITIMATE[name])

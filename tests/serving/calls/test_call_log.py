@@ -44,6 +44,7 @@ bodies = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.binary(max_size=60) | bodies | st.text(max_size=60).map(str.encode), max_size=6))
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_body_comes_back_byte_for_byte(tmp_path: Path, requests: list[bytes]) -> None:
@@ -140,6 +141,7 @@ def test_the_number_of_parts_is_limited() -> None:
     assert b"".join(parts_of(b"[" * 100_000)) == b"[" * 100_000
 
 
+@pytest.mark.slow
 def test_a_growing_conversation_grows_the_file_linearly(tmp_path: Path) -> None:
     sizes = []
     for calls in (30, 60, 120):
@@ -353,6 +355,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_what_kill_9_leaves_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "calls.db"
     told = {each.request_id: each for seed in range(1, 100) for each in conversation(30, seed)}
@@ -404,6 +407,7 @@ assert [each.request for each in stored(log)][-5:] == [each.request for each in 
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_what_is_not_there_and_no_more(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path / "calls.db")],

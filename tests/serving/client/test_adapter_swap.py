@@ -41,6 +41,7 @@ async def test_a_swap_to_the_base_model(fleet: Fleet) -> None:
     assert fleet.states[-1] == DeploymentState.ACTIVE
 
 
+@pytest.mark.slow
 async def test_swapping_again_to_what_serves_changes_nothing(fleet: Fleet) -> None:
     await fleet.swap()
     fleet.states = [DeploymentState.REQUESTED]
@@ -75,6 +76,7 @@ async def test_wrong_weights_on_one_replica(fleet: Fleet) -> None:
     assert await fleet.answers() == [OLD, OLD]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True])
 async def test_the_second_flip_fails(fleet: Fleet, tmp_path: Path, lost: bool) -> None:
     app = FakeVllm({BASE: PROBE.second.base})
@@ -162,6 +164,7 @@ async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> 
     assert all((Path(path) / "weights").exists() for path in fleet.paths.values())
 
 
+@pytest.mark.slow
 async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> None:
     await fleet.swap()
     for app in fleet.apps:

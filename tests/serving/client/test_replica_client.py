@@ -85,6 +85,7 @@ async def test_no_answer_in_time(app: FakeVllm) -> None:
     assert refused.value.retryable
 
 
+@pytest.mark.slow
 async def test_what_takes_no_time_is_not_waited_for_as_long_as_loading(
     app: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ async def test_what_takes_no_time_is_not_waited_for_as_long_as_loading(
             assert await asyncio.wait_for(client.ready(), 30) is False
 
 
+@pytest.mark.slow
 async def test_an_answer_that_drips_is_given_up() -> None:
     async def dripping(scope: dict[str, object], receive: object, send: object) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]

@@ -67,6 +67,7 @@ async def test_a_split_gives_a_conversation_the_same_version_on_every_replica(sp
     assert [set(app.loaded) for app in split.apps] == [{OLD, NEW}] * 2
 
 
+@pytest.mark.slow
 async def test_a_share_of_the_new_version_only_grows_with_it(split: Fleet) -> None:
     """A unit that had the new version at a half has it at nine tenths too."""
     half = await answers(split.replicas[0].url)
@@ -104,6 +105,7 @@ async def test_the_base_model_can_be_the_other_version(fleet: Fleet) -> None:
     assert not report.errors
 
 
+@pytest.mark.slow
 async def test_a_split_that_fails_is_taken_back_whole(fleet: Fleet, tmp_path: Path) -> None:
     app = FakeVllm({BASE: PROBE.second.base})
     app.weights = fleet.apps[0].weights
@@ -132,6 +134,7 @@ async def test_a_split_that_fails_is_taken_back_whole(fleet: Fleet, tmp_path: Pa
 async def nothing(*_: object) -> None: ...
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_know_splits_is_not_split(fleet: Fleet) -> None:
     """One of an older version, which would give the new version everything."""
     older = with_middleware(app := FakeVllm({BASE: PROBE.second.base}))
@@ -157,6 +160,7 @@ async def test_a_server_that_does_not_know_splits_is_not_split(fleet: Fleet) -> 
             assert set(await answers(url)) == {BASE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [OLD, NEW])
 async def test_a_version_that_was_lost_is_loaded_and_proven_again(split: Fleet, lost: str) -> None:
     del split.apps[0].loaded[lost]
@@ -183,6 +187,7 @@ async def test_a_version_that_was_lost_is_loaded_and_proven_again(split: Fleet, 
     assert (await split.replicas[0].alias("agent")).missing == ""
 
 
+@pytest.mark.slow
 async def test_what_serves_is_measured_once_for_each_start_of_a_server(split: Fleet) -> None:
     for app in split.apps:
         app.weights[split.paths["r0001"]] = PROBE.second.adapter
@@ -200,6 +205,7 @@ async def test_what_serves_is_measured_once_for_each_start_of_a_server(split: Fl
     assert await proofs() == both / 2
 
 
+@pytest.mark.slow
 async def test_a_version_that_cannot_be_loaded_leaves_the_other_serving(split: Fleet) -> None:
     """On a server without any memory of the alias, too."""
     split.apps[0].loaded.clear()
@@ -280,6 +286,7 @@ def process(aliases: Path, loaded: dict[str, str], paths: list[str], port: int =
         server.stdout.close()
 
 
+@pytest.mark.slow
 async def test_kill_9_of_a_replica_during_a_split(fleet: Fleet, tmp_path: Path) -> None:
     """No request to the others fails; what was killed answers with what it has, and is restored."""
     paths = list(fleet.paths.values())

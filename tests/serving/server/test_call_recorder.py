@@ -438,6 +438,7 @@ class Process(Server):
         self.process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_stop_writes_what_is_queued(tmp_path: Path) -> None:
     server = Process(tmp_path / "calls.db")
     try:
@@ -448,6 +449,7 @@ def test_a_stop_writes_what_is_queued(tmp_path: Path) -> None:
     assert [json.loads(call.request)["seed"] for call in server.recorded(20)] == list(range(20))
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_has_recorded_is_whole(tmp_path: Path) -> None:
     before = 0
     for _ in range(2):
@@ -480,6 +482,7 @@ def test_what_a_killed_server_has_recorded_is_whole(tmp_path: Path) -> None:
         assert all(call.is_complete and call.request_id.encode() in call.response for _, call in calls)
 
 
+@pytest.mark.slow
 def test_serving_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     server = Process(tmp_path / "calls.db", 200_000)
     try:

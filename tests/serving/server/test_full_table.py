@@ -14,6 +14,7 @@ from unittest import mock
 import httpx2
 import pytest
 
+from demo.ports import held_port
 from flywheel.config import Config
 from flywheel.errors import ServeError
 from flywheel.serving.client.adapter_swap import make_room
@@ -21,7 +22,7 @@ from flywheel.serving.client.replica_client import Replica
 from flywheel.serving.environment_variables import CPU_LORA_VARIABLE
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server_keys import admin_key
-from tests.conftest import MadeAdapter, free_port, serve_config, start_server, stop_server
+from tests.conftest import MadeAdapter, serve_config, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +32,14 @@ DEPLOYED = 8
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
     home = tmp_path_factory.mktemp("full-table")
-    config = serve_config(home / "state", free_port(), max_loras=2)
-    arguments, environment = vllm_command.command(config)
-    environment.pop(CPU_LORA_VARIABLE)
-    with mock.patch.object(vllm_command, "command", lambda _: (arguments, environment)):
-        process = start_server(config, home / "vllm.log")
-    yield config
-    stop_server(process)
+    with held_port() as port:
+        config = serve_config(home / "state", port, max_loras=2)
+        arguments, environment = vllm_command.command(config)
+        environment.pop(CPU_LORA_VARIABLE)
+        with mock.patch.object(vllm_command, "command", lambda _: (arguments, environment)):
+            process = start_server(config, home / "vllm.log")
+        yield config
+        stop_server(process)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from flywheel.config import Config
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.left_processes import left_processes
-from tests.conftest import free_port, serve_config
+from tests.conftest import serve_config
 from tests.waiting import wait_for
 
 SERVER = """
@@ -66,8 +66,8 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return serve_config(tmp_path / "state", free_port())
+def config(tmp_path: Path, free_port: int) -> Config:
+    return serve_config(tmp_path / "state", free_port)
 
 
 def killed(server: subprocess.Popen[str]) -> None:
@@ -75,6 +75,7 @@ def killed(server: subprocess.Popen[str]) -> None:
     server.wait(30)
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_what_a_killed_server_leaves_is_named_and_then_ended(
     config: Config,

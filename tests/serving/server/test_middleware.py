@@ -113,6 +113,7 @@ def test_a_body_with_many_models_is_a_wrong_request(app: FakeVllm, url: str) -> 
     assert app.calls == []
 
 
+@pytest.mark.slow
 def test_the_request_id_says_which_version_answers(app: FakeVllm, url: str) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
     instance = httpx2.get(f"{url}/flywheel/alias").json()["instance"]
@@ -269,6 +270,7 @@ def test_a_change_that_cannot_be_kept_does_not_happen(tmp_path: Path) -> None:
         assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
 
 
+@pytest.mark.slow
 async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) -> None:
     """Each request is answered by a version that was current at some moment between its start and its end."""
     versions = [BASE, *(f"agent@r{i:04}" for i in range(1, 31))]

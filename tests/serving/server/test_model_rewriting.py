@@ -59,6 +59,7 @@ def test_only_the_top_level_model_changes(document: dict[str, object], layout: d
         assert rewritten == body
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text() | st.sampled_from(["model", "request_id", "input"]), values), layouts)
 def test_a_request_to_an_alias_gets_a_request_id(document: dict[str, object], layout: dict[str, object]) -> None:
     body = json.dumps(document, **layout).encode("utf-8", "surrogatepass")  # type: ignore[arg-type]

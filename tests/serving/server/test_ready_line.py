@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from flywheel.system.server_limits import Message, Receive, Send
-from tests.conftest import free_port
 from tests.serving.fake_vllm import BASE, with_middleware
 from tests.waiting import until
 
@@ -21,10 +20,9 @@ async def application(scope: object, receive: Receive, send: Send) -> None:
 
 
 async def test_it_says_so_once_it_can_be_reached(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{free_port}"
     stop = asyncio.Event()
     messages: list[Message] = [{"type": "lifespan.startup"}]
     sent: list[Message] = []
@@ -53,7 +51,7 @@ async def test_it_says_so_once_it_can_be_reached(
     await until(lambda: len(refused) >= 3, "tries to reach it")
     assert sent == [{"type": "lifespan.startup.complete"}]
     assert capsys.readouterr().out == "", "nobody listens there yet"
-    listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
+    listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", free_port)
     printed = ""
     async with asyncio.timeout(60):
         while not printed:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from demo.ports import held_port
 from flywheel.config import Config, parse
 from flywheel.config.privacy import ExcludeSettings, PrivacySettings
 from flywheel.errors import ConfigError, ServeError
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.vllm_command import alias_file
 from flywheel.system.files import tree_sha256
-from tests.conftest import free_port
 from tests.factories.adapter import put_adapter_files
 
 
@@ -241,46 +241,49 @@ def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str
 
 @pytest.mark.training
 def test_a_model_whose_tool_calls_nobody_can_read_is_named(
-    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free_port: int
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    vllm_command.serve(make(port=free_port()))
+    vllm_command.serve(make(port=free_port))
     assert "serving.tool_call_parser" in caplog.text
     caplog.clear()
-    vllm_command.serve(make(port=free_port(), tool_call_parser="hermes"))
+    vllm_command.serve(make(port=free_port, tool_call_parser="hermes"))
     assert "parser" not in caplog.text
 
 
 @pytest.mark.training
 def test_the_call_log_is_announced_with_its_place(
-    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    make: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    free_port: int,
 ) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
-    port = free_port()
     with caplog.at_level("INFO", logger="flywheel"):
-        vllm_command.serve(make(port=port, call_log={"keep_days": 3}))
-    path = tmp_path / "state" / "serving" / f"calls-{port}.db"
+        vllm_command.serve(make(port=free_port, call_log={"keep_days": 3}))
+    path = tmp_path / "state" / "serving" / f"calls-{free_port}.db"
     assert f"requests to agent and their responses are recorded in {path}: for 3 days, up to 5 GB" in caplog.text
     assert json.loads(started[-1]["FLYWHEEL_CALL_LOG"]) == {"path": str(path), "keep_days": 3, "max_bytes": 5 * 10**9}
     caplog.clear()
     with caplog.at_level("INFO", logger="flywheel"):
-        vllm_command.serve(make(port=free_port(), call_log=False))
+        vllm_command.serve(make(port=free_port, call_log=False))
     assert "recorded" not in caplog.text
     assert "FLYWHEEL_CALL_LOG" not in started[-1]
 
 
 @pytest.mark.training
 def test_the_server_knows_of_whom_nothing_is_recorded(
-    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
-    vllm_command.serve(make(port=free_port()))
+    vllm_command.serve(make(port=free_port))
     assert "FLYWHEEL_NOT_RECORDED" not in started[-1]
     names = ExcludeSettings(users=["ana"], conversations=["c-1"], agents=["A"])
     privacy = {"privacy": PrivacySettings(exclude=names)}
-    vllm_command.serve(make(port=free_port()).model_copy(update=privacy))
+    vllm_command.serve(make(port=free_port).model_copy(update=privacy))
     assert json.loads(started[-1]["FLYWHEEL_NOT_RECORDED"]) == {"users": ["ana"], "conversations": ["c-1"]}
 
 
@@ -455,7 +458,8 @@ def test_what_the_servers_own_file_names_is_not_waited_for(
 def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
-    vllm_command.serve(make(host="::1", port=free_port()))
+    with held_port("::1") as port:
+        vllm_command.serve(make(host="::1", port=port))
     assert after(became[1], "--host") == "::1"
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
@@ -496,11 +500,13 @@ def test_vllm_is_not_installed(make: Callable[..., Config], monkeypatch: pytest.
 
 
 @pytest.mark.training
-def test_serve_becomes_the_server(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_becomes_the_server(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
     monkeypatch.setenv("FROM_OUTSIDE", "kept")
-    config = make(port=free_port())
+    config = make(port=free_port)
     vllm_command.serve(config)
     program, arguments, environment = became
     assert program == arguments[0]

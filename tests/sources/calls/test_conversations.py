@@ -375,6 +375,7 @@ def test_lone_surrogates_are_stored(tmp_path: Path) -> None:
     assert (reply.user, reply.detail, reply.calls[0].model) == ("?", "?", "?")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(sent=st.lists(st.tuples(VALUES, VALUES, st.sampled_from(PATHS)), min_size=1, max_size=6))
 def test_whatever_is_sent_is_placed(sent: list[tuple[Any, Any, str]]) -> None:
@@ -447,6 +448,7 @@ SCRIPTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(scripts=SCRIPTS, data=st.data())
 def test_any_interleaving_of_conversations_gives_the_conversations_back(

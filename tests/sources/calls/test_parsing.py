@@ -448,6 +448,7 @@ def test_lone_surrogates_are_read() -> None:
     assert call.messages[0]["content"] == "\ud83d"
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     request=VALUES | st.binary(max_size=20),

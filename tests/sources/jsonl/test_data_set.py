@@ -52,6 +52,7 @@ def forms(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_every_form_has_the_same_rows(forms: Path) -> None:
     for name in ("rows.jsonl", "rows.json", "rows.parquet"):
@@ -68,6 +69,7 @@ def test_every_form_has_the_same_rows(forms: Path) -> None:
     assert "Unknown split" in refusal({"path": folder, "name": "main", "split": "dev"})
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_data_set_of_the_hub_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
@@ -94,6 +96,7 @@ def test_a_data_set_of_the_hub_is_read_from_the_cache(monkeypatch: pytest.Monkey
     assert read(DatasetConfig(path="someone/sums", name="main")) == ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_data_set_of_the_hub_needs_a_cache_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

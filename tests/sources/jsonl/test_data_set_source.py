@@ -39,6 +39,7 @@ def rows(name: str, count: int) -> str:
     return "".join(json.dumps({"question": f"{name} {n}?", "answer": f"#### {n}"}) + "\n" for n in range(count))
 
 
+@pytest.mark.slow
 @pytest.mark.training
 async def test_each_split_of_a_folder_is_on_its_side(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
@@ -68,6 +69,7 @@ async def test_lines_of_a_split_of_their_own_need_no_data_set(tmp_path: Path) ->
     assert set(splits.values()) == {"held-out"} and len(splits) == 12
 
 
+@pytest.mark.slow
 async def test_a_data_set_that_cannot_be_read_is_the_sources_error(tmp_path: Path) -> None:
     (tmp_path / "wrong.csv").write_bytes(b"\x00\xff")
     config = config_of(tmp_path, [{"dataset": {"path": "./wrong.csv"}}])

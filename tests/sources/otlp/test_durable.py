@@ -75,6 +75,7 @@ def test_what_was_answered_with_200_survives_kill_9(inbox: Path, seed: int) -> N
     assert set(answered) <= set(ids(inbox))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_answered_with_503_and_nothing_is_half_stored(inbox: Path) -> None:
     big = [span(n, {"text": os.urandom(1500).hex()}) for n in range(100, 400)]
     with process(inbox) as (running, url), httpx2.Client(timeout=30) as client:

@@ -106,6 +106,7 @@ async def test_an_sdk_conversation_is_read_as_its_replies(
     assert (failed.skip, failed.skip_detail) == (SkipReason.ERROR, "ValueError: the model went away")
 
 
+@pytest.mark.slow
 async def test_the_exporter_keeps_what_the_inbox_cannot_take(
     receiver: Receiver, inbox: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

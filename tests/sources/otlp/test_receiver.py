@@ -151,6 +151,7 @@ async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox:
         await post(receiver, url)
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_ends_does_not_hold_up_the_end(
     inbox: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +173,7 @@ async def test_signals_stay_the_daemon_s(inbox: Path) -> None:
     assert during == before
 
 
+@pytest.mark.slow
 def test_a_daemon_without_a_receiver_loads_no_web_server() -> None:
     code = (
         "import sys, flywheel.daemon.source_supervisor; "

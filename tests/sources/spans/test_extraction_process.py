@@ -61,6 +61,7 @@ def test_batches_come_back_in_order_as_extract_returns_them(
         assert answer.result(60) == extract(batch, schema, selection, "a.sqlite")
 
 
+@pytest.mark.slow
 def test_long_batches_and_long_answers_do_not_block_each_other(process: ExtractionProcess) -> None:
     """Neither fits into the connection's buffer, and no answer is asked for before all batches are sent."""
     schema, batch = long_batch()
@@ -119,6 +120,7 @@ def test_calls_reach_the_child_and_those_that_cannot_be_sent_are_joined_here(
     assert process.extract(batches_of("old")[1][0], "generation 1", ReplySelection(), "b").result(60).entries
 
 
+@pytest.mark.slow
 def test_the_child_loads_neither_settings_nor_checks(process: ExtractionProcess) -> None:
     """Loading them takes as long as the extraction of thousands of spans, and 30 MB."""
     schema, batch = long_batch()

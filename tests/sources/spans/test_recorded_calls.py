@@ -236,6 +236,7 @@ odd_messages = st.dictionaries(
 json_objects = st.dictionaries(st.text(max_size=5), values, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     messages=st.lists(odd_messages, max_size=4),

@@ -339,6 +339,7 @@ async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> l
         await store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_process", [False, True])
 async def test_what_json_has_no_form_for_is_text(studio: Studio, tmp_path: Path, in_process: bool) -> None:
     metadata = "{'png': b'abc', 'cycle': {...}, 'z': 1j, 'n': -1, 'none': None}"
@@ -352,6 +353,7 @@ async def test_what_json_has_no_form_for_is_text(studio: Studio, tmp_path: Path,
     assert structured == {"png": "b'abc'", "cycle": ["..."], "z": "1j", "n": -1, "none": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_process", [False, True])
 async def test_half_an_emoji_in_what_cannot_be_read_is_one_dead_row(
     studio: Studio, tmp_path: Path, in_process: bool

@@ -68,6 +68,7 @@ async def test_a_newer_schema_is_refused_by_every_way_in(tmp_path: Path) -> None
         await read_once(tmp_path, count)
 
 
+@pytest.mark.slow
 async def test_the_state_of_another_pre_release_is_refused_by_every_way_in_and_stays_as_it_is(tmp_path: Path) -> None:
     """One whose tables have a column more."""
     make = (
@@ -127,6 +128,7 @@ async def test_a_copy_and_a_view_write_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
+@pytest.mark.slow
 async def test_a_view_sees_what_a_running_writer_has_committed(tmp_path: Path) -> None:
     store = await Store.open(tmp_path)
     await store.write(record, 1)
@@ -193,6 +195,7 @@ async def write_to(state_dir: Path, *numbers: int) -> None:
     await store.close()
 
 
+@pytest.mark.slow
 async def test_a_state_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
     await write_to(tmp_path, 1)
     found: list[int] = []

@@ -98,6 +98,7 @@ async def test_versions_are_those_that_decided_something_with_the_newest_verdict
     assert decided == sum(misses.way_of(task) >= 4 for task in range(1, 241))
 
 
+@pytest.mark.slow
 async def test_the_number_beside_a_value_is_the_length_of_its_list(store: Store) -> None:
     """For every value of every filter, alone and beside every other value that was chosen."""
 

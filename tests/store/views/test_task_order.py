@@ -54,6 +54,7 @@ def pages(conn: Connection, order: Order, limit: int, wanted: task_list.Conditio
         at = Position.parse(str(at))
 
 
+@pytest.mark.slow
 @given(
     scores=st.lists(SCORES, max_size=25),
     earlier=st.lists(st.floats(0, 1), max_size=6),

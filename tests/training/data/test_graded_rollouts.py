@@ -80,6 +80,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
 WEIGHTS = RewardWeights(0.5, 0.5)
 
 
+@pytest.mark.slow
 @given(made=st.lists(st.tuples(completions(), st.none() | verdicts()), min_size=1, max_size=8))
 def test_a_stored_rollout_comes_back_with_all_figures_and_rows(
     made: Sequence[tuple[Completion, Verdict | None]], tmp_path_factory: pytest.TempPathFactory

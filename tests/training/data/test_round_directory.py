@@ -41,6 +41,7 @@ def bad_parent(path: Path, digest: str) -> dict[str, Any]:
     return {"parent": AdapterRef(name="r0000", path=str(path), sha256=digest)}
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @pytest.mark.parametrize(
     ("changes", "error", "hint"),
@@ -75,6 +76,7 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -> None:
     done = worker(tmp_path, None)
@@ -84,6 +86,7 @@ def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -
     assert worker(tmp_path / "nowhere", None).returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "worker.lock").mkdir()
@@ -130,6 +133,7 @@ def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goe
     assert left == {"spec.json", "identity.json", "rollouts.jsonl", "worker.log", "worker.lock"}
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
     adapter = tmp_path / "parent"
@@ -142,6 +146,7 @@ def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
     assert "are not those that were evaluated" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
     with alone_in(tmp_path):
@@ -155,6 +160,7 @@ def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_finished_round_is_left_as_it_is(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"

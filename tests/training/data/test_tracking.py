@@ -93,6 +93,7 @@ def expected(*numbers: int) -> list[tuple[int, dict[str, float]]]:
     return [(number, {**figures, "tokens": number * 7.5}) for number in numbers]
 
 
+@pytest.mark.slow
 @GENUINE
 def test_a_run_has_the_steps_the_settings_and_the_decision(made: Round, name: str) -> None:
     made.step(1, 2, 3)
@@ -108,6 +109,7 @@ def test_a_run_has_the_steps_the_settings_and_the_decision(made: Round, name: st
     assert {key: str(value) for key, value in run.decision.items()} == {k: str(v) for k, v in DECISION.items()}
 
 
+@pytest.mark.slow
 @GENUINE
 def test_steps_are_sent_while_they_are_written_and_a_kill_gives_one_run(made: Round, name: str) -> None:
     made.step(1)
@@ -130,6 +132,7 @@ def test_steps_are_sent_while_they_are_written_and_a_kill_gives_one_run(made: Ro
     assert run.decision["outcome"] == "promoted"
 
 
+@pytest.mark.slow
 def test_a_step_that_mlflow_has_is_not_there_twice(made: Round) -> None:
     made.step(1, 2)
     made.send("mlflow")
@@ -140,6 +143,7 @@ def test_a_step_that_mlflow_has_is_not_there_twice(made: Round) -> None:
     assert same(run.steps, expected(1, 2)), run.steps
 
 
+@pytest.mark.slow
 @GENUINE
 def test_a_later_decision_takes_the_place_of_the_earlier(made: Round, name: str) -> None:
     made.step(1)
@@ -152,6 +156,7 @@ def test_a_later_decision_takes_the_place_of_the_earlier(made: Round, name: str)
     assert same(run.steps, expected(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_round_that_starts_over_is_a_new_run(made: Round, name: str) -> None:
     made.step(1, 2)
@@ -166,6 +171,7 @@ def test_a_round_that_starts_over_is_a_new_run(made: Round, name: str) -> None:
     assert lengths == [1, 2]
 
 
+@pytest.mark.slow
 def test_nothing_is_begun_without_a_step_or_a_decision(made: Round) -> None:
     made.send("mlflow")
     assert not (made.directory / "tracking" / "mlflow.db").exists()
@@ -175,6 +181,7 @@ def test_nothing_is_begun_without_a_step_or_a_decision(made: Round) -> None:
     assert (run.steps, run.decision["outcome"]) == ([], "promoted")
 
 
+@pytest.mark.slow
 @GENUINE
 def test_no_secret_reaches_a_tracker(tmp_path: Path, name: str) -> None:
     secrets = ("sk-abcdefghijklmnop1234", "swordfish-value", "a-variable-of-the-judge")
@@ -189,6 +196,7 @@ def test_no_secret_reaches_a_tracker(tmp_path: Path, name: str) -> None:
     assert [secret for secret in secrets if secret.encode() in written] == []
 
 
+@pytest.mark.slow
 def test_a_failure_is_its_last_line_without_secrets(made: Round) -> None:
     made.step(1)
     closed = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:1", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}

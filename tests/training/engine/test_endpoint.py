@@ -164,6 +164,7 @@ class Impatient(httpx2.AsyncHTTPTransport):
         raise httpx2.ReadTimeout("it takes too long", request=request)
 
 
+@pytest.mark.slow
 async def test_a_clients_retry_does_not_count_twice() -> None:
     """OpenAI's client gives up after a time and asks again; the first answer comes meanwhile."""
     app = ScriptedApplication(hold=True)

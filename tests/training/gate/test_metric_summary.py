@@ -61,6 +61,7 @@ def test_equal_values_have_a_width() -> None:
     assert upper == 1
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_true_rate() -> None:
     """Of 100 samples at each rate, at least 93 intervals of 95 % have it."""
     random = np.random.default_rng(1)

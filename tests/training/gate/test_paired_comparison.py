@@ -71,6 +71,7 @@ def test_few_tasks_that_differ_are_no_proof() -> None:
     assert run(made(*([((1, 1), (0, 0))] * 5))).lower == -1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=2, max_size=13))
 def test_nothing_is_shown_that_the_exact_sign_test_does_not_show(signs: list[int]) -> None:
@@ -215,6 +216,7 @@ def test_a_bound_that_equals_what_is_needed_is_not_above_it_by_rounding() -> Non
     assert run(third).lower == 0
 
 
+@pytest.mark.slow
 def test_rounds_on_the_same_conversations_spend_one_budget() -> None:
     """Each at the whole level instead, half of these sequences promote something."""
     gate = GateSettings(alpha=0.05, samples=2)

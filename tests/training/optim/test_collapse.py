@@ -135,6 +135,7 @@ def test_no_round_ends_while_its_reward_does_not_fall(
         assert lost or (tokens is not None and (tokens > 2.99 * length or tokens < 0.34 * length))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0, 0.01), st.floats(1e4, 1e5)), min_size=3, max_size=9), st.randoms())
 def test_no_series_of_signs_ends_a_round_whose_reward_rises(
     signs: list[tuple[float, float]], drawn: random.Random

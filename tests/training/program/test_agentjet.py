@@ -184,6 +184,7 @@ async def run(
             pool.close()
 
 
+@pytest.mark.slow
 async def test_the_openai_sdk_and_a_judge(tmp_path: Path) -> None:
     result, sent = await run(tmp_path, "OfTheSdk", "project.judges->Contains")
     assert (result.error, result.reward, result.response) == ("", 1.0, "You asked: What is 12 times 34?")
@@ -191,6 +192,7 @@ async def test_the_openai_sdk_and_a_judge(tmp_path: Path) -> None:
     assert [(each["model"], len(each["messages"])) for each in sent] == [("my-agent", 2)]
 
 
+@pytest.mark.slow
 async def test_a_workflow_that_rewards_itself_needs_no_judge(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "OverHttp", "project.judges->Contains")
     assert (result.error, result.reward) == ("", 0.75)
@@ -198,6 +200,7 @@ async def test_a_workflow_that_rewards_itself_needs_no_judge(tmp_path: Path) -> 
     assert result.response == '{"said": "You asked: What is 12 times 34?"}'
 
 
+@pytest.mark.slow
 async def test_an_agent_of_another_target_has_its_own_model(tmp_path: Path) -> None:
     result, _ = await run(
         tmp_path, "OfAgents", others={"writer": ModelEndpoint("http://127.0.0.1:1/v1", "writer-model")}
@@ -205,12 +208,14 @@ async def test_an_agent_of_another_target_has_its_own_model(tmp_path: Path) -> N
     assert (result.error, result.response) == ("", "my-agent writer-model debug")
 
 
+@pytest.mark.slow
 async def test_parts_that_only_agentjet_has_are_named(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "UsesMore")
     assert result.cause == "raised"
     assert "RobustDashScopeChatModel of ajet.utils.robust_dashscope is not available" in result.error
 
 
+@pytest.mark.slow
 async def test_classes_of_astuner_get_a_tuner_that_is_the_chat_model(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "Earlier", module="earlier")
     unknown = "no model is registered as 'nobody': call register_model first"
@@ -218,11 +223,13 @@ async def test_classes_of_astuner_get_a_tuner_that_is_the_chat_model(tmp_path: P
     assert result.response == f"You asked: What is 12 times 34? | my-agent | my-agent | {unknown}"
 
 
+@pytest.mark.slow
 async def test_a_job_is_refused_with_what_to_use(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "Starts", module="earlier")
     assert "AstunerJob of astuner.cli.job is not available: start rounds with `flywheel round" in result.error
 
 
+@pytest.mark.slow
 async def test_a_checkout_that_cannot_be_imported_is_not_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "ajet").mkdir()
     (tmp_path / "ajet" / "__init__.py").write_text("import a_package_that_is_not_installed\n")
@@ -236,6 +243,7 @@ async def test_a_checkout_that_cannot_be_imported_is_not_in_the_way(tmp_path: Pa
     assert note.startswith(f"{tmp_path}/ajet/__init__.py cannot be imported (No module named 'a_package")
 
 
+@pytest.mark.slow
 async def test_an_installed_agentjet_needs_its_own_variables(tmp_path: Path) -> None:
     (tmp_path / "ajet").mkdir()
     (tmp_path / "ajet" / "__init__.py").write_text("class Own:\n    async def execute(self, task, tuner): pass\n")
@@ -251,6 +259,7 @@ async def test_an_installed_agentjet_needs_its_own_variables(tmp_path: Path) -> 
     assert note.endswith("rollout.agent_environment must name DASHSCOPE_API_KEY")
 
 
+@pytest.mark.slow
 async def test_settings_are_those_of_the_file_over_the_documented_ones(tmp_path: Path) -> None:
     own = {"ajet": {"rollout": {"temperature": 0.5}}, "board": {"sizes": [{"width": 4}]}}
     result, _ = await run(tmp_path, "ReadsSettings", config=own)
@@ -258,6 +267,7 @@ async def test_settings_are_those_of_the_file_over_the_documented_ones(tmp_path:
     assert (result.error, result.response) == ("", f"30 32 0.5 4 no {path} is {why} of AgentJet")
 
 
+@pytest.mark.slow
 async def test_a_judge_asks_the_judges_endpoint_or_the_auxiliary_model_of_that_name(tmp_path: Path) -> None:
     named = {"ajet": {"task_judge": {"alien_llm_model": "big", "alien_llm_response_length": 99}}}
     result, sent = await run(tmp_path, "OfTheSdk", "project.judges->AsksAnother", asks="small", config=named)
@@ -277,6 +287,7 @@ async def test_a_judge_asks_the_judges_endpoint_or_the_auxiliary_model_of_that_n
     assert [each["model"] for each in sent] == ["my-agent"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["ajet", "astuner"])
 async def test_the_judge_of_boxed_results_is_our_check(tmp_path: Path, package: str) -> None:
     judge = f"{package}.task_judge.math_answer_as_judge->MathAnswerAsJudge"
@@ -292,6 +303,7 @@ async def test_the_judge_of_boxed_results_is_our_check(tmp_path: Path, package: 
         assert sent == []
 
 
+@pytest.mark.slow
 async def test_accepted_replies_are_rewarded_when_they_are_repeated(tmp_path: Path) -> None:
     good = {label["span_id"]: label for label in labels("old") if label["expected_verdict"] == "GOOD"}
     replies, *_ = read_all(DATA / "old.sqlite")

@@ -49,6 +49,7 @@ async def test_a_command_gets_the_task_and_the_environment(new_pool: NewPool, tm
     }
 
 
+@pytest.mark.slow
 @for_each(
     "script, cause, error",
     [
@@ -100,12 +101,14 @@ async def test_endless_output_is_ended(new_pool: NewPool) -> None:
     assert (result.cause, result.error) == ("bad_output", f"it wrote more than {limit:,} bytes to standard output")
 
 
+@pytest.mark.slow
 async def test_what_a_command_leaves_behind_is_ended_though_it_holds_the_output(new_pool: NewPool) -> None:
     pool = new_pool(command=("sh", "-c", 'sleep 1000 & echo \'{"response": "yes"}\''))
     result = await pool.run({}, MODELS, "policy")
     assert (result.cause, result.error) == ("left_processes", "it left a process running: sleep 1000")
 
 
+@pytest.mark.slow
 async def test_a_command_that_hangs_is_ended(new_pool: NewPool) -> None:
     pool = new_pool(command=("sleep", "1000"))
     result = await pool.run({}, MODELS, "policy", seconds=0.5)

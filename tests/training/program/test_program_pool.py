@@ -135,6 +135,7 @@ async def test_the_working_directory_and_the_modules_beside_the_file(new_pool: N
     assert (result.reward, result.response) == (42.0, str(elsewhere))
 
 
+@pytest.mark.slow
 @for_each(
     "text, why",
     [
@@ -174,6 +175,7 @@ def test_what_is_not_there_is_named(settings: dict[str, str], why: str, new_pool
     assert why in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_file_that_loads_forever_is_refused(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_pool, "START_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="while it was loaded, it ran longer than 1 s"):
@@ -249,6 +251,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_run_that_fails_says_why_and_costs_only_itself(new_pool: NewPool) -> None:
     pool = new_pool(CASES, needs_response=True)
     for case, cause, error in FAILURES:
@@ -260,6 +263,7 @@ async def test_a_run_that_fails_says_why_and_costs_only_itself(new_pool: NewPool
         assert (case, result.cause, result.reward, result.response) == (case, None, 1.0, "yes")
 
 
+@pytest.mark.slow
 async def test_a_run_that_takes_too_long_is_ended(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
     pool.start()
@@ -422,6 +426,7 @@ async def test_a_later_child_that_does_not_start_costs_the_run(new_pool: NewPool
     assert (result.cause, result.error) == ("raised", f"there is no file {tmp_path}/agent.py")
 
 
+@pytest.mark.slow
 async def test_at_most_so_many_run_at_once_and_a_wait_is_not_part_of_the_time_limit(
     new_pool: NewPool, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def noted(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "pids").read_text().split()]
 
 
+@pytest.mark.slow
 async def test_what_a_run_leaves_is_ended_and_fails_the_run(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(AGENT)
     child = (await pool.run({"case": "nothing"}, MODELS, "policy")).response
@@ -112,10 +113,12 @@ async def test_what_a_run_leaves_is_ended_and_fails_the_run(new_pool: NewPool, t
         assert (result.cause, result.response) == (None, child)
 
 
+@pytest.mark.slow
 async def test_a_process_that_ends_by_itself_is_not_left(new_pool: NewPool) -> None:
     assert (await new_pool(AGENT).run({"case": "ends soon"}, MODELS, "policy")).cause is None
 
 
+@pytest.mark.slow
 async def test_processes_of_a_run_that_is_ended_or_ends_its_process_are_ended(
     new_pool: NewPool, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ async def test_processes_of_the_setup_stay_until_the_pool_is_closed(new_pool: Ne
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 async def test_the_helpers_of_multiprocessing_are_not_left_processes(new_pool: NewPool) -> None:
     pool = new_pool(
         """
@@ -205,6 +209,7 @@ async def run(task, model):
 """
 
 
+@pytest.mark.slow
 async def test_a_run_that_uses_too_much_memory_is_ended(new_pool: NewPool) -> None:
     pool = new_pool(MEMORY, memory_bytes=120 * MB)
     for where in ("here", "elsewhere"):
@@ -217,6 +222,7 @@ async def test_a_run_that_uses_too_much_memory_is_ended(new_pool: NewPool) -> No
         assert 5 * MB < result.peak_bytes < 120 * MB
 
 
+@pytest.mark.slow
 async def test_memory_that_processes_share_counts_once(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +244,7 @@ async def test_memory_that_processes_share_counts_once(
     assert 80 * MB < found[0] <= result.peak_bytes < 200 * MB
 
 
+@pytest.mark.slow
 async def test_a_child_that_runs_have_filled_is_replaced(new_pool: NewPool) -> None:
     pool = new_pool(MEMORY, memory_bytes=200 * MB)
     small = {"where": "here", "size": 50 * MB, "return": True}
@@ -270,6 +277,7 @@ def parent(folder: Path, case: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), str(folder), case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["hangs", "blocks"])
 def test_a_killed_parent_leaves_nothing(case: str, tmp_path: Path) -> None:
     with parent(tmp_path, case) as process:
@@ -280,6 +288,7 @@ def test_a_killed_parent_leaves_nothing(case: str, tmp_path: Path) -> None:
     wait_for(lambda: not any(alive(pid) for pid in below), "the end of all processes", seconds=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_parent", [False, True])
 def test_a_parent_whose_children_are_killed_leaves_nothing(with_parent: bool, tmp_path: Path) -> None:
     """As Ray kills the children of an actor that it ends."""
@@ -297,12 +306,14 @@ def test_a_parent_whose_children_are_killed_leaves_nothing(with_parent: bool, tm
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_parent_that_ends_without_closing_its_pool_leaves_nothing(tmp_path: Path) -> None:
     with parent(tmp_path, "nothing") as process:
         assert process.wait(120) == 0
     assert not any(alive(pid) for pid in noted(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_file_descriptor_that_a_fork_keeps_does_not_keep_the_children(tmp_path: Path) -> None:
     """As a process that vLLM forks from the engine keeps everything that the engine had open."""
     (tmp_path / "agent.py").write_text(AGENT + WITHOUT_AGENTSCOPE)

@@ -22,3 +22,12 @@ def _temporary_directories() -> Iterator[None]:
 def judge_url() -> Iterator[str]:
     with judge.running() as url:
         yield url
+
+
+@pytest.fixture(scope="package")
+def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> worker.Done:
+    """A plain round of GRPO on the base model, run once for all tests that read what it left."""
+    planned = worker.spec(judge_url, left_out={"t-planned": "no result of its calls is recorded"})
+    # So that its adapter answers otherwise than the base model.
+    planned.settings["training"]["learning_rate"] = 1e-2
+    return worker.run(tmp_path_factory.mktemp("first") / "r0001", planned)

@@ -204,6 +204,7 @@ def test_names_of_criteria_that_look_like_columns() -> None:
     assert {"score", "value.score", "value.a.b", "value.x"} <= {*names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["csv", pytest.param("parquet", marks=pytest.mark.training)])
 def test_many_replies_need_little_memory(flywheel: Run, tmp_path: Path, name: str) -> None:
     answer = "\\boxed{1} " + "because " * 500

@@ -57,6 +57,7 @@ def test_datasets_reads_every_line_as_it_was_written(exported: Exported, load: L
     assert list(load(path)) == lines(path)
 
 
+@pytest.mark.slow
 def test_a_whole_reply_is_rendered_with_its_calls_and_results(
     exported: Exported, load: Load, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> None:

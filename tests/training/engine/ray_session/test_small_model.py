@@ -36,7 +36,7 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.chat_rendering import ChatFormat
 from flywheel.training.engine.engine import Engine, EngineSettings
-from tests.conftest import free_port, serve_config, start_server, stop_server
+from tests.conftest import serve_config, start_server, stop_server
 from tests.factories.engine import share_of_an_engine
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
@@ -219,12 +219,12 @@ def tuned(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-async def served(model: Path, tmp_path: Path) -> AsyncIterator[Served]:
+async def served(model: Path, tmp_path: Path, free_port: int) -> AsyncIterator[Served]:
     """A server as `flywheel serve` starts it."""
     dtype = json.loads((model / "config.json").read_text())["dtype"]
     config = serve_config(
         tmp_path / "state",
-        free_port(),
+        free_port,
         base=model,
         rank=RANK,
         max_loras=2,

@@ -1,0 +1,83 @@
+"""Each test is in one circle and one shard, and the commands of the Makefile select what the circles say."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import tomllib
+from collections import Counter
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from tests import circles
+from tests.cases import for_each
+from tests.conftest import shard
+
+MARKERS = ("slow", "e2e", "extended", "long", "gpu", "training", "hypothesis")
+CIRCLES_OF = {
+    "test-quick": {"quick"},
+    "test": {"quick", "test"},
+    "test-extended": {"extended"},
+    "test-all": {"quick", "test", "extended", "long"},
+}
+
+
+def recipe(target: str) -> str:
+    """The commands of a target of the Makefile."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (circles.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def expression(target: str) -> Expression:
+    """What the target passes to pytest as `-m`."""
+    selection = re.search(r'-m "([^"]*)"', recipe(target))
+    assert selection
+    return Expression.compile(selection[1])
+
+
+@pytest.mark.parametrize("target", CIRCLES_OF)
+def test_a_target_selects_its_circles(target: str) -> None:
+    selected = expression(target)
+    for count in range(len(MARKERS) + 1):
+        for markers in itertools.combinations(MARKERS, count):
+            chosen = selected.evaluate(lambda name, markers=markers: name in markers)
+            assert chosen == (circles.circle_of(markers) in CIRCLES_OF[target]), markers
+
+
+def test_pytest_alone_runs_what_make_test_runs() -> None:
+    options = tomllib.loads((circles.ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    selection = re.search(r"-m '([^']*)'", options)
+    assert selection
+    assert f'-m "{selection[1]}"' in recipe("test")
+
+
+def test_every_module_is_in_one_shard_and_groups_are_whole() -> None:
+    modules, seconds = circles.all_modules(), circles.seconds_of_modules()
+    for count in range(1, 6):
+        parts = circles.shards(modules, seconds, count)
+        assert Counter(unit for part in parts for unit in part) == Counter(
+            {circles.unit_of(each) for each in modules}
+        )
+        total = circles.seconds_of_units(modules, seconds)
+        times = [sum(total[unit] for unit in part) for part in parts]
+        assert max(times) - min(times) <= max(total.values())
+    assert circles.shards(modules, seconds, 3) == circles.shards(reversed(modules), seconds, 3)
+
+
+def test_the_table_of_seconds_and_the_groups_name_modules_that_exist() -> None:
+    modules = set(circles.all_modules())
+    assert set(circles.seconds_of_modules()) - modules == set()
+    assert set(circles.GROUP_OF) - modules == set()
+
+
+def test_a_shard_is_read() -> None:
+    assert [shard("1/3"), shard("3/3")] == [(0, 3), (2, 3)]
+
+
+@for_each("text", ["", "1", "0/3", "4/3", "a/b", "1/0", "-1/3"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no shard"):
+        shard(text)
