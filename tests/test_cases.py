@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import repeat_tests
 from tests.cases import for_each
 
 ROOT = Path(__file__).parent.parent
@@ -65,3 +66,12 @@ def test_no_module_imports_from_a_module_of_tests() -> None:
         for name in imported(path.read_text())
         if name.rpartition(".")[2].startswith("test_")
     ] == []
+
+
+def test_every_test_that_is_to_be_repeated_exists() -> None:
+    def functions(file: str) -> set[str]:
+        return {each.name for each in ast.parse((ROOT / file).read_text()).body if hasattr(each, "decorator_list")}
+
+    nodes = [node.split("::") for node in repeat_tests.listed()]
+    assert [f"{file}::{name}" for file, name in nodes if name not in functions(file)] == []
+    assert set(repeat_tests.listed().values()) <= {3, 10, 100}
