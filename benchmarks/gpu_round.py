@@ -26,12 +26,12 @@ from sqlalchemy import Connection
 from benchmarks import round as round_benchmark
 from benchmarks import swap
 from benchmarks.round_work import RUBRIC, SEED, Judge, tasks
+from demo.ports import held_port
 from flywheel.cli.demo import judge
 from flywheel.config import Config, load
 from flywheel.records.round import RESULT_FILE, SPEC_FILE, GateTest, RoundResult, RoundSpec
 from flywheel.store.kernel.database import Store
 from flywheel.training.data.round_progress import read_steps
-from tests.conftest import free_port
 from tests.factories.round import put_adapter, put_round
 
 GIB: Final = 2**30
@@ -45,20 +45,20 @@ def turn(model: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     Raises RuntimeError."""
     folder.mkdir()
     try:
-        with judge.running(complete=Judge(0.0)) as url, _most_memory() as memory:
-            file = folder / "flywheel.yaml"
-            file.write_text(yaml.safe_dump(_settings(model, folder, url, quick=quick)))
-            config = load(file)
-            result, figures = _round(config, folder / "r0001")
-            figures["peak_gib"] = memory()
-        return figures | _served(config, file, folder, result)
+        with held_port() as port:
+            with judge.running(complete=Judge(0.0)) as url, _most_memory() as memory:
+                file = folder / "flywheel.yaml"
+                file.write_text(yaml.safe_dump(_settings(model, folder, url, port, quick=quick)))
+                config = load(file)
+                result, figures = _round(config, folder / "r0001")
+                figures["peak_gib"] = memory()
+            return figures | _served(config, file, folder, result)
     except SystemExit as error:
         raise RuntimeError(str(error)) from error
 
 
-def _settings(model: str, folder: Path, url: str, *, quick: bool) -> dict[str, Any]:
+def _settings(model: str, folder: Path, url: str, port: int, *, quick: bool) -> dict[str, Any]:
     tokens, steps, prompts = (16, 3, 2) if quick else (512, 4, 8)
-    port = free_port()
     return {
         "state": {"dir": str(folder / "state")},
         "sources": [],

@@ -34,6 +34,7 @@ import yaml
 from sqlalchemy import Connection
 
 from benchmarks import measurement
+from demo.ports import held_port
 from flywheel.cli.demo.questions import questions
 from flywheel.config import Config, load
 from flywheel.serving import routes
@@ -43,7 +44,6 @@ from flywheel.serving.server_keys import admin_key
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store, read_once
 from flywheel.system.files import write_atomic
-from tests.conftest import free_port
 from tests.factories.round import put_adapter, put_round
 
 ROOT: Final = Path(__file__).parent.parent
@@ -109,8 +109,7 @@ def flywheel(config: Path, *arguments: str) -> float:
     return time.perf_counter() - begin
 
 
-def _configuration(folder: Path) -> tuple[Path, list[int]]:
-    ports = [free_port() for _ in range(2)]
+def _configuration(folder: Path, ports: list[int]) -> Path:
     settings = {
         "state": {"dir": str(folder / "state")},
         "sources": [],
@@ -128,7 +127,7 @@ def _configuration(folder: Path) -> tuple[Path, list[int]]:
     }
     file = folder / "flywheel.yaml"
     file.write_text(yaml.safe_dump(settings))
-    return file, ports
+    return file
 
 
 def _make_adapters(folder: Path) -> None:
@@ -426,8 +425,9 @@ def main() -> None:
     before = measurement.machine()
     quick = options.quick
     clients, windows, seconds, repeats = (8, 2, 12.0, 1) if quick else (64, 8, 60.0, 5)
-    with measurement.folders(options.dir) as (_, folder):
-        file, ports = _configuration(folder)
+    with measurement.folders(options.dir) as (_, folder), held_port() as one, held_port() as other:
+        ports = [one, other]
+        file = _configuration(folder, ports)
         config = load(file)
         _make_adapters(folder / "adapters")
         asyncio.run(_record_adapters(config, folder / "adapters"))

@@ -7,15 +7,15 @@ import random
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
-
-from agentscope.tool import FunctionTool, Toolkit
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from demo.checks import Result, share
-from demo.tool_workflow import NAME, add
 from demo.two_turns import TEACHER, TwoTurns, text_of
 from flywheel.cli.demo import judge
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, large_sum
+
+if TYPE_CHECKING:
+    from agentscope.tool import Toolkit
 
 TEMPLATE: Final = Path(__file__).parent / "tool_chat.jinja"
 """The model's own chat template has no tools."""
@@ -41,7 +41,7 @@ class Calculator(TwoTurns):
         "turn 2: GRPO, gate and swap": 320,
         "turn 2, measured": 80,
     }
-    agent = NAME
+    agent = "calculator"
     system_prompt = SYSTEM_PROMPT
     max_tokens = 48
     max_calls = 3
@@ -62,8 +62,8 @@ class Calculator(TwoTurns):
         self.held_out = [question.text for question in self._measured]
         self._sums = {question.text: numbers for numbers, question in drawn.items()}
 
-    def settings(self, judge_url: str) -> dict[str, Any]:
-        settings = super().settings(judge_url)
+    def settings(self, judge_url: str, port: int) -> dict[str, Any]:
+        settings = super().settings(judge_url, port)
         arguments = [*settings["serving"]["extra_args"], "--chat-template", str(TEMPLATE)]
         return {**settings, "serving": {**settings["serving"], "extra_args": arguments}}
 
@@ -91,6 +91,10 @@ class Calculator(TwoTurns):
         return judge.complete(request)
 
     def toolkit(self) -> Toolkit:
+        from agentscope.tool import FunctionTool, Toolkit
+
+        from demo.tool_workflow import add
+
         return Toolkit(tools=[FunctionTool(add, is_read_only=True)])
 
     def check(self, answers: Sequence[str]) -> Result:

@@ -19,30 +19,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import openai
 import yaml
-from agentscope.agent import Agent, InjectionConfig, ReActConfig
-from agentscope.credential import OpenAICredential
-from agentscope.message import UserMsg
-from agentscope.middleware import TracingMiddleware
-from agentscope.model import ChatModelBase, OpenAIChatModel
-from agentscope.tool import Toolkit
-from opentelemetry.sdk.trace import TracerProvider
 
 from demo import small_model
 from demo.checks import Result
 from demo.parts import Part, adopt_orphans, end_descendants
+from demo.ports import held_port
 from demo.studio import StudioDatabase
 from demo.tracing import traced
-from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, free_port, settings_of, until_ready
+from demo.wheel import ENVIRONMENT, PATIENCE_SECONDS, settings_of, until_ready
 from flywheel.cli.demo import judge
 from flywheel.config import Config, load
 from flywheel.records.round import RESULT_FILE, RoundResult
 from flywheel.store import deployments
 from flywheel.store.kernel.database import Store
+
+if TYPE_CHECKING:
+    from agentscope.model import ChatModelBase
+    from agentscope.tool import Toolkit
+    from opentelemetry.sdk.trace import TracerProvider
 
 TEACHER: Final = "large-model"
 AT_ONCE: Final = 32
@@ -160,6 +159,9 @@ class TwoTurns(ABC):
 
     async def answer(self, model: ChatModelBase, question: str, middlewares: list[Any]) -> str:
         """What a new agent answers."""
+        from agentscope.agent import Agent, InjectionConfig, ReActConfig
+        from agentscope.message import UserMsg
+
         agent = Agent(
             name=self.agent,
             system_prompt=self.system_prompt,
@@ -177,9 +179,9 @@ class TwoTurns(ABC):
     def check(self, answers: Sequence[str]) -> Result:
         """How good the answers to the held-out questions are, by exact checks."""
 
-    def settings(self, judge_url: str) -> dict[str, Any]:
+    def settings(self, judge_url: str, port: int) -> dict[str, Any]:
         """What both turns have in common, with the first one's stages."""
-        settings = settings_of(self.template, self._folder, judge_url, free_port())
+        settings = settings_of(self.template, self._folder, judge_url, port)
         settings["training"]["seed"] = self._seed
         return settings
 
@@ -206,14 +208,15 @@ class TwoTurns(ABC):
                 judge.running(complete=self.judge) as judge_url,
                 judge.running(complete=self.teach) as teacher_url,
                 traced(database) as spans,
+                held_port() as port,
             ):
                 with self._phase("the model"):
                     base = await asyncio.to_thread(small_model.for_this_machine)
-                settings = self.settings(judge_url)
+                settings = self.settings(judge_url, port)
                 settings["model"]["base"] = str(base)
                 first = self.write("turn-1.yaml", self.first_turn(settings))
                 second = self.write("turn-2.yaml", self.second_turn(settings))
-                url, alias = f"http://127.0.0.1:{settings['serving']['port']}", settings["model"]["alias"]
+                url, alias = f"http://127.0.0.1:{port}", settings["model"]["alias"]
                 with self._phase("recorded replies of the large model"):
                     await self.traffic(teacher_url, TEACHER, self.recorded, spans)
                 with self._phase("the server starts"):
@@ -265,6 +268,8 @@ class TwoTurns(ABC):
 
     async def traffic(self, url: str, model: str, questions: Sequence[str], spans: TracerProvider) -> list[str]:
         """Answers whose traces have been written. Raises openai.OpenAIError."""
+        from agentscope.middleware import TracingMiddleware
+
         answers = await self._answers(url, model, questions, 1.0, [TracingMiddleware()])
         await asyncio.to_thread(spans.force_flush)
         return answers
@@ -273,6 +278,9 @@ class TwoTurns(ABC):
         self, url: str, model: str, questions: Sequence[str], temperature: float, middlewares: list[Any]
     ) -> list[str]:
         """Answers by a model at an OpenAI-compatible endpoint (with `/v1`). Raises openai.OpenAIError."""
+        from agentscope.credential import OpenAICredential
+        from agentscope.model import OpenAIChatModel
+
         chat = OpenAIChatModel(
             credential=OpenAICredential(api_key="unused", base_url=url),
             model=model,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from rich.live import Live
 
 from demo import panel
 from demo.parts import Part, adopt_orphans, end_descendants
+from demo.ports import held_port
 from demo.users import Users
 from flywheel.cli.demo import judge
 from flywheel.config import Config, load
@@ -132,8 +132,7 @@ class Wheel:
         """The last status. Raises PartError, TrafficError, SlowError and FlywheelError."""
         adopt_orphans()
         self._folder.mkdir(parents=True)
-        with judge.running() as judge_url:
-            port = free_port()
+        with judge.running() as judge_url, held_port() as port:
             file = self._folder / "flywheel.yaml"
             file.write_text(yaml.safe_dump(self._scene.settings(self._folder, judge_url, port), sort_keys=False))
             config = load(file)
@@ -223,12 +222,6 @@ async def look(config: Config) -> dict[str, Any] | None:
         return await store.read(lambda conn: snapshot(conn, config).as_json())
     finally:
         await store.close()
-
-
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
 
 
 def record(folder: Path, status: Mapping[str, Any]) -> Path:
