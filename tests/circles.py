@@ -20,7 +20,8 @@ CIRCLES: Final = {"gpu": ("gpu",), "long": ("long",), "extended": ("extended",),
 """Each circle with the markers that put a test into it. The first that fits counts."""
 
 GROUPS: Final = {
-    "rounds": ("training/worker/test_round.py", "training/worker/test_stages.py", "sources/studio/test_manners.py"),
+    "rounds": ("training/worker/test_round.py", "training/worker/test_killed_round.py",
+               "sources/studio/test_manners.py"),
     "vllm": ("serving/server/test_vllm.py", "serving/server/test_full_table.py", "judge/test_vllm.py",
              "cli/test_evaluate_models.py", "cli/test_round_adapter.py", "training/engine/test_chat_rendering.py",
              "training/engine/test_cpu_lora.py"),

@@ -1,18 +1,15 @@
 """Whole rounds: `python -m flywheel.training.worker` with real Ray, vLLM and TRL, the demo's policy and a judge over
 HTTP.
 
-The rounds are run once for all tests of this module.
+The plain round is run once for all tests that read what it left, here and in `test_killed_round`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +22,7 @@ from flywheel.cli.demo.questions import SYSTEM_PROMPT
 from flywheel.daemon.rounds.erasure import erase_from_round
 from flywheel.judge.usage import Purpose, UsageFile
 from flywheel.records.erasure import ErasedTasks
-from flywheel.records.round import AdapterRef, RoundResult, Sampling, SystemPrompt
-from flywheel.serving.client.weight_verification import compare
+from flywheel.records.round import RoundResult, Sampling, SystemPrompt
 from flywheel.system.files import tree_sha256
 from flywheel.system.lock import WORKER_LOCK
 from flywheel.training.data.round_directory import finished
@@ -44,13 +40,10 @@ from tests.factories.worker import (
     is_alive,
     left_behind,
     lines,
-    paused,
     read,
-    run,
     spec,
     start,
 )
-from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.training,
@@ -59,46 +52,6 @@ pytestmark = [
     # It has the time of the rounds.
     pytest.mark.usefixtures("beside_studio"),
 ]
-
-
-@pytest.fixture(scope="module")
-def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    planned = spec(judge_url, left_out={"t-planned": "no result of its calls is recorded"})
-    return run(tmp_path_factory.mktemp("first") / "r0001", planned)
-
-
-@pytest.fixture(scope="module")
-def continued(trained: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A second round on the first one's adapter, in a directory with files of something else. Its judge is away for a
-    while when the first step is done."""
-    directory = tmp_path_factory.mktemp("second") / "r0002"
-    (directory / "sync" / "step-1").mkdir(parents=True)
-    (directory / "adapter").mkdir()
-    (directory / "adapter" / "adapter_model.safetensors").write_bytes(b"half")
-    (directory / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "st')
-    (directory / "rollouts.jsonl").write_text('{"step": 1}\n')
-    assert trained.result.adapter is not None
-    with contextlib.ExitStack() as judging:
-        url = judging.enter_context(judge.running())
-
-        def outage() -> None:
-            wait_for(lambda: '"step":1' in read(directory / "metrics.jsonl"), "the first step", seconds=300)
-            judging.close()
-            wait_for(lambda: paused(directory), "the pause", seconds=300)
-            judging.enter_context(judge.running(int(url.split(":")[2].removesuffix("/v1"))))
-
-        return run(directory, spec(url, round_id="r0002", attempt=2, parent=trained.result.adapter), outage)
-
-
-def test_an_outage_of_the_judge_pauses_the_round_and_costs_no_step(continued: Done) -> None:
-    log = (continued.directory / "worker.log").read_text()
-    assert "the judge is unreachable (cannot ask the judge demo-judge" in log
-    assert "the judge is back: the round goes on" in log
-    assert [(step["step"], step["undecided"]) for step in continued.steps] == [(1, 0), (2, 0), (3, 0)]
-    comparison = continued.result.comparison
-    assert comparison is not None
-    assert comparison.undecided == 0
-    assert paused(continued.directory) == ""
 
 
 def test_every_call_of_the_judge_is_written_down_for_what_it_was(trained: Done) -> None:
@@ -272,14 +225,6 @@ def test_progress_is_told_to_the_end(trained: Done) -> None:
     assert all(step["tokens_per_second"] > 0 for step in trained.steps)
 
 
-def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continued: Done) -> None:
-    """A stale or mixed-up adapter in the engine would show here: its logprobs would be those of other weights."""
-    for step in (*trained.steps, *continued.steps):
-        assert step["logprob_gap"] < 1e-3
-        assert step["ratio_mean"] == pytest.approx(1, abs=1e-3)
-        assert (step["ratio_capped_share"], step["clipped_share"]) == (0, 0)
-
-
 def test_only_groups_with_different_rewards_are_trained_on(trained: Done) -> None:
     """And what was trained on is told to the daemon, which releases the rest."""
     tasks: set[str] = set()
@@ -312,63 +257,6 @@ def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> 
     usage = trained.result.usage
     assert usage["rollouts"] == STEPS * PROMPTS * GROUP + 2 * SAMPLES * HELD_OUT
     assert 0 < usage["judge_calls"] < usage["rollouts"]
-
-
-def test_the_deployed_side_is_really_the_deployed_adapter(trained: Done, continued: Done) -> None:
-    """Both rounds ask the same tasks with the same seeds: what was the candidate is the deployed adapter now."""
-    first, second = trained.result.comparison, continued.result.comparison
-    assert first is not None
-    assert second is not None
-    before = [score.candidate for score in first.scores]
-    now = [score.deployed for score in second.scores]
-    # Batches differ, so a rare token may fall on the other side of a tie.
-    assert sum(a != b for a, b in zip(before, now, strict=True)) <= 2
-    assert first.scores != second.scores
-
-
-def test_the_probe_tells_the_adapter_from_parent_and_base(trained: Done, continued: Done) -> None:
-    """Two recordings of the tokens that tell most agree with each other and with a third measurement."""
-    for done, parent in ((trained, None), (continued, trained.result.adapter)):
-        probe, adapter = done.result.probe, done.result.adapter
-        assert probe is not None
-        assert adapter is not None
-        assert len(probe.texts) == 8
-        assert 64 <= len(set(probe.places)) == len(probe.places) <= 512
-        assert (probe.second.parent is None) is (parent is None)
-        for first, second in zip(probe.first.versions, probe.second.versions, strict=True):
-            assert first == pytest.approx(second, abs=1e-3), "both are computed in float32"
-        most_telling = probe.places[0][0]
-        text = probe.texts[most_telling]
-        chosen = [number for number, (of_text, _) in enumerate(probe.places) if of_text == most_telling]
-        measured = logprobs_of([adapter, *([parent] if parent else [])], text[:1], text[1:])
-        recorded = probe.second
-        told = [recorded.base, recorded.adapter, *([recorded.parent] if recorded.parent else [])]
-        for here, there in zip(measured, told, strict=True):
-            at = [probe.places[number][1] - 1 for number in chosen]
-            assert [here[place] for place in at] == pytest.approx([there[number] for number in chosen], abs=1e-3)
-        assert compare(recorded.adapter[:64], recorded.base[:64], probe).passed
-        assert not compare(recorded.base[:64], recorded.base[:64], probe).passed
-
-
-def logprobs_of(adapters: list[AdapterRef], prompt: list[int], tokens: list[int]) -> list[list[float]]:
-    """Under the base model and under each adapter, by transformers and PEFT: nothing that the round used."""
-    code = """
-import json, sys, torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-base, adapters, prompt, tokens = json.load(sys.stdin)
-def measure(model):
-    with torch.no_grad():
-        logits = model.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-load = AutoModelForCausalLM.from_pretrained
-made = [measure(PeftModel.from_pretrained(load(base), adapter)) for adapter in adapters]
-print(json.dumps([measure(load(base)), *made]))
-"""
-    given = json.dumps([str(POLICY), [adapter.path for adapter in adapters], prompt, tokens])
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
-    found: list[list[float]] = json.loads(done.stdout)
-    return found
 
 
 def test_nothing_is_left_of_tasks_that_are_erased(trained: Done, tmp_path: Path) -> None:
@@ -414,40 +302,10 @@ def token_lists(value: Any) -> Iterator[list[int]]:
             yield from token_lists(item)
 
 
-def test_a_round_starts_over_among_files_of_another_and_goes_on_from_the_parent(
-    trained: Done, continued: Done
-) -> None:
-    assert continued.code == 0, (continued.directory / "worker.log").read_text()[-3000:]
-    assert continued.left_running == []
-    assert [line["step"] for line in continued.steps] == [1, 2, 3]
-    assert {line["step"] for line in continued.rollouts} == {1, 2, 3}
-    adapter, parent = continued.result.adapter, trained.result.adapter
-    assert adapter is not None
-    assert parent is not None
-    assert adapter.sha256 != parent.sha256
-    assert tree_sha256(Path(parent.path)) == parent.sha256
-
-
 def test_versions_and_device_are_written_down(trained: Done) -> None:
     assert trained.result.device
     assert {"torch", "trl", "peft", "ray", "transformers"} <= set(trained.result.versions)
     assert set(trained.result.seconds) == {"start", "train", "evaluate", "total"}
-
-
-@pytest.mark.long
-def test_a_debug_round_rolls_out_and_trains_nothing(trained: Done, judge_url: str, tmp_path: Path) -> None:
-    done = run(tmp_path / "debug", spec(judge_url, round_id="debug", debug=True, held_out=[]))
-    assert done.code == 0, (done.directory / "worker.log").read_text()[-3000:]
-    assert done.left_running == []
-    assert done.result.outcome == "debug"
-    assert done.result.adapter is None
-    assert not (done.directory / "adapter").exists()
-    assert done.result.steps == 2
-    assert "of 8 groups have rewards that differ" in done.result.reason
-    # The same seeds on the same weights: what a round would have seen in its first step.
-    first = [(line["task_id"], line["samples"][0]["token_ids"]) for line in trained.rollouts if line["step"] == 1]
-    again = [(line["task_id"], line["samples"][0]["token_ids"]) for line in done.rollouts if line["step"] == 1]
-    assert again == first
 
 
 def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None:
