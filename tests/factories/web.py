@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import httpx2
 from starlette.testclient import TestClient
@@ -37,12 +37,16 @@ async def csrf_from(asked: httpx2.AsyncClient) -> str:
     return csrf_of((await asked.get("/sign-in", headers={"accept": "text/html"})).text)
 
 
-def kind_of(address: str) -> str:
-    """Pages of one template with the same parameters."""
-    parts = urlsplit(address)
-    first, *rest = parts.path.strip("/").split("/")
-    names = sorted(each.partition("=")[0] for each in parts.query.split("&"))
-    return f"{first}/{len(rest)}?{names}"
+def template_of(address: str) -> str:
+    """The first word of a path and how many follow."""
+    first, *rest = urlsplit(address).path.strip("/").split("/")
+    return f"{first}/{len(rest)}"
+
+
+def kinds_of(address: str) -> list[tuple[str, str]]:
+    """The template of a page with each name in its query, or with none."""
+    names = parse_qs(urlsplit(address).query, keep_blank_values=True) or [""]
+    return [(template_of(address), name) for name in names]
 
 
 def address_in(log: Path) -> str:

@@ -168,7 +168,7 @@ class Visitor:
         assert wide <= 0, f"{page.url} is {wide} pixels too wide"
 
     def check_accessibility(self, page: Page) -> None:
-        """`check`, and what axe finds. It takes a second, so that each kind of page, or of what it shows, has it once."""
+        """`check`, and what axe finds. Axe takes a second: each kind of page, or of what it shows, has it once."""
         self.check(page)
         page.evaluate(AXE)
         serious = [

@@ -122,11 +122,12 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "14 older weeks are not shown" in page and "Drawn are the newest 26 weeks, not 14 older ones" in page
 
 
-def test_hostile_and_long_names_are_texts(check: Check, missing_address: str) -> None:
+def test_hostile_and_long_names_are_texts(check: Check, visitor: Visitor, missing_address: str) -> None:
     page = check(f"{missing_address}/criteria/{quote(OTHER, safe='')}")
     text = page.inner_text("main")
     assert NAMES[OTHER] in text and TRUE_MISS in text and "Q\"uote' & <i>" in text
     assert page.locator("main i, main b").count() == 0
+    visitor.check_accessibility(page)
 
 
 def test_a_click_on_a_share_lists_its_replies(visitor: Visitor, missing_address: str) -> None:

@@ -31,6 +31,7 @@ def test_one_is_dropped_and_one_is_retried(own_address: str, visitor: Visitor, c
     assert "1 retried" in page.get_by_role("status").inner_text()
     assert page.locator("#errors tbody tr").count() == before - 2
     assert this_person() in page.inner_text("#requests")
+    visitor.check_accessibility(page)
     check(f"{own_address}/dead-letters?state=all")
 
 

@@ -14,7 +14,8 @@ from flywheel.config import Config
 from flywheel.judge.labels import read_labels
 from tests.web.conftest import Check, Visitor, serving
 
-LABELLED = 50
+LABELLED = 22
+"""More than the page of labels lists at once."""
 
 
 def stored(config: Config) -> list[tuple[str, str, str, bool]]:
@@ -36,7 +37,7 @@ def press(page: Page, key: str) -> None:
     page.wait_for_load_state()
 
 
-def test_fifty_replies_are_labelled_by_keyboard_alone(own_address: str, visitor: Visitor, own_state: Config) -> None:
+def test_replies_are_labelled_by_keyboard_alone(own_address: str, visitor: Visitor, own_state: Config) -> None:
     page = visitor.open(f"{own_address}/labels")
     for _ in range(60):
         page.keyboard.press("Tab")
@@ -62,7 +63,7 @@ def test_fifty_replies_are_labelled_by_keyboard_alone(own_address: str, visitor:
     assert len(seen) == LABELLED
     given = stored(own_state)
     assert [label for label, *_ in given] == [("accept", "reject", "unsure")[n % 3] for n in range(LABELLED)]
-    assert [comment for _, comment, *_ in given if comment] == [f"comment {n} jkaru" for n in range(9, 50, 10)]
+    assert [comment for _, comment, *_ in given if comment] == [f"comment {n} jkaru" for n in range(9, LABELLED, 10)]
     assert all(is_blind for *_, is_blind in given)
 
 
@@ -82,6 +83,7 @@ def test_the_agreement_follows_labels_while_the_page_is_open(
     expect(watched.locator("#agreement")).to_contain_text("75 %")
     expect(watched.locator("#agreement")).to_contain_text("0.50")
     page = check(f"{own_address}/labels?only=differing")
+    visitor.check_accessibility(page)
     assert page.locator("section[aria-labelledby=given] tbody tr").count() == 2
     with page.expect_download() as download:
         page.get_by_role("link", name="Download").click()
@@ -125,6 +127,7 @@ def test_hostile_comments_are_inert(own_address: str, visitor: Visitor, check: C
     page.get_by_label("Comment").fill("<script>document.title='broken'</script>\u202e")
     page.get_by_role("button", name="Reject").click()
     expect(page.locator("#labels")).to_contain_text("<script>")
+    visitor.check_accessibility(page)
     check(page.url.split("#")[0])
     check(f"{own_address}/labels")
 
@@ -132,8 +135,8 @@ def test_hostile_comments_are_inert(own_address: str, visitor: Visitor, check: C
 def test_a_held_task_is_released(own_address: str, visitor: Visitor, check: Check) -> None:
     page = visitor.open(f"{own_address}/tasks?state=held")
     page.locator("td.about a").first.click()
-    task = page.url
-    check(task)
+    check(page.url)
+    visitor.check_accessibility(page)
     page.get_by_role("button", name="Release").click()
     assert "1 released" in page.get_by_role("status").inner_text()
     assert "pending" in page.inner_text("h1")

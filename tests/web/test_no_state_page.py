@@ -26,7 +26,7 @@ def test_the_page_becomes_the_overview_when_there_is_a_state(visitor: Visitor, c
         assert "listens at 127.0.0.1:4318" in text
         for command in ("doctor", "ingest", "run"):
             assert f"flywheel {command} -c '{configuration}'" in text
-        visitor.check(page)
+        visitor.check_accessibility(page)
         assert not config.state_dir.exists()
         done = subprocess.run(
             [sys.executable, "-m", "flywheel", "ingest", "-c", str(configuration)],

@@ -23,7 +23,7 @@ from flywheel.web.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plo
 from flywheel.web.server import application
 from flywheel.web.site import Site
 from tests.factories.state import in_thread
-from tests.web.conftest import Check
+from tests.web.conftest import Check, Visitor
 
 
 def test_the_overview_of_a_state(check: Check, address: str) -> None:
@@ -52,8 +52,12 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
         ("/dead-letters?state=all", "There has never been one"),
     ],
 )
-def test_an_empty_page_says_what_to_do(check: Check, empty_address: str, path: str, text: str) -> None:
-    assert text in check(f"{empty_address}{path}").inner_text("main")
+def test_an_empty_page_says_what_to_do(
+    check: Check, visitor: Visitor, empty_address: str, path: str, text: str
+) -> None:
+    page = check(f"{empty_address}{path}")
+    assert text in page.inner_text("main")
+    visitor.check_accessibility(page)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from flywheel.config import Config
 from flywheel.training.data.rollout_file import append
 from flywheel.web.rollouts import TOKENS_PER_PAGE, RolloutFilter, RolloutSelection, listed, token_runs
 from tests.factories.rollout import rollout, sample
-from tests.web.conftest import Check, Visitor, serving
+from tests.web.conftest import NARROW, Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE
 
 
@@ -71,9 +71,11 @@ def hostile_address(own_state: Config) -> Iterator[str]:
         yield address
 
 
-def test_hostile_rollouts_are_inert(hostile_address: str, check: Check) -> None:
+def test_hostile_rollouts_are_inert(hostile_address: str, visitor: Visitor) -> None:
+    page = visitor.open(f"{hostile_address}/rollouts", width=NARROW)
     for path in ("", "/1-0?rollout=1", "/1-0?rollout=1&by=text&sample=1", "/1-0?rollout=2"):
-        page = check(f"{hostile_address}/rollouts/debug{path}")
+        page.goto(f"{hostile_address}/rollouts/debug{path}")
+        visitor.check_accessibility(page)
         text = page.inner_text("main")
         assert "<script>" in text and "U+202E" in text
         assert page.locator("main script, main img, main iframe").count() == 0
@@ -90,8 +92,10 @@ def debug_address(own_state: Config) -> Iterator[str]:
         yield address
 
 
-def test_rollouts_that_were_removed_say_so(debug_address: str, check: Check) -> None:
-    assert "retention removes" in check(f"{debug_address}/rollouts/r0001").inner_text("main")
+def test_rollouts_that_were_removed_say_so(debug_address: str, check: Check, visitor: Visitor) -> None:
+    page = check(f"{debug_address}/rollouts/r0001")
+    assert "retention removes" in page.inner_text("main")
+    visitor.check_accessibility(page)
 
 
 def test_a_step_appears_while_the_page_is_open(debug_address: str, visitor: Visitor, own_state: Config) -> None:
@@ -112,6 +116,7 @@ def test_tokens_are_shown_by_class_and_as_text(debug_address: str, check: Check,
     colours = {shown.nth(place).evaluate("each => getComputedStyle(each).backgroundColor") for place in range(1, 5)}
     assert len(colours) == 4
     assert page.locator(".legend li").count() == 6
+    visitor.check_accessibility(page)
     page.get_by_role("link", name="by advantage").click()
     assert page.locator(".tokens .t-a3").text_content() == "It is↵\n 7"
     page.get_by_role("link", name="by mask").click()

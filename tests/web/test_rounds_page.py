@@ -94,11 +94,11 @@ def test_a_waiting_candidate_is_refused_by_a_button(own_state: Config, own_addre
     write_state(own_state.state_dir, waits)
     page = visitor.open(f"{own_address}/rounds/{LIVE}")
     expect(page.locator("#now")).to_contain_text("It waits for the daemon, or the next `flywheel run`")
-    visitor.check(page)
+    visitor.check_accessibility(page)
     page.get_by_role("button", name="Refuse").click()
     expect(page.get_by_role("status")).to_contain_text("1 refused")
     expect(page.locator("h1")).to_contain_text("rejected")
-    visitor.check(page)
+    visitor.check_accessibility(page)
 
 
 def test_a_round_says_how_its_samples_were_chosen(own_state: Config, own_address: str, visitor: Visitor) -> None:
@@ -125,7 +125,7 @@ def test_a_round_says_how_its_samples_were_chosen(own_state: Config, own_address
         "left out 15: more than a round takes",
     ]
     expect(page.locator("#selection ol").get_by_text("replayed")).to_have_count(1)
-    visitor.check(page)
+    visitor.check_accessibility(page)
 
 
 def test_the_value_under_the_pointer_and_the_way_to_its_rollouts(visitor: Visitor, address: str) -> None:
@@ -167,6 +167,7 @@ def test_rounds_drawn_over_each_other(check: Check, visitor: Visitor, address: s
     expect(page.get_by_label("r0001", exact=True)).to_be_checked()
     rows = page.get_by_role("region", name="Rounds that are drawn").locator("tbody tr")
     expect(rows).to_have_count(2)
+    visitor.check_accessibility(page)
 
 
 def test_the_samples_of_a_round_page_by_page(visitor: Visitor, address: str) -> None:
@@ -270,7 +271,7 @@ def test_a_live_round(own_state: Config, own_address: str, live_directory: Path,
     meter.enter("evaluating", rollouts=16)
     meter.completed(20)
     expect(now.locator("svg.progress")).to_have_attribute("aria-label", re.compile("Answers done: . of 16"))
-    visitor.check(page)
+    visitor.check_accessibility(page)
 
     write_state(own_state.state_dir, to, old=RoundState.TRAINING, new=RoundState.EVALUATING, why="trained")
     expect(now).to_contain_text("Its worker has ended")
@@ -323,7 +324,7 @@ def test_a_round_whose_files_are_removed(own_state: Config, own_address: str, vi
     expect(page.locator("#now")).to_contain_text("is gone. The rest of this page comes from the state.")
     expect(page.locator("#steps")).to_contain_text("the reward was 0.28 at first and 0.50 at last")
     expect(page.locator("figure.chart")).to_have_count(0)
-    visitor.check(page)
+    visitor.check_accessibility(page)
 
 
 def test_the_list_follows_a_round(
