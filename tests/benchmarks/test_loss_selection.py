@@ -29,6 +29,7 @@ def test_strategies_choose_from_one_pool() -> None:
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_quick_run() -> None:
     result = result_of("loss_selection", "--quick")
     assert set(result["11"]) == set(STRATEGIES)

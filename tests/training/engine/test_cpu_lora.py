@@ -221,7 +221,7 @@ def test_an_adapter_with_a_weight_that_is_not_finite_changes_no_other_answer(par
     torch.testing.assert_close(y[2], before[2] + 0.5 * x[2] @ a[0][1, 0].T @ b[0][1, 0].T)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.extended)])
 def test_a_full_table_answers_each_request_with_its_own_weights(
     adapters: dict[str, MadeAdapter], tmp_path: Path, dtype: str
 ) -> None:

@@ -83,6 +83,7 @@ def connected(address: str, **settings: Any) -> Iterator[Config]:
         yield config
 
 
+@pytest.mark.extended
 def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "MY_JUDGE_KEY",
@@ -116,6 +117,7 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
         assert taken[0] == taken[1], "the trainer and the engine that shares with it"
 
 
+@pytest.mark.extended
 def test_an_engine_of_several_gpus_has_them_on_one_node(address: str) -> None:
     with connected(address) as config:
         placement = place_on_gpus(3, ray_cluster.gpus(), trainers=1, tensor_parallel=2)
@@ -161,6 +163,7 @@ def test_what_a_node_lacks_is_named(address: str, tmp_path: Path) -> None:
             assert not caught.value.retryable
 
 
+@pytest.mark.extended
 def test_the_folder_of_the_users_agent_is_sent_to_each_node(address: str, tmp_path: Path) -> None:
     folder = tmp_path / "agent"
     (folder / "inner").mkdir(parents=True)

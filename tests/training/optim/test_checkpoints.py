@@ -77,8 +77,12 @@ def furthest(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     "training",
-    [{}, {"updates_per_batch": 2, "save_steps": 1}, {"beta": 0.5}, {"warmup_steps": 3, "scheduler": "cosine"}],
-    ids=["plain", "two updates", "with a reference", "schedule"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"updates_per_batch": 2, "save_steps": 1}, id="two updates"),
+        pytest.param({"beta": 0.5}, id="with a reference", marks=pytest.mark.extended),
+        pytest.param({"warmup_steps": 3, "scheduler": "cosine"}, id="schedule", marks=pytest.mark.extended),
+    ],
 )
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(
     tmp_path: Path, parent: Path, training: dict[str, Any]

@@ -206,7 +206,14 @@ LONGEST, STEPS = 24, 10
 @pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("rate", "on_collapse"), [(0.1, "refuse"), (0.1, "gate"), (1e-3, "refuse")])
+@pytest.mark.parametrize(
+    ("rate", "on_collapse"),
+    [
+        (0.1, "gate"),
+        pytest.param(0.1, "refuse", marks=pytest.mark.extended),
+        pytest.param(1e-3, "refuse", marks=pytest.mark.extended),
+    ],
+)
 def test_a_learning_rate_that_is_far_too_high_ends_a_real_optimisation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, on_collapse: str
 ) -> None:

@@ -163,7 +163,7 @@ def test_tokens_of_tool_results_add_no_term(tmp_path: Path) -> None:
     assert [line["grad_norm"] for line in lines] == [pytest.approx(0.0, abs=1e-6)] * 2
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("half", ["backward", pytest.param("forward", marks=pytest.mark.extended)])
 def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(tmp_path: Path, half: str) -> None:
     """With the same figures and weights as without, whichever of its passes failed."""
     from safetensors.torch import load_file

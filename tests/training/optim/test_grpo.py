@@ -64,8 +64,17 @@ def expected(given: Sequence[TrainingRow], *, loss_type: str, importance: str, c
     return gradients(model)
 
 
-@pytest.mark.parametrize("importance", ["truncated", "engine"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    ("loss_type", "importance"),
+    [
+        ("dapo", "truncated"),
+        ("grpo", "engine"),
+        ("dr_grpo", "truncated"),
+        pytest.param("dapo", "engine", marks=pytest.mark.extended),
+        pytest.param("grpo", "truncated", marks=pytest.mark.extended),
+        pytest.param("dr_grpo", "engine", marks=pytest.mark.extended),
+    ],
+)
 def test_a_steps_gradient_is_that_of_an_independent_computation(
     tmp_path: Path, loss_type: str, importance: str
 ) -> None:
@@ -298,16 +307,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any
 @pytest.mark.parametrize(
     ("before", "changed"),
     [
-        ({}, {"learning_rate": 5e-3}),
-        ({}, {"max_grad_norm": 1e-9}),
         ({}, {"loss_type": "grpo"}),
         ({}, {"importance": "engine"}),
-        ({}, {"importance_cap": 1.1}),
         ({}, TWICE),
         (TWICE, {**TWICE, "clip_epsilon": 0.999}),
-        (TWICE, {**TWICE, "clip_epsilon_high": 1e3}),
         (TWICE, {**TWICE, "beta": 1.0}),
-        ({"steps": 2}, {"steps": 2, "warmup_steps": 1}),
+        *(
+            pytest.param(*each, marks=pytest.mark.extended)
+            for each in (
+                ({}, {"learning_rate": 5e-3}),
+                ({}, {"max_grad_norm": 1e-9}),
+                ({}, {"importance_cap": 1.1}),
+                (TWICE, {**TWICE, "clip_epsilon_high": 1e3}),
+                ({"steps": 2}, {"steps": 2, "warmup_steps": 1}),
+            )
+        ),
     ],
 )
 def test_a_setting_of_the_training_section_changes_what_is_trained(
@@ -350,8 +364,15 @@ def test_out_of_memory_means_torchs_own_errors() -> None:
         torch.zeros(2) @ torch.zeros(3)
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
-@pytest.mark.parametrize("importance", ["truncated", "engine"])
+@pytest.mark.parametrize(
+    ("half", "importance"),
+    [
+        ("backward", "truncated"),
+        pytest.param("forward", "truncated", marks=pytest.mark.extended),
+        pytest.param("backward", "engine", marks=pytest.mark.extended),
+        pytest.param("forward", "engine", marks=pytest.mark.extended),
+    ],
+)
 def test_a_step_that_runs_out_of_memory_has_the_gradient_of_an_undisturbed_one(
     tmp_path: Path, half: str, importance: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,8 +415,15 @@ def test_the_smaller_micro_batches_stay(tmp_path: Path) -> None:
     assert max(failing.sizes[-last:]) <= longest
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("half", "beta"),
+    [
+        ("forward", 0.1),
+        pytest.param("backward", 0.1, marks=pytest.mark.extended),
+        pytest.param("forward", 0.0, marks=pytest.mark.extended),
+        pytest.param("backward", 0.0, marks=pytest.mark.extended),
+    ],
+)
 def test_a_second_update_that_runs_out_of_memory_keeps_the_first_ones_policy(
     tmp_path: Path, half: str, beta: float
 ) -> None:
@@ -414,7 +442,7 @@ def test_a_second_update_that_runs_out_of_memory_keeps_the_first_ones_policy(
         assert logs[f"rows/{name}"] == pytest.approx(wanted[f"rows/{name}"], rel=1e-4), name
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("half", ["forward", pytest.param("backward", marks=pytest.mark.extended)])
 def test_a_row_that_does_not_fit_alone_is_refused_with_its_length(tmp_path: Path, half: str) -> None:
     longest = max(row.tokens for row in rows())
     model = policy()

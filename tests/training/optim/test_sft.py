@@ -53,7 +53,7 @@ REPLIES = (
 )
 
 
-@pytest.fixture(params=["demo", "small"])
+@pytest.fixture(params=["demo", pytest.param("small", marks=pytest.mark.extended)])
 def base(request: pytest.FixtureRequest) -> Path:
     """The demo's policy, whose numbers are float32, and the small model, whose are bfloat16."""
     return POLICY if request.param == "demo" else request.getfixturevalue("small_model_path")

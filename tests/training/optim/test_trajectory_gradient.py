@@ -77,7 +77,7 @@ def expected(loss_type: str) -> dict[str, Any]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", pytest.param("grpo", marks=pytest.mark.extended)])
 def test_a_step_on_merged_turns_has_the_gradient_of_its_calls_one_by_one(tmp_path: Path, loss_type: str) -> None:
     made = batch()
     assert [len(rollout.completion.samples) for rollout in made.rollouts] == [1, 2, 1, 1]
