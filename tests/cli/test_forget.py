@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
+from tests import warm
 from tests.cli.conftest import Run
 from tests.factories.documented_json import compare, documented
 from tests.factories.forgettable import (
@@ -203,7 +203,7 @@ def test_a_daemon_carries_it_out(flywheel: Run, config: Path, tmp_path: Path) ->
         "sources=[{type: jsonl, path: lines.jsonl}]",
     ]
     with (tmp_path / "daemon.log").open("wb") as log:
-        daemon = subprocess.Popen(run, stderr=log, stdout=log)
+        daemon = warm.Popen(run, stderr=log, stdout=log)
     try:
         wait_for(lambda: "state in" in (tmp_path / "daemon.log").read_text(), "the daemon")
         ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
@@ -228,7 +228,7 @@ def test_kill_9_at_every_step_and_run_again(flywheel: Run, config: Path, tmp_pat
         shutil.rmtree(tmp_path / "state")
         shutil.copytree(kept, tmp_path / "state")
         command = [sys.executable, "-m", "tests.cli.killed_forget", str(step), str(config), CONVERSATION]
-        code = subprocess.run(command, timeout=300, check=False, capture_output=True).returncode
+        code = warm.run(command, timeout=300, capture_output=True).returncode
         if code == 0:
             break
         assert code == -9

@@ -6,7 +6,6 @@ import fcntl
 import json
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from flywheel.records.round import RoundResult
 from flywheel.system.files import json_line, write_json
 from flywheel.training.data.rollout_file import groups, prompts_of, read_answers, read_rollouts, rollout_of
 from flywheel.training.data.round_directory import read_spec
+from tests import warm
 from tests.factories.erasure import (
     ERASED,
     GONE,
@@ -40,6 +40,7 @@ from tests.factories.erasure import (
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 
+ROOT = Path(__file__).parents[3]
 MARKS = ("Amélie", "七三九一二四", "🦊🔑")
 """What only texts of erased tasks have."""
 OTHERS = {GONE: "Amélie", GONE_HELD_OUT: "🦊🔑", STAYS: "Boris", STAYS_HELD_OUT: "🐻🔔"}
@@ -203,28 +204,6 @@ def test_a_file_that_cannot_be_understood_is_named(directory: Path) -> None:
     assert (directory / "usage.jsonl").read_text() == '{"calls": NaN}\n'
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from flywheel.daemon.rounds.erasure import erase_from_round
-from tests.factories.erasure import ERASED
-
-left = int(sys.argv[1])
-
-def counted(call):
-    def counting(self, *arguments, **options):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(self, *arguments, **options)
-    return counting
-
-Path.replace, Path.unlink = counted(Path.replace), counted(Path.unlink)
-erase_from_round(Path(sys.argv[2]), ERASED)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("removed", "places"), [((), 14), (("stages", "selection.jsonl", "result.json"), 8)])
 def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run_again(
@@ -245,8 +224,8 @@ def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run
     while True:
         directory = tmp_path / str(place)
         put(directory)
-        command = [sys.executable, "-c", KILLED, str(place), str(directory)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        command = [sys.executable, "-m", "tests.daemon.rounds.killed_erasure", str(place), str(directory)]
+        ran = warm.run(command, cwd=ROOT, capture_output=True, timeout=300)
         assert ran.returncode in (0, -9), ran.stderr
         if ran.returncode == 0:
             break
