@@ -12,6 +12,9 @@
 # did: `make install EXTRA=gpu` prepares a machine with a GPU, `make install EXTRA=dev` leaves out what training needs.
 # `VENV=.venv-dev` names another environment.
 
+# What is compiled once is read in the next run, whatever the environment says: collecting the tests takes seconds, not half a minute.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 EXTRA ?= $(or $(patsubst $(VENV)/installed-%,%,$(firstword $(wildcard $(VENV)/installed-*))),cpu)

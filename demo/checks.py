@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from scipy import stats
-
 CONFIDENCE: Final = 0.95
 
 
@@ -42,6 +40,8 @@ def share(values: Sequence[tuple[str, float]]) -> Share:
 
 def interval(means: Sequence[float]) -> Share:
     """The mean of what was found for each of several phrases, with Student's t interval over the phrases."""
+    from scipy import stats
+
     mean = fmean(means)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(means) - 1)) * stdev(means) / len(means) ** 0.5
     return Share(mean, mean - reach, mean + reach, len(means))

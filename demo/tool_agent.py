@@ -6,10 +6,7 @@ Must not know who answers, nor that the agents' calls are recorded: they are tra
 from __future__ import annotations
 
 import openai
-from agentscope.credential import OpenAICredential
-from agentscope.model import OpenAIChatModel
 
-from demo.tool_workflow import answer
 from demo.users import Users
 from flywheel.cli.demo.questions import large_sum
 
@@ -18,6 +15,9 @@ class AgentUsers(Users):
     """A new agent for each dialogue, as a service has one for each of its users."""
 
     def __init__(self, url: str, model: str, *, rate: float, seed: int | None = None) -> None:
+        from agentscope.credential import OpenAICredential
+        from agentscope.model import OpenAIChatModel
+
         super().__init__(model, rate=rate, seed=seed)
         self._chat = OpenAIChatModel(
             credential=OpenAICredential(api_key="unused", base_url=f"{url}/v1"),
@@ -33,6 +33,8 @@ class AgentUsers(Users):
             await self._chat.client.close()
 
     async def dialogue(self) -> None:
+        from demo.tool_workflow import answer
+
         _, _, question = large_sum(self.random)
         self.asked += 1
         try:

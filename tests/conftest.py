@@ -246,6 +246,14 @@ def small_model_path() -> Path:
         pytest.skip(str(error))
 
 
+IMPORTED = pytest.StashKey[set[str]]()
+"""The modules that were imported when the tests were collected."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[IMPORTED] = set(sys.modules)
+
+
 def module_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 

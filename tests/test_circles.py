@@ -13,7 +13,7 @@ from _pytest.mark.expression import Expression
 
 from tests import circles
 from tests.cases import for_each
-from tests.conftest import shard
+from tests.conftest import IMPORTED, shard
 
 MARKERS = ("slow", "e2e", "extended", "long", "gpu", "training", "hypothesis")
 CIRCLES_OF = {
@@ -81,3 +81,9 @@ def test_a_shard_is_read() -> None:
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no shard"):
         shard(text)
+
+
+def test_collecting_the_tests_imports_no_heavy_package(pytestconfig: pytest.Config) -> None:
+    """Each takes seconds, which every run would wait for."""
+    heavy = {"agentscope", "peft", "sentence_transformers", "torch", "transformers"}
+    assert pytestconfig.stash[IMPORTED] & heavy == set()

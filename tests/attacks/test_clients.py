@@ -56,8 +56,8 @@ TOO_LARGE: dict[str, Play] = {
     "a body of a length": endless(OK + b"content-length: 99999999999\r\n\r\n", BLOCK),
     "chunks": endless(OK + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (len(BLOCK), BLOCK)),
     "a chunk without an end": endless(OK + b"transfer-encoding: chunked\r\n\r\nffffffffff\r\n", BLOCK),
-    "gzip": answer(packed(31), b"content-encoding: gzip"),
-    "deflate": answer(packed(15), b"content-encoding: deflate"),
+    "gzip": lambda: answer(packed(31), b"content-encoding: gzip")(),
+    "deflate": lambda: answer(packed(15), b"content-encoding: deflate")(),
     "an error's body": endless(b"HTTP/1.1 500 No\r\n\r\n", BLOCK),
 }
 BROKEN: dict[str, Play] = {

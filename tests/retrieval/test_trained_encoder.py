@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from sentence_transformers import SentenceTransformer
 
 import flywheel
 from benchmarks import tiny_encoder
@@ -23,7 +21,7 @@ from flywheel.retrieval.pairs import Calls
 from flywheel.retrieval.tool_index import RECORD, Method
 from flywheel.retrieval.trained_encoder import VLLM_ARCHITECTURES, card, evaluate_encoder, train_encoder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.training]
 
 OPTIONS = EncoderOptions(epochs=8, batch_size=32, learning_rate=2e-3, seed=42)
 SHORT = EncoderOptions(epochs=1, batch_size=8, learning_rate=1e-3, seed=42)
@@ -75,6 +73,8 @@ def test_an_agent_finds_an_unseen_tool_by_other_words(kept: tuple[Path, dict[str
 
 
 def test_sentence_transformers_loads_it_and_the_card_says_what_it_is(kept: tuple[Path, dict[str, Any]]) -> None:
+    from sentence_transformers import SentenceTransformer
+
     out, record = kept
     model = SentenceTransformer(str(out))
     assert model.encode(["set up a bill"]).shape == (1, 64)
@@ -120,10 +120,13 @@ def test_where_words_overlap_bm25_stays_and_says_so(base: Path, tmp_path: Path) 
 
 
 def test_the_same_seed_gives_the_same_weights(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+    from sentence_transformers import SentenceTransformer
+
     monkeypatch.setattr("flywheel.retrieval.trained_encoder.not_better", lambda report: "")
     calls = calls_of("disjoint", 40)
 
-    def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
+    def weights(name: str, seed: int) -> dict[str, Any]:
         torch.manual_seed(hash(name) % 1000)
         train_encoder(calls, str(base), tmp_path / name, EncoderOptions(1, 8, 1e-3, seed), 2)
         return SentenceTransformer(str(tmp_path / name)).state_dict()
