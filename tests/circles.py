@@ -59,7 +59,7 @@ def seconds_of_modules() -> dict[str, float]:
 def seconds_of_units(modules: Iterable[str], seconds: Mapping[str, float]) -> Counter[str]:
     """How long the units of these modules take."""
     total: Counter[str] = Counter()
-    for module in modules:
+    for module in sorted(modules):
         total[unit_of(module)] += seconds.get(module, SECONDS_OF_A_NEW_MODULE)
     return total
 

@@ -9,6 +9,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Self
@@ -35,9 +36,10 @@ SECONDS = 60.0
 Play = Callable[[], Iterator[bytes]]
 
 
+@cache
 def packed(kind: int) -> bytes:
-    """256 MB in a quarter of one."""
-    pack = zlib.compressobj(9, zlib.DEFLATED, kind)
+    """256 MB in one."""
+    pack = zlib.compressobj(1, zlib.DEFLATED, kind)
     return b"".join([pack.compress(bytes(1 << 24)) for _ in range(16)]) + pack.flush()
 
 
@@ -45,6 +47,15 @@ def answer(body: bytes, *headers: bytes, status: bytes = OK) -> Play:
     return lambda: iter(
         [status, *(each + b"\r\n" for each in headers), b"content-length: %d\r\n\r\n" % len(body), body]
     )
+
+
+def compressed(name: bytes, kind: int) -> Play:
+    """Packed when it is first played, not when the tests are collected."""
+
+    def play() -> Iterator[bytes]:
+        yield from answer(packed(kind), b"content-encoding: " + name)()
+
+    return play
 
 
 def endless(begin: bytes, again: bytes) -> Play:
@@ -56,8 +67,8 @@ TOO_LARGE: dict[str, Play] = {
     "a body of a length": endless(OK + b"content-length: 99999999999\r\n\r\n", BLOCK),
     "chunks": endless(OK + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (len(BLOCK), BLOCK)),
     "a chunk without an end": endless(OK + b"transfer-encoding: chunked\r\n\r\nffffffffff\r\n", BLOCK),
-    "gzip": lambda: answer(packed(31), b"content-encoding: gzip")(),
-    "deflate": lambda: answer(packed(15), b"content-encoding: deflate")(),
+    "gzip": compressed(b"gzip", 31),
+    "deflate": compressed(b"deflate", 15),
     "an error's body": endless(b"HTTP/1.1 500 No\r\n\r\n", BLOCK),
 }
 BROKEN: dict[str, Play] = {
