@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -29,24 +30,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TOKENS = 24
 
 
-def start() -> Any:
-    actor = ray_cluster.start(Engine, settings(str(POLICY)), gpus=share_of_an_engine())
-    # A key in the environment of the round is for its own servers.
-    ray_cluster.wait([actor.join.remote({"VLLM_API_KEY": "secret"}, str(POLICY), [], "")])
-    ray_cluster.wait([actor.start.remote()])
-    return actor
-
-
-def end(actor: Any) -> None:
-    ray_cluster.stop([actor])
-    ray.kill(actor)
-
-
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    actor = start()
-    yield actor
-    end(actor)
+def engine(shared_engine: Any, model: Path) -> Any:
+    return shared_engine.of(settings(str(model)))
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +180,11 @@ def test_the_gates_rollouts_have_the_servers_context(engine: Any, prompts: list[
     assert len(call.prompt_ids) > 128
 
 
+@pytest.mark.extended
 def test_an_engine_that_is_killed_in_the_middle_fails_its_calls(prompts: list[Prompt]) -> None:
     """vLLM's own process first: its client is told, and so is the round. Then the actor: the connection ends."""
-    actor = start()
+    actor = ray_cluster.start(Engine, settings(str(POLICY)), gpus=share_of_an_engine())
+    ray_cluster.wait([actor.start.remote()])
     url = opened(actor, rollout(prompts[0], max_tokens=None, as_served=True))
     port = int(url.split(":")[2].split("/")[0])
     core = wait_for(lambda: core_behind(port), "vLLM's process", seconds=10)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from flywheel.training.optim.rollout_grading import build_grade
 from flywheel.training.optim.round_steps import step_requests
 from flywheel.training.optim.trainer import AdapterSync
 from flywheel.training.worker.training_round import Round
-from tests.factories.engine import generate, load, settings, share_of_an_engine, strange_adapter
+from tests.factories.engine import generate, load, settings, strange_adapter
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
 from tests.factories.worker import GROUP, PROMPTS
@@ -37,27 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's policy, with defaults of sampling that no round may learn from."""
-    folder = tmp_path_factory.mktemp("model") / "policy"
-    shutil.copytree(POLICY, folder)
-    told = json.loads((folder / "generation_config.json").read_text())
-    defaults = {
-        "temperature": 0.2, "top_k": 1, "top_p": 0.1, "min_p": 0.5, "repetition_penalty": 3.0, "max_new_tokens": 5,
-    }  # fmt: skip
-    (folder / "generation_config.json").write_text(json.dumps({**told, **defaults}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Any]:
-    actor = ray_cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
-    [about] = ray_cluster.wait([actor.start.remote()])
-    # The server's, which is the model's own, although rollouts to learn from need less.
-    assert about.context == 2048
-    yield actor
-    ray_cluster.stop([actor])
-    ray.kill(actor)
+def engine(shared_engine: Any, model: Path) -> Any:
+    return shared_engine.of(settings(str(model)))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +159,7 @@ def test_an_adapter_makes_room_for_the_next(
 ) -> None:
     """As a round does step by step: load the new one, drop the old one, and the base stays the base."""
     base = generate(engine, requests(prompts, None))
-    ray_cluster.wait([engine.unload.remote(adapters[1])])
+    ray_cluster.wait([engine.unload.remote(adapters.pop())])
     old = strange_adapter(engine, 2, tmp_path / "adapter")
     for number in range(3, 9):
         ray_cluster.wait([engine.unload.remote(old)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -18,10 +19,13 @@ from tests.factories.round import POLICY
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs_is_refused(tmp_path: Path) -> None:
+def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs_is_refused(
+    tmp_path: Path, shared_engine: Any
+) -> None:
     """A token takes half a megabyte here, so that a gigabyte holds a quarter of the model's context."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    shared_engine.end()
     wide = tmp_path / "wide"
     shutil.copytree(POLICY, wide)
     config = AutoConfig.from_pretrained(POLICY)

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from safetensors.numpy import load_file
 
 from flywheel.cli.demo.questions import SYSTEM_PROMPT, Question, questions
@@ -24,11 +22,11 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RewardWeights, RolloutRequest
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.engine import Engine
+from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.program.program_rollout import ProgramSetup
-from tests.factories.engine import settings, share_of_an_engine, strange_adapter
+from tests.factories.engine import strange_adapter
 from tests.factories.task import round_task
 from tests.factories.worker import lines
 from tests.factories.worker import spec as round_spec
@@ -95,16 +93,8 @@ print(json.dumps({"response": said, "reward": len(said) % 2, "metrics": {"secret
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    from tests.factories.round import POLICY
-
-    setup = replace(settings(str(POLICY)), more_adapters=1)
-    actor = ray_cluster.start(Engine, setup, gpus=share_of_an_engine())
-    ray_cluster.wait([actor.join.remote({"JUDGE_API_KEY": "secret-of-the-judge"}, str(POLICY), [], "")])
-    ray_cluster.wait([actor.start.remote()])
-    yield actor
-    ray_cluster.stop([actor])
-    ray.kill(actor)
+def engine(shared_engine: Any, calling_settings: EngineSettings) -> Any:
+    return shared_engine.of(calling_settings)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +178,7 @@ def test_a_command_is_asked_with_the_task_and_sees_no_secret(engine: Any, folder
     ],
 )
 def test_a_run_that_fails_says_why(engine: Any, folder: Path, does: str, cause: str, says: str) -> None:
-    use(engine, rollout_settings(folder, agent_timeout_seconds=5, reward={"rubric": 1}))
+    use(engine, rollout_settings(folder, agent_timeout_seconds=5 if does == "hang" else 300, reward={"rubric": 1}))
     [made] = generate(engine, prompts(engine, 1, does=does))
     assert made.cause == cause
     assert says in made.error
@@ -326,6 +316,7 @@ def run_program_round(
     return run_round(engine, directory, monkeypatch, train, held_out, **{"max_completion_tokens": 64, **rollout})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["workflow", "command"])
 def test_a_round_trains_on_the_agents_own_calls(
     engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from safetensors.numpy import load_file
 
 from flywheel.cli.demo.questions import questions
@@ -21,12 +19,12 @@ from flywheel.training.data.rollout import CallOutcome, Completion, LoadedAdapte
 from flywheel.training.data.rollout_file import read_rollouts
 from flywheel.training.data.round_progress import Meter
 from flywheel.training.engine import ray_cluster
-from flywheel.training.engine.engine import Engine
+from flywheel.training.engine.engine import EngineSettings
 from flywheel.training.optim.collector import Collector
 from flywheel.training.optim.held_out_evaluation import answer
 from flywheel.training.optim.trainer import TrainingRun
 from flywheel.training.recorded.recorded_rollout import ToolSetup
-from tests.factories.engine import settings, share_of_an_engine, strange_adapter
+from tests.factories.engine import strange_adapter
 from tests.factories.round import POLICY
 from tests.factories.worker import lines
 from tests.factories.worker import spec as round_spec
@@ -40,13 +38,8 @@ CONTEXT, TOKENS = 128, 40
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chat = calling_policy.write(tmp_path_factory.mktemp("chat"))
-    actor = ray_cluster.start(Engine, replace(settings(str(POLICY)), chat=chat), gpus=share_of_an_engine())
-    ray_cluster.wait([actor.start.remote()])
-    yield actor
-    ray_cluster.stop([actor])
-    ray.kill(actor)
+def engine(shared_engine: Any, calling_settings: EngineSettings) -> Any:
+    return shared_engine.of(calling_settings)
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +278,7 @@ def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch
     assert ended.count("deployed") == comparison.deployed_missed
 
 
+@pytest.mark.extended
 def test_a_round_of_misses_is_refused_and_leaves_no_adapter(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class Engine:
 class Trainer:
     """Writes an empty adapter for a stage, or refuses it."""
 
-    def __init__(self, directory: Path, refused: frozenset[str]) -> None:
+    def begin(self, directory: Path, refused: frozenset[str]) -> None:
+        """As a new process would."""
         self._directory, self._refused = directory, refused
         self._calls: list[Any] = []
 
@@ -91,11 +92,19 @@ class Trainer:
         return trained
 
 
+@dataclass(frozen=True)
+class Actors:
+    engine: Any
+    trainer: Any
+
+
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    actor = ray_cluster.start(Engine, gpus=0)
-    yield actor
-    ray.kill(actor)
+def actors(shared_engine: Any) -> Iterator[Actors]:
+    shared_engine.end()
+    made = Actors(ray_cluster.start(Engine, gpus=0), ray_cluster.start(Trainer, gpus=0))
+    yield made
+    ray.kill(made.engine)
+    ray.kill(made.trainer)
 
 
 def tasks(count: int = 8, answer: str = "7") -> list[RoundTask]:
@@ -104,7 +113,7 @@ def tasks(count: int = 8, answer: str = "7") -> list[RoundTask]:
 
 
 def run(
-    engine: Any,
+    actors: Actors,
     directory: Path,
     training: dict[str, Any],
     *,
@@ -121,14 +130,11 @@ def run(
     def grade(shown: Exchange) -> Verdict:
         return verdict(int(shown.answer) / 100 if spread else 0.0)
 
-    trainer = ray_cluster.start(Trainer, directory, frozenset(refused), gpus=0)
-    try:
-        process = TrainerProcesses([trainer], directory)
-        stages = Stages(spec, settings, directory, [engine], process, lambda *_: grade, lambda _: None, 4)
-        made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
-        [calls] = ray_cluster.wait([trainer.calls.remote()])
-    finally:
-        ray.kill(trainer)
+    ray_cluster.wait([actors.trainer.begin.remote(directory, frozenset(refused))])
+    process = TrainerProcesses([actors.trainer], directory)
+    stages = Stages(spec, settings, directory, [actors.engine], process, lambda *_: grade, lambda _: None, 4)
+    made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
+    [calls] = ray_cluster.wait([actors.trainer.calls.remote()])
     return made, calls
 
 
@@ -136,8 +142,8 @@ def ends(training: Training) -> list[tuple[str, str]]:
     return [(stage.stage, stage.outcome) for stage in training.stages]
 
 
-def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(engine: Any, tmp_path: Path) -> None:
-    made, calls = run(engine, tmp_path, {"stages": ["sft", "grpo"]})
+def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(actors: Actors, tmp_path: Path) -> None:
+    made, calls = run(actors, tmp_path, {"stages": ["sft", "grpo"]})
     assert calls == [("sft", 4, 2, 0), ("load", "sft"), ("grpo", 4, 3)]
     assert ends(made) == [("sft", "trained"), ("grpo", "trained")]
     assert (made.steps, made.rollout_steps, made.reward_first, made.reward_last) == (5, 2, 0.1, 0.4)
@@ -146,15 +152,15 @@ def test_each_stage_starts_from_the_one_before_and_goes_on_counting_steps(engine
 
 
 def test_a_further_worker_finds_the_stages_that_have_ended_with_all_that_they_ended_with(
-    engine: Any, tmp_path: Path
+    actors: Actors, tmp_path: Path
 ) -> None:
-    made, _ = run(engine, tmp_path, {"stages": ["sft", "dpo", "grpo"]}, refused=["grpo"])
-    again, calls = run(engine, tmp_path, {"stages": ["sft", "dpo", "grpo"]})
+    made, _ = run(actors, tmp_path, {"stages": ["sft", "dpo", "grpo"]}, refused=["grpo"])
+    again, calls = run(actors, tmp_path, {"stages": ["sft", "dpo", "grpo"]})
     assert (again, calls) == (made, [])
     (tmp_path / "stages" / "3-grpo" / "trained.json").unlink()
     (tmp_path / "stages" / "2-dpo" / "trained.json").unlink()
     shutil.rmtree(tmp_path / "stages" / "2-dpo" / "adapter")
-    third, calls = run(engine, tmp_path, {"stages": ["sft", "dpo", "grpo"]})
+    third, calls = run(actors, tmp_path, {"stages": ["sft", "dpo", "grpo"]})
     assert [call[0] for call in calls] == ["dpo", "load", "grpo"]
     assert ends(third) == [("sft", "trained"), ("dpo", "trained"), ("grpo", "trained")]
     (tmp_path / "stages" / "1-sft" / "adapter" / "adapter_config.json").write_text("changed")
@@ -162,24 +168,24 @@ def test_a_further_worker_finds_the_stages_that_have_ended_with_all_that_they_en
     assert ended_stages(round_spec(settings={}), settings, tmp_path).stages == []
 
 
-def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(engine: Any, tmp_path: Path) -> None:
-    made, _ = run(engine, tmp_path, {"stages": ["sft", "grpo"]}, refused=["grpo"])
+def test_without_a_signal_after_sft_its_adapter_goes_to_the_gate(actors: Actors, tmp_path: Path) -> None:
+    made, _ = run(actors, tmp_path, {"stages": ["sft", "grpo"]}, refused=["grpo"])
     assert ends(made) == [("sft", "trained"), ("grpo", "skipped")]
     assert (made.refusal, made.stages[1].reason) == ("", "nothing can be learned")
     assert made.adapter is not None
     assert made.adapter.name == "r0001-sft"
 
 
-def test_a_round_whose_only_stage_has_no_signal_is_refused(engine: Any, tmp_path: Path) -> None:
-    made, _ = run(engine, tmp_path, {}, refused=["grpo"])
+def test_a_round_whose_only_stage_has_no_signal_is_refused(actors: Actors, tmp_path: Path) -> None:
+    made, _ = run(actors, tmp_path, {}, refused=["grpo"])
     assert (made.refusal, made.adapter) == ("nothing can be learned", None)
 
 
-def test_sft_trains_on_what_it_chose_by_loss_and_a_further_worker_does_so_too(engine: Any, tmp_path: Path) -> None:
+def test_sft_trains_on_what_it_chose_by_loss_and_a_further_worker_does_so_too(actors: Actors, tmp_path: Path) -> None:
     candidates = {task.task_id: Candidate(number) for number, task in enumerate(tasks())}
     pool = SamplePool(size=3, strategy="loss_topk", candidates=candidates, rules=SelectionRules(12, 1))
     some = [task.model_copy(update={"exchange": replace(task.exchange, query=task.task_id)}) for task in tasks()]
-    made, calls = run(engine, tmp_path, {"stages": ["sft"]}, some=some, pool=pool)
+    made, calls = run(actors, tmp_path, {"stages": ["sft"]}, some=some, pool=pool)
     assert calls == [("losses", 8), ("load", None), ("sft", 3, 2, 0)]
     assert ends(made) == [("sft", "trained")]
     outcomes = {line["task_id"]: line["outcome"] for line in read_selection(tmp_path)}
@@ -188,19 +194,19 @@ def test_sft_trains_on_what_it_chose_by_loss_and_a_further_worker_does_so_too(en
         **dict.fromkeys(("t-3", "t-2", "t-1", "t-0"), "released"),
     }  # fmt: skip
     shutil.rmtree(tmp_path / "stages")
-    _, calls = run(engine, tmp_path, {"stages": ["sft"]}, some=some, pool=pool)
+    _, calls = run(actors, tmp_path, {"stages": ["sft"]}, some=some, pool=pool)
     assert calls == [("sft", 3, 2, 0)], "the losses are measured once"
 
 
-def test_replies_that_cannot_be_trained_on_refuse_a_round_of_sft(engine: Any, tmp_path: Path) -> None:
-    made, calls = run(engine, tmp_path, {"stages": ["sft"]}, some=tasks(3, answer=""))
+def test_replies_that_cannot_be_trained_on_refuse_a_round_of_sft(actors: Actors, tmp_path: Path) -> None:
+    made, calls = run(actors, tmp_path, {"stages": ["sft"]}, some=tasks(3, answer=""))
     assert made.refusal == "none of 3 tasks has a reply to train on: its text is empty"
     assert calls == []
 
 
 @pytest.mark.parametrize("spread", [True, False])
-def test_sft_is_left_out_where_rollouts_have_a_signal(engine: Any, tmp_path: Path, spread: bool) -> None:
-    made, calls = run(engine, tmp_path, {"stages": ["sft", "grpo"], "sft": {"when": "spread_below"}}, spread=spread)
+def test_sft_is_left_out_where_rollouts_have_a_signal(actors: Actors, tmp_path: Path, spread: bool) -> None:
+    made, calls = run(actors, tmp_path, {"stages": ["sft", "grpo"], "sft": {"when": "spread_below"}}, spread=spread)
     assert ends(made) == [("sft", "skipped" if spread else "trained"), ("grpo", "trained")]
     assert [call[0] for call in calls] == (["load", "grpo"] if spread else ["sft", "load", "grpo"])
     if spread:
@@ -208,8 +214,8 @@ def test_sft_is_left_out_where_rollouts_have_a_signal(engine: Any, tmp_path: Pat
         assert calls[0] == ("load", None)
 
 
-def test_dpo_pairs_the_best_with_the_worst_rollout_of_each_prompt(engine: Any, tmp_path: Path) -> None:
-    made, calls = run(engine, tmp_path, {"stages": ["sft", "dpo"]})
+def test_dpo_pairs_the_best_with_the_worst_rollout_of_each_prompt(actors: Actors, tmp_path: Path) -> None:
+    made, calls = run(actors, tmp_path, {"stages": ["sft", "dpo"]})
     assert [call[0] for call in calls] == ["sft", "load", "dpo"]
     [(_, scores, before)] = calls[2:]
     # 4 prompts in 2 steps of rollouts come before the updates.
@@ -225,10 +231,10 @@ def test_dpo_pairs_the_best_with_the_worst_rollout_of_each_prompt(engine: Any, t
     assert {line["step"] for line in rollouts} == {4, 5}
 
 
-def test_dpo_takes_recorded_pairs_without_asking_the_policy(engine: Any, tmp_path: Path) -> None:
+def test_dpo_takes_recorded_pairs_without_asking_the_policy(actors: Actors, tmp_path: Path) -> None:
     worse = ({"role": "assistant", "content": "9"},)
     some = [task.model_copy(update={"rejected": worse}) for task in tasks(3)]
-    made, calls = run(engine, tmp_path, {"stages": ["dpo"]}, some=some)
+    made, calls = run(actors, tmp_path, {"stages": ["dpo"]}, some=some)
     assert calls == [("dpo", [(None, None)] * 3, 0)]
     assert (made.steps, made.rollout_steps, made.reward_first) == (1, 0, None)
     assert made.with_gradient == set()
@@ -236,8 +242,10 @@ def test_dpo_takes_recorded_pairs_without_asking_the_policy(engine: Any, tmp_pat
 
 
 @pytest.mark.parametrize("stages", [["dpo"], ["sft", "dpo"]])
-def test_without_a_pair_dpo_is_skipped_or_the_round_refused(engine: Any, tmp_path: Path, stages: list[str]) -> None:
-    made, calls = run(engine, tmp_path, {"stages": stages}, spread=False)
+def test_without_a_pair_dpo_is_skipped_or_the_round_refused(
+    actors: Actors, tmp_path: Path, stages: list[str]
+) -> None:
+    made, calls = run(actors, tmp_path, {"stages": stages}, spread=False)
     assert "dpo" not in [call[0] for call in calls]
     assert made.stages[-1].outcome == "skipped"
     count = 4 if "sft" in stages else 8

@@ -41,7 +41,7 @@ from tests.factories.engine import share_of_an_engine
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 
-pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.extended, pytest.mark.filterwarnings("ignore")]
 
 GREEDY_LIMIT: Final = 0.04
 SAMPLED_LIMIT: Final = 0.07
@@ -149,7 +149,8 @@ def model(small_model_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Any]:
+def engine(model: Path, shared_engine: Any) -> Iterator[Any]:
+    shared_engine.end()
     settings = EngineSettings(
         model=str(model),
         max_model_len=CONTEXT,
