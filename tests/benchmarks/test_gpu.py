@@ -87,6 +87,7 @@ def test_all_parts_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_a_quick_run(tmp_path: Path) -> None:
     """Each stage trains its adapter in float32, and a step that runs out of memory has the right gradient."""
@@ -117,6 +118,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 def test_single_parts_keep_the_figures_of_others(tmp_path: Path) -> None:
     """Those of a session that had more packages, too."""
     results = tmp_path / "gpu.json"

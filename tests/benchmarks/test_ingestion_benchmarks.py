@@ -85,7 +85,10 @@ def peer(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ingest", "poll", pytest.param("latency", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    ["ingest", pytest.param("poll", marks=pytest.mark.extended), pytest.param("latency", marks=pytest.mark.long)],
+)
 def test_keys_and_types(name: str, tmp_path: Path) -> None:
     check(name, run(name, "--json", "--dir", str(tmp_path)))
     left = [path.name for path in tmp_path.iterdir()]
@@ -101,6 +104,7 @@ def test_people_see_the_machine_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_peer_reads_what_ours_reads(tmp_path: Path) -> None:
     result = check("peer", run("peer", "--json", "--peer", str(peer(tmp_path, "ReActAgent.reply"))))
     assert result["tasks"] == result["peer_tasks"] > 0

@@ -18,6 +18,7 @@ def test_agents() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_call_path() -> None:
     """A task passes through more code than a reply."""
     result = result_of("call_path")
@@ -27,6 +28,7 @@ def test_call_path() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_calls() -> None:
     result = result_of("calls", "--quick")
     assert result.keys() >= {"call_log_overhead_ms", "plain_overhead_ms", "stream_overhead_ms"}
@@ -44,6 +46,7 @@ def test_selection() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_gate() -> None:
     """Its figures are what the program does, see `tests.training.gate`."""
     result = result_of("gate", "--quick")
@@ -56,6 +59,7 @@ def test_gate() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_idle() -> None:
     result = result_of("idle", "--quick")
     assert result.keys() >= {"rss_mb", "core_percent", "children", "seconds"}

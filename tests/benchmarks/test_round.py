@@ -21,6 +21,7 @@ from flywheel.judge.thread_pool import grade_all
 from flywheel.records.verdict import Exchange
 from tests.factories.benchmark import result_of
 from tests.factories.round import POLICY
+from tests.waiting import SOON
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "round.md"
 
@@ -44,7 +45,7 @@ def test_every_group_has_as_many_good_answers_as_bad_ones() -> None:
 
 def test_calls_wait_for_the_judge_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge that answered one call after the other would not have the floor that is reported."""
-    together = threading.Barrier(4, timeout=20)
+    together = threading.Barrier(4, timeout=SOON)
     monkeypatch.setattr("benchmarks.round_work.sleep", lambda _: together.wait())
     with judge.running(complete=Judge(0.5)) as url:
         grader = Grader(Rubric.model_validate(RUBRIC), JudgeSettings(base_url=url, model="judge", max_thread=4))

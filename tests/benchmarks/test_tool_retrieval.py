@@ -36,6 +36,7 @@ def test_what_the_page_concludes_is_what_was_measured() -> None:
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_quick_run() -> None:
     found = result_of("tool_retrieval", "--quick")
     assert found.keys() == FIGURES.keys()

@@ -132,8 +132,7 @@ def answer(server: VllmServer, model: str) -> str:
 
 
 @pytest.mark.training
-@pytest.mark.slow
-@pytest.mark.e2e
+@pytest.mark.extended
 @pytest.mark.timeout(1500)
 def test_an_adapter_of_trl_is_gated_and_swapped_in_though_its_worker_is_killed(
     flywheel: Run, config: Path, trained: tuple[Path, Path], vllm_server: VllmServer, tmp_path: Path

@@ -191,6 +191,7 @@ def preferences(folder: Path) -> None:
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(1200)
 def test_sft_on_conversations_and_dpo_on_preferences(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch

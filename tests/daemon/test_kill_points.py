@@ -49,7 +49,7 @@ def flywheel(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     databases = {name: empty_like(name, tmp_path / f"{name}.sqlite") for name in AGENTS}

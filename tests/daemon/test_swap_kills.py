@@ -196,7 +196,7 @@ CLIENT_KILLS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["command", "daemon"])
+@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.extended), "daemon"])
 async def test_a_swap_that_dies_anywhere_leaves_one_version(bench: Bench, victim: str) -> None:
     for step, arrival, when in CLIENT_KILLS:
         old, adapter = await bench.active(), await bench.trained()
@@ -235,6 +235,7 @@ async def test_a_swap_that_dies_anywhere_leaves_one_version(bench: Bench, victim
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("stays_away", [False, True])
 async def test_a_server_that_dies_anywhere_in_a_swap_gets_the_version_that_serves(
     bench: Bench, stays_away: bool

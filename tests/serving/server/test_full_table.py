@@ -24,7 +24,7 @@ from flywheel.serving.server import vllm_command
 from flywheel.serving.server_keys import admin_key
 from tests.conftest import MadeAdapter, serve_config, start_server, stop_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 DEPLOYED = 8
 

@@ -25,7 +25,7 @@ from tests.factories.judge_server import JudgeServer
 from tests.factories.round import comparison, put_tested_round
 from tests.factories.state import open_state, read_state, running_daemon
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 ALIAS = "watched-agent"
 PATIENCE_SECONDS = 400
