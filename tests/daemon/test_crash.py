@@ -48,14 +48,15 @@ class DeadlyJudge(JudgeServer):
         finally:
             self._last = sys.maxsize
 
-    def begin(self, request: dict[str, Any], headers: dict[str, str]) -> str:
-        behaviour = super().begin(request, headers)
+    def begin(self, request: dict[str, Any], headers: dict[str, str]) -> tuple[int, str]:
+        begun = super().begin(request, headers)
         if self.calls > self._last:
             self._asking.result(SOON).send_signal(signal.SIGKILL)
-        return behaviour
+        return begun
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -121,10 +122,10 @@ def test_kill_9_loses_count_of_no_more_calls_than_are_in_flight(tmp_path: Path) 
 
         def status() -> dict[str, Any]:
             asked = [sys.executable, "-m", "flywheel", "status", "--json", "-c", str(config)]
-            return dict(json.loads(subprocess.run(asked, capture_output=True, check=True).stdout))
+            return dict(json.loads(warm.run(asked, capture_output=True, check=True).stdout))
 
         def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            return warm.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
         for kill in range(1, 4):
             assert judge.kill_after(TASKS // 4, start) == -signal.SIGKILL
@@ -132,7 +133,7 @@ def test_kill_9_loses_count_of_no_more_calls_than_are_in_flight(tmp_path: Path) 
             decided = told["tasks"]["accepted"] + told["tasks"]["rejected"]
             assert judge.calls - kill * 16 <= decided <= judge.calls
         # The next start books the calls that were in flight.
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        warm.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
         usage = status()["judge"]["by_purpose"]["filter"]
     assert TASKS <= judge.calls <= TASKS + 3 * 16, "only what was in flight is paid twice"
     assert abs(judge.calls - usage["calls"]) <= 3 * 16
