@@ -27,9 +27,12 @@ DECISION = {"outcome": "promoted", "reason": "shown to be better: +0.2", "gain":
 FIGURES = {"reward_mean": 0.5, "loss": None, "stage": "grpo", "program": {"failures": {"timeout": 2}}}
 
 
-GENUINE = pytest.mark.parametrize(
-    "name", ["mlflow", "wandb", pytest.param("tensorboard", marks=pytest.mark.training)]
+TENSORBOARD = pytest.param("tensorboard", marks=pytest.mark.training)
+GENUINE = pytest.mark.parametrize("name", ["mlflow", "wandb", TENSORBOARD])
+ONE_OF_THEM = pytest.mark.parametrize(
+    "name", [TENSORBOARD, *(pytest.param(name, marks=pytest.mark.extended) for name in ("mlflow", "wandb"))]
 )
+"""For what takes long: the others are extended."""
 
 
 @dataclass
@@ -110,7 +113,7 @@ def test_a_run_has_the_steps_the_settings_and_the_decision(made: Round, name: st
 
 
 @pytest.mark.slow
-@GENUINE
+@ONE_OF_THEM
 def test_steps_are_sent_while_they_are_written_and_a_kill_gives_one_run(made: Round, name: str) -> None:
     made.step(1)
     with made.start(name) as process:
@@ -144,7 +147,7 @@ def test_a_step_that_mlflow_has_is_not_there_twice(made: Round) -> None:
 
 
 @pytest.mark.slow
-@GENUINE
+@ONE_OF_THEM
 def test_a_later_decision_takes_the_place_of_the_earlier(made: Round, name: str) -> None:
     made.step(1)
     for outcome in ("passed", "promoted"):

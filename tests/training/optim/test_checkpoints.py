@@ -79,7 +79,7 @@ def furthest(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
     "training",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"updates_per_batch": 2, "save_steps": 1}, id="two updates"),
+        pytest.param({"updates_per_batch": 2, "save_steps": 1}, id="two updates", marks=pytest.mark.extended),
         pytest.param({"beta": 0.5}, id="with a reference", marks=pytest.mark.extended),
         pytest.param({"warmup_steps": 3, "scheduler": "cosine"}, id="schedule", marks=pytest.mark.extended),
     ],

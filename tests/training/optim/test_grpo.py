@@ -240,7 +240,7 @@ def trl_alone(directory: Path, given: Sequence[TrainingRow], group: int, **argum
     return found[0]
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", pytest.param("grpo", marks=pytest.mark.extended)])
 def test_the_gradient_is_trls_where_trl_can_express_the_step(tmp_path: Path, loss_type: str) -> None:
     """Prompts x group rollouts of one sample each; advantages that have a mean of 0 in their group."""
     given = [
@@ -400,6 +400,7 @@ def test_a_step_that_runs_out_of_memory_has_the_gradient_of_an_undisturbed_one(
         assert f"a micro-batch of {failing.sizes[at]} tokens: this step is repeated" in line
 
 
+@pytest.mark.extended
 def test_the_smaller_micro_batches_stay(tmp_path: Path) -> None:
     """With memory for 17 tokens in a pass, which is the longest row: only the first step is repeated."""
     model = policy()

@@ -20,6 +20,7 @@ print([name for name in sys.modules if name.partition(".")[0] == "vllm"])
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_trainer_does_not_load_vllm() -> None:
     done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-3000:]

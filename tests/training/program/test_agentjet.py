@@ -288,7 +288,7 @@ async def test_a_judge_asks_the_judges_endpoint_or_the_auxiliary_model_of_that_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["ajet", "astuner"])
+@pytest.mark.parametrize("package", ["ajet", pytest.param("astuner", marks=pytest.mark.extended)])
 async def test_the_judge_of_boxed_results_is_our_check(tmp_path: Path, package: str) -> None:
     judge = f"{package}.task_judge.math_answer_as_judge->MathAnswerAsJudge"
     for answer, right, reward in (

@@ -351,6 +351,7 @@ def test_a_round_trains_on_the_agents_own_calls(
     assert result.seconds["trial"] > 0
 
 
+@pytest.mark.extended
 def test_an_agent_that_always_fails_is_refused_before_training(
     engine: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
