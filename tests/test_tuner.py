@@ -271,45 +271,6 @@ def test_a_data_set_is_split_by_conversation(tmp_path: Path) -> None:
 
 SCRIPT = """
 import json
-import urllib.request
-
-import flywheel
-
-
-async def run(task, model, auxiliary_models=None, logger=None):
-    at = task["openai"]
-    body = json.dumps({"model": at["model"], "messages": [{"role": "user", "content": task["question"]}]}).encode()
-    request = urllib.request.Request(at["base_url"] + "/chat/completions", body)
-    with urllib.request.urlopen(request) as reply:
-        text = json.load(reply)["choices"][0]["message"]["content"] or ""
-    return {"response": text, "metrics": {"length": len(text)}}
-
-
-async def judge(task, response, auxiliary_models=None, logger=None):
-    return min(1.0, len(response) / 20)
-
-
-if __name__ == "__main__":
-    made = flywheel.tune(
-        run,
-        {
-            "repeat_times": 4, "batch_size": 2, "total_steps": 2, "learning_rate": 1e-3,
-            "training": {"lora": {"r": 8}},
-            "rollout": {"max_model_len": 128, "max_completion_tokens": 16, "workers": 2},
-            "serving": {"max_model_len": 192}, "gate": {"min_tasks": 2, "max_tasks": 2, "samples": 2},
-        },
-        train_dataset="rows.jsonl",
-        judge_func=judge,
-        monitor_type="tensorboard",
-        model=%r,
-        directory="made",
-    )
-    print(json.dumps([str(made.adapter), made.is_better, made.reason, made.steps, made.reward_last]))
-"""
-
-
-TWO = """
-import json
 import os
 import sys
 import urllib.request
@@ -323,19 +284,23 @@ async def run(task, model, auxiliary_models=None):
     request = urllib.request.Request(at["base_url"] + "/chat/completions", body)
     with urllib.request.urlopen(request) as reply:
         text = json.load(reply)["choices"][0]["message"]["content"] or ""
-    return WorkflowOutput(response=text, metrics={"is_callers": float(sys.prefix == os.environ["PREFIX"])})
+    is_callers = float(sys.prefix == os.environ["PREFIX"])
+    return WorkflowOutput(response=text, metrics={"is_callers": is_callers, "length": len(text)})
 
 
 async def judge(task, response, auxiliary_models=None):
     from trinity.common.rewards.math_reward import MathBoxedRewardFn
 
     found = MathBoxedRewardFn()(response=response, truth=task["solution"])
-    return JudgeOutput(reward=found["accuracy"] + min(1.0, len(response) / 20), metrics=found)
+    return JudgeOutput(reward=(found["accuracy"] + min(1.0, len(response) / 20)) / 2, metrics=found)
 
 
 if __name__ == "__main__":
-    made = tune(workflow_func=run, judge_func=judge, config_path="config.yaml")
-    print(json.dumps([str(made.adapter), made.steps, made.comparison and made.comparison.tasks]))
+    made = tune(
+        workflow_func=run, judge_func=judge, config_path="config.yaml", monitor_type="tensorboard", directory="made"
+    )
+    compared = made.comparison and made.comparison.tasks
+    print(json.dumps([str(made.adapter), made.reason, made.steps, compared, made.reward_last]))
 """
 TRINITY = """
 algorithm: {algorithm_type: multi_step_grpo, repeat_times: 4, optimizer: {lr: 1e-3}}
@@ -356,6 +321,7 @@ gate: {min_tasks: 2, max_tasks: 2, samples: 2}
 
 @pytest.mark.training
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_a_round_in_another_interpreter_than_the_workflow(tmp_path: Path) -> None:
     environment = tmp_path / "environment"
@@ -367,7 +333,7 @@ def test_a_round_in_another_interpreter_than_the_workflow(tmp_path: Path) -> Non
     for split, numbers in (("train", range(4)), ("test", range(4, 6))):
         lines = (json.dumps({"problem": f"What is {n} plus {n}?", "solution": str(2 * n)}) for n in numbers)
         (tmp_path / "rows" / f"{split}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "script.py").write_text(TWO)
+    (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(TRINITY)
     trainer = tmp_path / "trainer"
     trainer.write_text(f'#!/bin/sh\nPYTHONPATH="{os.pathsep.join(sys.path)}" exec {sys.executable} "$@"\n')
@@ -382,33 +348,14 @@ def test_a_round_in_another_interpreter_than_the_workflow(tmp_path: Path) -> Non
         timeout=800,
         check=False,
     )
-    logs = "".join(path.read_text()[-3000:] for path in tmp_path.glob("tune-*/worker.log"))
-    assert done.returncode == 0, done.stderr + logs
-    adapter, steps, compared = json.loads(done.stdout.splitlines()[-1])
-    assert (steps, compared) == (2, 2)
+    log = tmp_path / "made" / "worker.log"
+    assert done.returncode == 0, done.stderr + (log.read_text()[-3000:] if log.exists() else "")
+    adapter, reason, steps, compared, reward = json.loads(done.stdout.splitlines()[-1])
+    assert (Path(adapter), steps, compared) == (tmp_path / "made" / "adapter", 2, 2)
+    assert "gain" in reason and 0 <= reward <= 1
+    assert list((tmp_path / "made" / "tensorboard").rglob("*tfevents*"))
     assert (Path(adapter) / "adapter_model.safetensors").is_file()
     assert "synchronizer.sync_style: without effect" in done.stderr
     measured = [json.loads(line) for line in (Path(adapter).parent / "metrics.jsonl").read_text().splitlines()]
     metrics = [line["program"]["metrics"] for line in measured if line["event"] == "step"]
-    assert all(line["is_callers"] == 1 and 0 <= line["accuracy"] <= 1 for line in metrics)
-
-
-@pytest.mark.training
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_round_without_a_daemon(tmp_path: Path) -> None:
-    rows = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "script.py").write_text(SCRIPT % str(POLICY))
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False
-    )
-    log = tmp_path / "made" / "worker.log"
-    assert done.returncode == 0, done.stderr + (log.read_text()[-3000:] if log.exists() else "")
-    adapter, _, reason, steps, reward = json.loads(done.stdout.splitlines()[-1])
-    assert (Path(adapter), steps) == (tmp_path / "made" / "adapter", 2)
-    assert (Path(adapter) / "adapter_model.safetensors").is_file()
-    assert list((tmp_path / "made" / "tensorboard").rglob("*tfevents*"))
-    assert "gain" in reason and 0 <= reward <= 1
-    measured = [json.loads(line) for line in (tmp_path / "made" / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["program"]["metrics"]["length"] > 0 for line in measured if line["event"] == "step")
+    assert all(line["is_callers"] == 1 and line["length"] > 0 and 0 <= line["accuracy"] <= 1 for line in metrics)
