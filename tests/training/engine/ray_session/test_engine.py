@@ -243,7 +243,7 @@ def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
 def test_a_debug_round_rolls_out_and_trains_nothing(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a whole round, with the engine that is there. `tests.training.worker.test_round` starts one of its own."""
+    """Of a whole round, with the engine that is there."""
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     with judge.running() as url:
         spec = round_spec(url, round_id="debug", debug=True, held_out=[])
