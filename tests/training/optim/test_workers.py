@@ -1,23 +1,27 @@
-"""Two processes of a trainer (`training.workers`) on a Ray cluster of two nodes: their steps are those of one."""
+"""Two processes of a trainer (`training.workers`) on a Ray cluster of two nodes: their steps are those of one. Where
+one is killed, the other ends with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from flywheel.errors import TrainError
-from flywheel.training.data.samples import RecordedReply, divided
+from flywheel.training.data.samples import RecordedReply, TrainingRow, divided
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.optim.ranks import open_store
 from tests.factories.pair import PAIRS
 from tests.factories.policy_training import policy, rows
 from tests.factories.trainer_processes import Processes, furthest, two_nodes
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.training,
@@ -48,32 +52,63 @@ def two(tmp_path_factory: pytest.TempPathFactory, parent: AdapterFiles) -> Itera
         yield Processes(tmp_path_factory.mktemp("two"), 2, parent)
 
 
-REPLIES = [
-    RecordedReply(f"t-{number}", tuple(replace(row.sample, logprobs=()) for row in rows() if row.rollout == number))
-    for number in (0, 1, 2, 3)
-]
-ONE_ROLLOUT = [row for row in rows() if row.rollout == 3]
+def replies(numbers: Sequence[int] = (0, 1, 2, 3)) -> list[RecordedReply]:
+    return [
+        RecordedReply(f"t-{each}", tuple(replace(row.sample, logprobs=()) for row in rows() if row.rollout == each))
+        for each in numbers
+    ]
+
+
+def one_rollout() -> list[TrainingRow]:
+    return [row for row in rows() if row.rollout == 3]
+
+
+def assert_all_end(processes: Processes, *, killed: int) -> None:
+    """Kill one while rank 0 waits for rollouts, and rank 1 for rank 0: the attempt ends with the reason. On a
+    cluster, the end of the session, which this is, ends the other."""
+    pids = [pid for _, pid in processes.each("where")]
+    dies, other = psutil.Process(pids[killed]), psutil.Process(pids[1 - killed])
+    adapter = processes.prepare(steps=2)
+    with ThreadPoolExecutor() as waiting:
+        work = [rows(), rows()], adapter, "late: rows of step 2"
+        attempt = waiting.submit(ray_cluster.on_all, processes.members, "reinforce", *work)
+        wait_for((processes.directory / "late").exists, "the second step")
+        dies.kill()
+        why = attempt.exception(timeout=60)
+    assert isinstance(why, TrainError)
+    assert "a process of it died" in why.why
+    assert why.retryable
+    ray.shutdown()
+    wait_for(lambda: not other.is_running(), "the end of the other process", seconds=60)
+
+
+@pytest.mark.extended
+def test_the_second_process_ends_when_the_first_is_killed(tmp_path: Path, parent: AdapterFiles) -> None:
+    """Before the other tests of this module, which share a session."""
+    with two_nodes():
+        assert_all_end(Processes(tmp_path / "two", 2, parent), killed=0)
 
 
 @pytest.mark.parametrize(
     ("stage", "items", "training"),
     [
-        *(("grpo", rows(), {"loss_type": loss_type}) for loss_type in ("dapo", "grpo", "dr_grpo")),
-        ("grpo", rows(), {"importance": "engine", "beta": 0.1}),
-        ("grpo", ONE_ROLLOUT, {}),
-        ("sft", REPLIES, {"sft": {"batch_size": 4, "epochs": 1}}),
-        ("sft", REPLIES[2:3], {"sft": {"batch_size": 4, "epochs": 1}}),
-        ("dpo", PAIRS, {"dpo": {"batch_size": 3, "epochs": 1}}),
-        ("dpo", PAIRS[1:2], {"dpo": {"batch_size": 3, "epochs": 1}}),
+        pytest.param("grpo", rows, {"loss_type": "dapo"}, id="dapo"),
+        pytest.param("grpo", rows, {"loss_type": "grpo"}, id="grpo", marks=pytest.mark.extended),
+        pytest.param("grpo", rows, {"loss_type": "dr_grpo"}, id="dr_grpo", marks=pytest.mark.extended),
+        pytest.param("grpo", rows, {"importance": "engine", "beta": 0.1}, id="kl"),
+        pytest.param("grpo", one_rollout, {}, id="one rollout"),
+        pytest.param("sft", replies, {"sft": {"batch_size": 4, "epochs": 1}}, id="sft"),
+        pytest.param("sft", lambda: replies([2]), {"sft": {"batch_size": 4, "epochs": 1}}, id="one reply"),
+        pytest.param("dpo", lambda: PAIRS, {"dpo": {"batch_size": 3, "epochs": 1}}, id="dpo"),
+        pytest.param("dpo", lambda: PAIRS[1:2], {"dpo": {"batch_size": 3, "epochs": 1}}, id="one pair"),
     ],
-    ids=["dapo", "grpo", "dr_grpo", "kl", "one rollout", "sft", "one reply", "dpo", "one pair"],
 )
 def test_two_processes_have_the_loss_and_the_gradient_of_one(
-    one: Processes, two: Processes, stage: str, items: Any, training: dict[str, Any]
+    one: Processes, two: Processes, stage: str, items: Callable[[], Any], training: dict[str, Any]
 ) -> None:
     """Rollouts have different lengths. A single rollout, reply or pair leaves the second process without one."""
-    wanted, of_one = one.step(stage, items, **training)
-    found, of_two = two.step(stage, items, **training)
+    wanted, of_one = one.step(stage, items(), **training)
+    found, of_two = two.step(stage, items(), **training)
     assert furthest(found, wanted) < 1e-6
     assert of_two["loss"] == pytest.approx(of_one["loss"], rel=1e-6, abs=1e-7)
     assert of_two["grad_norm"] == pytest.approx(of_one["grad_norm"], rel=1e-6)
@@ -85,8 +120,8 @@ def test_two_processes_have_the_loss_and_the_gradient_of_one(
 def test_the_first_process_alone_measures_losses(one: Processes, two: Processes) -> None:
     adapter = two.prepare()
     one.prepare()
-    found = ray_cluster.on_all(two.members[:1], "losses", REPLIES, adapter)
-    assert found == pytest.approx(one.alone.losses(REPLIES, adapter), rel=1e-6)
+    found = ray_cluster.on_all(two.members[:1], "losses", replies(), adapter)
+    assert found == pytest.approx(one.alone.losses(replies(), adapter), rel=1e-6)
     two.step("grpo", rows())
 
 
@@ -113,8 +148,17 @@ def test_a_step_without_rows_leaves_the_weights_as_they_are(two: Processes) -> N
     assert furthest(after_both, after_one) == 0
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
-@pytest.mark.parametrize(("rank", "stage"), [(0, "grpo"), (1, "grpo"), (1, "dpo")])
+@pytest.mark.parametrize(
+    ("rank", "stage", "half"),
+    [
+        (0, "grpo", "backward"),
+        (1, "dpo", "forward"),
+        pytest.param(0, "grpo", "forward", marks=pytest.mark.extended),
+        pytest.param(1, "grpo", "forward", marks=pytest.mark.extended),
+        pytest.param(1, "grpo", "backward", marks=pytest.mark.extended),
+        pytest.param(1, "dpo", "backward", marks=pytest.mark.extended),
+    ],
+)
 def test_a_step_for_which_one_process_lacks_memory_is_repeated_by_all(
     one: Processes, two: Processes, rank: int, stage: str, half: str
 ) -> None:
@@ -152,7 +196,15 @@ def ended(processes: Processes, method: str, *arguments: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("where", ["rows of step 1", "rows of step 2", "report of step 1", "report of step 2"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "rows of step 2",
+        "report of step 1",
+        pytest.param("rows of step 1", marks=pytest.mark.extended),
+        pytest.param("report of step 2", marks=pytest.mark.extended),
+    ],
+)
 def test_the_others_end_where_the_first_process_goes_no_further(two: Processes, where: str) -> None:
     """And can go on with what follows, such as the next stage. The checkpoint of a step that was not reported is not
     written."""
@@ -192,3 +244,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_ended(tmp_path: P
             assert furthest(found, whole) == 0
     finally:
         two.parent = known
+
+
+def test_the_first_process_ends_when_the_second_is_killed(two: Processes) -> None:
+    """Behind the other tests of this module, whose session it ends."""
+    assert_all_end(two, killed=1)
