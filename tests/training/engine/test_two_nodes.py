@@ -147,7 +147,9 @@ def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: 
         assert ray_cluster.Places(place_on_gpus(4, ray_cluster.gpus(), trainers=0), 60)
 
 
-def test_what_a_node_lacks_is_named(address: str, tmp_path: Path) -> None:
+def test_what_a_node_lacks_is_named(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The node, which has it from here, does not try again and again to reach the hub.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     agent = tmp_path / "agent.py"
     with connected(address) as config:
         member = ray_cluster.start(Process, gpus=0)
