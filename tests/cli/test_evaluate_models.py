@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flywheel.daemon.rounds.worker_process import WorkerProcess
 from tests.factories.config import BOXED_RUBRIC, write_yaml
 from tests.factories.judge_server import JudgeServer
 from tests.factories.round import POLICY
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 TASKS = 16
@@ -113,19 +113,21 @@ def test_an_adapter_is_measured_as_the_gate_does(folder: Path, judge: JudgeServe
 
 
 def test_a_killed_evaluation_goes_on(folder: Path, judge: JudgeServer) -> None:
-    judge.delay_seconds = 0.2
+    judge.hold(after=12)
     evaluate = ("evaluate", "--model", "base", "--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
     with start(folder, *evaluate) as process:
-        while judge.calls < 12:
-            assert process.poll() is None, process.stderr and process.stderr.read()
-            time.sleep(0.05)
+        wait_for(lambda: judge.calls > 12 or process.poll() is not None, "judge calls", seconds=900)
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        [directory] = (folder / "state" / "evaluations").iterdir()
+        partial = directory / "partial.jsonl"
+        wait_for(lambda: partial.exists() and len(partial.read_text().splitlines()) >= 12, "what was graded")
         process.send_signal(signal.SIGKILL)
-    [directory] = (folder / "state" / "evaluations").iterdir()
     # The worker outlives the command; killed, too, it leaves what it has graded.
     for worker in WorkerProcess.strays(directory):
         os.killpg(worker.pid, signal.SIGKILL)
-    judged = sum(1 for _ in (directory / "partial.jsonl").open())
-    assert 0 < judged < TASKS * SAMPLES
+    judged = len(partial.read_text().splitlines())
+    assert 12 <= judged < TASKS * SAMPLES
+    judge.let_go()
     found = flywheel(folder, *evaluate)
     assert found["answers"] == TASKS * SAMPLES
     assert judge.calls <= TASKS * SAMPLES + 4

@@ -81,23 +81,35 @@ def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "flywheel.yaml"
-    with JudgeServer(delay_seconds=1.0) as judge:
-        write_config(tmp_path, **judging(judge))
+    log = tmp_path / "log"
+    with JudgeServer() as judge:
+        judge.hold(after=5)
+        write_config(tmp_path, **judging(judge), daemon={"drain_seconds": 600})
         command = [sys.executable, "-m", "flywheel", "filter", "--json", "-c", str(config)]
-        with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with (
+            log.open("w") as errors,
+            warm.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
             try:
-                wait_for(lambda: judge.in_flight == 4 or process.poll() is not None, "judge calls")
+                wait_for(
+                    lambda: (judge.in_flight, judge.calls) == (4, 9) or process.poll() is not None, "judge calls"
+                )
                 process.send_signal(number)
-                out, err = process.communicate(timeout=SOON)
+                wait_for(
+                    lambda: "stopping" in log.read_text() or process.poll() is not None, "the signal to be heard"
+                )
+                judge.let_go()
+                out, _ = process.communicate(timeout=SOON)
             finally:
                 process.kill()
         calls = judge.calls
+    err = log.read_text()
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     assert f"{number.name} stopped it" in err
     told = json.loads(out)
     assert f"{number.name} stopped it" in told["error"]
-    assert told["usage"]["calls"] == calls >= 4, "what was paid for is told"
+    assert told["usage"]["calls"] == calls == 9, "what was paid for is told"
     status = ask(config, "status")
     assert status["judge"]["usage"]["calls"] == calls, "and stored"
     assert status["tasks"]["judging"] == 0
@@ -108,7 +120,8 @@ def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: sign
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
     config = tmp_path / "flywheel.yaml"
-    with JudgeServer(delay_seconds=60.0) as judge:
+    with JudgeServer() as judge:
+        judge.hold()
         write_config(tmp_path, **judging(judge), daemon={"drain_seconds": 600})
         command = [sys.executable, "-m", "flywheel", "filter", "-c", str(config)]
         log = tmp_path / "log"

@@ -85,7 +85,9 @@ class Desk:
         self.flywheel, self.folder, self.writer = flywheel, folder, writer
         settings = {"base_url": writer.base_url, "model": "judge", "max_thread": 2, "max_attempts": 2, **judge}
         write_rubric(folder)
-        self.config = write_config(folder, sources=[], judge=settings, filter={"rubric": "rubric.yaml"})
+        self.config = write_config(folder, sources=[], judge=settings, filter={"rubric": "rubric.yaml"},
+            daemon={"drain_seconds": 600},
+        )  # fmt: skip
 
     def __call__(self, count: int, *arguments: str) -> Ran:
         return self.flywheel("tasks", "from-documents", "docs", "--count", str(count), "-c", self.config, *arguments)
@@ -405,21 +407,24 @@ def test_the_keys_are_those_of_the_page(desk: Desk) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_is_paid(flywheel: Run, tmp_path: Path, docs: Path, number: signal.Signals) -> None:
-    with WriterServer(delay_seconds=0.5) as writer:
+    log = tmp_path / "log"
+    with WriterServer(at_once=3) as writer, log.open("w") as errors:
         desk = Desk(flywheel, tmp_path, writer)
         process = subprocess.Popen(
             [sys.executable, "-m", "flywheel", "tasks", "from-documents", "docs", "--count", "200",
              "-c", str(desk.config), "--json"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ},
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ},
         )  # fmt: skip
         try:
-            wait_for(lambda: writer.calls >= 4, "four calls")
+            wait_for(lambda: writer.calls == 5, "three calls, and two in flight")
             process.send_signal(number)
-            out, err = process.communicate(timeout=WAIT_SECONDS)
+            wait_for(lambda: "stopping" in log.read_text(), "the signal to be heard")
+            writer.let_go()
+            out, _ = process.communicate(timeout=WAIT_SECONDS)
         finally:
             process.kill()
             process.wait()
-    report = json.loads(out)
+    report, err = json.loads(out), log.read_text()
     assert process.returncode == 128 + number, err
     assert f"{number.name} stopped it. What was written is stored." in err
     assert report["usage"]["calls"] == writer.calls
@@ -429,17 +434,18 @@ def test_a_signal_keeps_what_is_paid(flywheel: Run, tmp_path: Path, docs: Path, 
 
 @pytest.mark.slow
 def test_kill_9_loses_only_what_is_in_flight(flywheel: Run, tmp_path: Path, docs: Path) -> None:
-    with WriterServer(delay_seconds=0.3) as writer:
+    with WriterServer(at_once=3) as writer:
         desk = Desk(flywheel, tmp_path, writer)
         process = subprocess.Popen(
             [sys.executable, "-m", "flywheel", "tasks", "from-documents", "docs", "--count", "8", "-c", desk.config],
             cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            wait_for(lambda: writer.calls >= 5, "five calls")
+            wait_for(lambda: writer.calls == 5, "three calls, and two in flight")
         finally:
             process.kill()
             process.wait()
+        writer.let_go()
         held = len(desk.tasks("--state", "held"))
         assert held >= 5 - 2 - 1, "at most two were in flight"
         before = writer.calls

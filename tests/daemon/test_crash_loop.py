@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.factories.judge_server import JudgeServer
 from tests.factories.state import execute
 from tests.factories.trace import write_lines
 from tests.factories.verdict import settle, undecided
+from tests.waiting import SOON
 
 COUNT = 10
 POISON = "What is the poisoned question?"
@@ -48,7 +48,7 @@ class Flywheel:
             self.asked_of_poison += 1
             if self.number is not None:
                 self.process.send_signal(self.number)
-                time.sleep(1)
+                self.process.wait(SOON)  # it has ended without an answer
         return True
 
     def start(self, judge: JudgeServer, *arguments: str) -> int:
@@ -124,17 +124,11 @@ async def test_what_was_in_work_is_judged_one_by_one_after_a_crash(
     await tell(store, *questions(*(f"What is {n} + 1?" for n in range(6))))
     await store.write(claims.claim, 4, "r", "j")
     assert await store.write(claims.recover) == (4, [])
-    judge.delay_seconds = 0.05
+    judge.delay_seconds = 0.05  # calls that were made at once would be in flight at once
+    judge.hold(after=4, until=2)
     alone: list[int] = []
     filtering = TaskJudging(store, make())
-
-    def on_judged(_: object) -> None:
-        alone.append(judge.most_in_flight)
-        if len(alone) == 4:
-            # On a busy machine, too, the second of the others comes before the first is answered.
-            judge.delay_seconds = 2
-
-    report = await filtering.run(on_judged=on_judged)
+    report = await filtering.run(on_judged=lambda _: alone.append(judge.most_in_flight))
     assert (report.judged, judge.calls) == (6, 6)
     assert alone[:4] == [1, 1, 1, 1]
     assert judge.most_in_flight == 2, "those that were not in work are judged together"

@@ -98,11 +98,14 @@ def test_a_live_database_is_followed_beside_a_bad_one(tmp_path: Path, make: Call
 def test_a_stop_waits_for_calls_in_flight_and_a_restart_goes_on(tmp_path: Path, make: Callable[..., Daemon]) -> None:
     source = empty_like("new_v1", tmp_path / "studio.sqlite")
     insert(source, rows("new_v1"))
-    with JudgeServer(delay_seconds=1.0) as judge:
+    with JudgeServer() as judge:
+        judge.hold(after=5)
         daemon = make(judge, source)
         process = daemon.start()
-        wait_for(lambda: judge.in_flight == 4 and judge.calls > 4, "judge calls")
+        wait_for(lambda: judge.in_flight == 4 and judge.calls == 9, "judge calls")
         process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "stopping" in daemon.log(), "the signal to be heard")
+        judge.let_go()
         assert process.wait(SOON) == 0
         paid = judge.calls
         assert daemon.judged() >= paid, "what was paid for is stored"
@@ -110,7 +113,6 @@ def test_a_stop_waits_for_calls_in_flight_and_a_restart_goes_on(tmp_path: Path, 
         assert books["balanced"]
         assert books["task_states"].get("judging", 0) == 0
         assert books["pending"] > 0
-        judge.delay_seconds = 0.0
         process = daemon.start()
         # A look at a state that a process begins to write just then says so instead.
         wait_for(lambda: daemon.ask("audit").get("pending") == 0, "the rest")
@@ -125,7 +127,8 @@ def test_a_stop_waits_for_calls_in_flight_and_a_restart_goes_on(tmp_path: Path, 
 def test_a_second_signal_does_not_wait(tmp_path: Path, make: Callable[..., Daemon]) -> None:
     source = empty_like("new_v1", tmp_path / "studio.sqlite")
     insert(source, rows("new_v1"))
-    with JudgeServer(delay_seconds=15.0) as judge:
+    with JudgeServer() as judge:
+        judge.hold()
         daemon = make(judge, source)
         process = daemon.start()
         wait_for(lambda: judge.in_flight == 4, "judge calls")

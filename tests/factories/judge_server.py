@@ -7,6 +7,7 @@ counts what it was asked and how many calls were in flight at once.
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import struct
@@ -23,6 +24,9 @@ from tests.factories.local_server import JsonHandler, LocalServer
 
 Verdict = Callable[[str, str], bool]
 
+LONGEST_SECONDS = 600
+"""How long a call is held at most: longer than a test waits for anything."""
+
 
 def boxed_sum(question: str, answer: str) -> bool:
     """Whether the answer boxes something: truth enough for tests that do not look at verdicts."""
@@ -31,7 +35,7 @@ def boxed_sum(question: str, answer: str) -> bool:
 
 class JudgeServer(LocalServer):
     """A context manager; `base_url` is what the judge's configuration wants. `behaviours` are played in turn,
-    `by_key` is for calls with that key."""
+    `by_key` is for calls with that key. Nobody is answered before `hold_until` calls are in flight at once."""
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class JudgeServer(LocalServer):
         *,
         behaviour: str | list[str] = "good",
         delay_seconds: float = 0.0,
-        hold_until: int = 0,
+        hold_until: float = 0,
         by_key: dict[str, str] | None = None,
     ) -> None:
         self.by_key = by_key or {}
@@ -51,6 +55,7 @@ class JudgeServer(LocalServer):
         self.verdict = verdict
         self.delay_seconds = delay_seconds
         self.hold_until = hold_until
+        self._free = 0
         self._full = threading.Event()
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -67,24 +72,32 @@ class JudgeServer(LocalServer):
     def behave(self, *behaviours: str) -> None:
         self._behaviours = cycle(behaviours)
 
-    def begin(self, request: dict[str, Any], headers: dict[str, str]) -> str:
+    def begin(self, request: dict[str, Any], headers: dict[str, str]) -> tuple[int, str]:
+        """The number of the call, from 1, and the behaviour that it gets."""
         with self._lock:
             self.requests.append(request)
             self.headers.append(headers)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
-            if self.in_flight >= self.hold_until:
+            if len(self.requests) > self._free and self.in_flight >= self.hold_until:
                 self._full.set()
             key = headers.get("authorization", "").removeprefix("Bearer ")
-            return self.by_key.get(key) or next(self._behaviours)
+            return len(self.requests), self.by_key.get(key) or next(self._behaviours)
 
-    def hold(self) -> None:
-        """Answer nobody before `hold_until` calls are in flight at once."""
-        self._full.wait(120)
+    def hold(self, *, after: int = 0, until: float = math.inf) -> None:
+        """Answer the next `after` calls, and those that follow once so many are in flight at once, or `let_go`."""
+        with self._lock:
+            self._free = len(self.requests) + after
+            self.hold_until = until
+            self._full.clear()
 
     def let_go(self) -> None:
         """Answer whoever was held, and nobody is held any more."""
         self._full.set()
+
+    def __exit__(self, *error: Any) -> None:
+        self.let_go()
+        super().__exit__(*error)
 
     def end(self) -> None:
         with self._lock:
@@ -133,9 +146,10 @@ def _handler(judge: JudgeServer) -> type[JsonHandler]:
             self.send(int(fault[:3]) if fault else 200, judge.models if not fault else {"error": fault})
 
         def post(self, request: dict[str, Any]) -> None:
-            behaviour = judge.begin(request, {name.lower(): value for name, value in self.headers.items()})
+            number, behaviour = judge.begin(request, {name.lower(): value for name, value in self.headers.items()})
             try:
-                judge.hold()
+                if number > judge._free:
+                    judge._full.wait(LONGEST_SECONDS)
                 if judge.delay_seconds:
                     time.sleep(judge.delay_seconds)
                 self.play(behaviour, request)

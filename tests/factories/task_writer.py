@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
@@ -12,6 +12,7 @@ from typing import Any
 
 from flywheel.judge.prompt import parse_sections
 from tests.factories.judge_faults import chat_completion
+from tests.factories.judge_server import LONGEST_SECONDS
 from tests.factories.local_server import JsonHandler, LocalServer
 
 Draft = dict[str, Any]
@@ -26,16 +27,18 @@ def about(passage: str, number: int) -> Draft:
 
 class WriterServer(LocalServer):
     """A context manager; `base_url` is what configurations want. It plays `behaviours` in their order, and the last
-    one from then on: `good`, the status of an error, `wrong quote`, `malformed`, `close`, or a text that it says."""
+    one from then on: `good`, the status of an error, `wrong quote`, `malformed`, `close`, or a text that it says.
+    It answers `at_once` calls, and the others after `let_go`."""
 
     def __init__(
-        self, *behaviours: str, write: Callable[[str, int], Draft] = about, delay_seconds: float = 0
+        self, *behaviours: str, write: Callable[[str, int], Draft] = about, at_once: float = math.inf
     ) -> None:
         self.requests: list[dict[str, Any]] = []
         self.passages: Counter[str] = Counter()
         self.write = write
         self.behave(*behaviours)
         self._lock = threading.Lock()
+        self._released = threading.Event()
         server = self
 
         class Handler(JsonHandler):
@@ -46,7 +49,9 @@ class WriterServer(LocalServer):
                     number = server.passages[passage]
                     server.passages[passage] += 1
                     behaviour = next(server._behaviours)
-                time.sleep(delay_seconds)
+                    is_held = len(server.requests) > at_once
+                if is_held:
+                    server._released.wait(LONGEST_SECONDS)
                 draft = server.write(passage, number)
                 if behaviour.isdigit():
                     self.send(int(behaviour), {"error": {"message": "scripted"}}, {"retry-after": "0"})
@@ -63,6 +68,14 @@ class WriterServer(LocalServer):
     @property
     def calls(self) -> int:
         return len(self.requests)
+
+    def let_go(self) -> None:
+        """Answer whoever was held, and nobody is held any more."""
+        self._released.set()
+
+    def __exit__(self, *error: Any) -> None:
+        self.let_go()
+        super().__exit__(*error)
 
     def behave(self, *behaviours: str) -> None:
         self._behaviours: Iterator[str] = chain(behaviours[:-1], repeat(behaviours[-1] if behaviours else "good"))

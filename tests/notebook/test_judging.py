@@ -76,15 +76,18 @@ def test_a_cache_asks_about_the_same_reply_once_and_about_another_one_of_the_sam
 
 @pytest.mark.slow
 async def test_what_was_judged_before_an_interruption_is_kept(tmp_path: Path) -> None:
-    with JudgeServer(says, delay_seconds=0.3) as judge:
+    with JudgeServer(says) as judge:
+        judge.hold(after=6)
         settings = {"base_url": judge.base_url, "model": "judge", "max_thread": 1}
         replies = [{"main_query": f"{n} + 1?", "answer": GOOD} for n in range(40)]
         cell = asyncio.create_task(package.ajudge_replies(RUBRIC, replies, judge=settings, cache=tmp_path / "cache"))
         await until(lambda: judge.calls > 6, "some calls")
         cell.cancel()
+        await asyncio.sleep(0)  # it is told to stop
+        judge.let_go()
         with pytest.raises(asyncio.CancelledError):
             await cell
-        asked, judge.delay_seconds = judge.calls, 0.0
+        asked = judge.calls
         again = await package.ajudge_replies(RUBRIC, replies, judge=settings, cache=tmp_path / "cache")
         assert outcomes(again) == ["accepted"] * 40
         assert judge.calls - asked < 40

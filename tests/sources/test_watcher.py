@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.sources.watcher import Watcher
-
-SOON = 30.0
+from tests.waiting import SOON, until
 
 
 @pytest.fixture
@@ -104,8 +103,7 @@ async def test_a_directory_that_was_deleted_and_made_anew_is_watched_again_whate
     path.parent.rmdir()
     path.parent.mkdir()
     watch = watcher._directories[path.parent]
-    while not watch.was_deleted:
-        await asyncio.sleep(0.05)
+    await until(lambda: watch.was_deleted, "the event of its deletion")
     wake.clear()
     watcher.refresh()
     await first(wake)

@@ -23,6 +23,7 @@ from flywheel.store.task_file import FileState, TaskFile, exported_to
 from tests.factories.task import written_keys
 from tests.factories.trace import put_numbered
 from tests.sources.studio.writer import DATA
+from tests.waiting import SOON
 
 MANY = 2 * CHUNK + 7
 
@@ -183,7 +184,7 @@ async def test_the_loop_goes_on_while_the_disk_is_slow(
 
     def slowly(*given: Any, **how: Any) -> Any:
         asked.set()
-        assert go_on.wait(10), "the event loop waits for the disk"
+        assert go_on.wait(SOON), "the event loop waits for the disk"
         return real(*given, **how)
 
     monkeypatch.setattr(task_file, slow, slowly)

@@ -102,11 +102,12 @@ async def test_what_takes_no_time_is_not_waited_for_as_long_as_loading(
 
 @pytest.mark.slow
 async def test_an_answer_that_drips_is_given_up() -> None:
-    async def dripping(scope: dict[str, object], receive: object, send: object) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-        for _ in range(50):
-            await send({"type": "http.response.body", "body": b" ", "more_body": True})  # type: ignore[operator]
-            await asyncio.sleep(0.1)
+    async def dripping(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        left = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not (await asyncio.wait([left], timeout=0.05))[0]:
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})
 
     with running(dripping) as url:
         async with Replica(url, timeout_seconds=0.5) as client:

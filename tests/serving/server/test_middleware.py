@@ -17,6 +17,7 @@ import pytest
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.system.server_limits import Message, Receive, Send
 from tests.serving.fake_vllm import BASE, FakeVllm, answer, running, with_middleware
+from tests.waiting import SOON, until
 
 
 def point(url: str, target: str, **more: str) -> httpx2.Response:
@@ -177,7 +178,7 @@ def test_a_streamed_answer_is_passed_on_as_it_comes(app: FakeVllm, url: str) -> 
 def test_the_server_learns_that_a_client_left(app: FakeVllm, url: str) -> None:
     with httpx2.stream("POST", f"{url}/v1/responses", json={"model": "agent"}) as answer:
         assert next(answer.iter_lines()) == BASE
-    assert app.disconnected.wait(20)
+    assert app.disconnected.wait(SOON)
 
 
 def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, url: str) -> None:
@@ -294,7 +295,8 @@ async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) ->
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(16)]
         for old, new in itertools.pairwise(versions):
-            await asyncio.sleep(0.03)
+            before = answered
+            await until(lambda: answered > before, "an answer between two flips")  # noqa: B023
             begun += 1
             change = {"alias": "agent", "target": new, "expected": old}
             assert (await client.put("/flywheel/alias", json=change)).status_code == 200

@@ -21,6 +21,7 @@ from flywheel.sources.otlp.receiver import LIMITS, Receiver, TracesEndpoint
 from flywheel.system.server_limits import ServerLimits
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 from tests.sources.studio.reading import read_all
+from tests.waiting import until
 
 GOOD = request(span(1)).SerializeToString()
 
@@ -203,9 +204,9 @@ async def half_sent(receiver: Receiver, number: int = 1) -> tuple[asyncio.Stream
     )
     writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode() + GOOD[:10])
     await writer.drain()
-    assert receiver._server is not None
-    while len(receiver._server._server.server_state.tasks) < number:
-        await asyncio.sleep(0.01)
+    server = receiver._server
+    assert server is not None
+    await until(lambda: len(server._server.server_state.tasks) >= number, "the request to be in flight")
     return reader, writer
 
 

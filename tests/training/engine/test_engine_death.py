@@ -9,6 +9,7 @@ import pytest
 
 from flywheel.training.engine import served_application
 from flywheel.training.engine.served_application import unless_dead
+from tests.waiting import until
 
 
 async def answer() -> int:
@@ -24,7 +25,17 @@ async def test_a_living_engine_answers() -> None:
 
 async def test_a_request_that_waits_for_a_dead_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_application, "LOOK_SECONDS", 0.01)
-    llm = SimpleNamespace(errored=False, dead_error=RuntimeError("dead"))
+    looks: list[bool] = []
+    enough = asyncio.Event()
+
+    class Dying:
+        dead_error = RuntimeError("dead")
+
+        @property
+        def errored(self) -> bool:
+            looks.append(enough.is_set())
+            return looks[-1]
+
     left = asyncio.Event()
 
     async def for_ever() -> None:
@@ -33,10 +44,10 @@ async def test_a_request_that_waits_for_a_dead_engine_fails(monkeypatch: pytest.
         finally:
             left.set()
 
-    waiting = asyncio.create_task(unless_dead(llm, for_ever()))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(unless_dead(Dying(), for_ever()))
+    await until(lambda: len(looks) > 2, "looks at a living engine")
     assert not waiting.done()
-    llm.errored = True
+    enough.set()
     with pytest.raises(RuntimeError, match="dead"):
         await waiting
     await left.wait()

@@ -222,7 +222,7 @@ def test_half_a_line_of_a_dead_worker_spoils_no_other(tmp_path: Path, grading: C
     file.mend()
     grading()(answer(2))
     assert [each.calls for each in file.read(0)[0]] == [1, 1]
-    wait_for(lambda: file.read(whole)[0], "the second line", seconds=5)
+    wait_for(lambda: file.read(whole)[0], "the second line")
 
 
 def test_a_wait_that_is_over_while_it_is_told_is_no_error() -> None:

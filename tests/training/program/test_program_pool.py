@@ -15,6 +15,7 @@ from flywheel.training.program import program_pool
 from flywheel.training.program.agent_program import ModelEndpoint
 from tests.cases import for_each
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
+from tests.waiting import until
 
 TASK = {"main_query": "How much?", "metadata": {"deep": {"er": [1]}}}
 
@@ -436,10 +437,14 @@ async def test_at_most_so_many_run_at_once_and_a_wait_is_not_part_of_the_time_li
         async def run(task, model):
             mark = pathlib.Path(f"running-{os.getpid()}")
             mark.touch(exist_ok=False)
-            most = 0
+            most, met = 0, pathlib.Path("met")
+            while most < 2 and not met.exists():  # the first two wait for each other
+                most = len(list(pathlib.Path().glob("running-*")))
+                await asyncio.sleep(0.01)
+            met.touch()
             for _ in range(20):
                 most = max(most, len(list(pathlib.Path().glob("running-*"))))
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
             mark.unlink()
             return most
         """,
@@ -464,8 +469,8 @@ async def test_a_cancelled_run_is_ended_and_the_pool_goes_on(new_pool: NewPool, 
     )
     running = asyncio.create_task(pool.run({"wait": True}, MODELS, "policy"))
     waiting = asyncio.create_task(pool.run({"wait": True}, MODELS, "policy"))
-    while not (tmp_path / "running").exists() or not (tmp_path / "running").read_text():
-        await asyncio.sleep(0.02)
+    mark = tmp_path / "running"
+    await until(lambda: mark.exists() and mark.read_text(), "the first run")
     pid = int((tmp_path / "running").read_text())
     for task in (waiting, running):
         task.cancel()
@@ -486,8 +491,7 @@ async def test_runs_of_a_pool_that_is_closed_end(new_pool: NewPool, tmp_path: Pa
         """
     )
     runs = [asyncio.create_task(pool.run({}, MODELS, "policy")) for _ in range(3)]
-    while not (tmp_path / "running").exists():
-        await asyncio.sleep(0.02)
+    await until((tmp_path / "running").exists, "a run")
     await asyncio.to_thread(pool.close)
     assert [(await run).cause for run in runs] == ["ended"] * 3
     with pytest.raises(RuntimeError, match="shutdown"):

@@ -21,6 +21,7 @@ from tests.training.engine.scripted_session import (
     written,
 )
 from tests.training.recorded.recordings import ADD, FINISH, call, said, steps
+from tests.waiting import until
 
 ONE, TWO = call("add", {"a": 1}), call("add", {"a": 2})
 TRACE = steps((ONE, "1"), (TWO, "ValueError: no"), (ONE, "another 1"))
@@ -198,8 +199,7 @@ def test_a_rollout_that_is_given_up_ends_at_once() -> None:
     async def give_up() -> None:
         session = ScriptedSession([said(call("add", {"a": 1})), None])
         rollout = asyncio.create_task(roll_out(rollout_request(TASK), session, SETUP))
-        while len(session.bodies) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(session.bodies) == 2, "the second message")
         rollout.cancel()
         with pytest.raises(asyncio.CancelledError):
             await rollout
