@@ -13,7 +13,16 @@ import pytest
 from flywheel.config import Config
 from tests.agents.running import ROOT, agentscope, run
 from tests.daemon.following import Following, status
-from tests.factories.recording_server import CALLS, OTLP, Json, Server, configuration, exported
+from tests.factories.recording_server import (
+    CALLS,
+    LONG_WAIT,
+    OTLP,
+    Json,
+    Server,
+    configuration,
+    end_waiting,
+    exported,
+)
 from tests.waiting import until
 
 QUESTIONS = ("What is 12 times 34?", "And 5 by 6?", "Thank you", "What is 7 times 8?")
@@ -65,15 +74,6 @@ def check(lines: Sequence[Json], requests: Sequence[Json]) -> None:
 
 
 @pytest.mark.slow
-async def test_traced_agents(server: Server, tmp_path: Path) -> None:
-    config = configuration(tmp_path, server, OTLP)
-    async with Following(config) as following:
-        await ask_everything(server, following._sources._receivers[0].url)
-        await until(lambda: len(exported(config)) == len(SETTINGS) * len(QUESTIONS), "the tasks of all replies")
-    check(exported(config), server.requests)
-
-
-@pytest.mark.slow
 async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_path: Path) -> None:
     (tmp_path / "traced").mkdir()
     (tmp_path / "untraced").mkdir()
@@ -85,7 +85,8 @@ async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_pa
             await until(
                 lambda c=config: len(exported(c)) == len(SETTINGS) * len(QUESTIONS), "the tasks of all replies"
             )
-    check(exported(untraced), server.requests)
+    for config in (traced, untraced):
+        check(exported(config), server.requests)
 
     def essence(config: Config) -> list[Json]:
         same = ("main_query", "init_messages", "prompt", "answer")
@@ -98,10 +99,11 @@ async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_pa
 
 
 @pytest.mark.slow
-async def test_both_sources_together_count_each_reply_once(server: Server, tmp_path: Path) -> None:
+async def test_both_sources_together_count_each_reply_once(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replies = len(SETTINGS) * len(QUESTIONS)
-    # Long enough for a busy machine: a trace whose call is not there by then is read without it.
-    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=20)
+    config = configuration(tmp_path, server, OTLP, CALLS, **LONG_WAIT)
 
     async def calls_are_read() -> bool:
         return (await status(config))["skipped"].get("recorded") == replies
@@ -109,6 +111,7 @@ async def test_both_sources_together_count_each_reply_once(server: Server, tmp_p
     async with Following(config) as following:
         await ask_everything(server, following._sources._receivers[0].url)
         await until(lambda: len(exported(config)) == replies, "the tasks of all replies")
+        end_waiting(monkeypatch)
         await until(calls_are_read, "the replies that both sources show")
     check(exported(config), server.requests)
     shown = await status(config)
@@ -118,10 +121,10 @@ async def test_both_sources_together_count_each_reply_once(server: Server, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["langchain", "openai_agents", "silent"])
 async def test_replies_become_tasks_once_beside_the_spans_of_an_instrumentation(
-    server: Server, tmp_path: Path, kind: str
+    server: Server, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the spans have no messages at all, those are the recorded calls'."""
-    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=20)
+    config = configuration(tmp_path, server, OTLP, CALLS, **LONG_WAIT)
     async with Following(config) as following:
         traces = following._sources._receivers[0].url
         program = ROOT / "tests" / "agents" / "instrumented_agent.py"
@@ -130,8 +133,9 @@ async def test_replies_become_tasks_once_beside_the_spans_of_an_instrumentation(
         async def both_are_read() -> bool:
             return [each["replies"] for each in (await status(config))["sources"]] == [4, 2]
 
+        await until(lambda: len(exported(config)) == 2, "two tasks of the traces")
+        end_waiting(monkeypatch)
         await until(both_are_read, "the spans and the calls")
-        await until(lambda: len(exported(config)) == 2, "two tasks")
     lines = exported(config)
     assert [line["answer"] for line in lines] == said == ["You asked: Hello", "You asked: Who?"]
     assert [line["metadata"]["turn"] for line in lines] == [0, 1]

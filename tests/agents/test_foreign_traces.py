@@ -21,7 +21,15 @@ from tests.agents.running import ROOT, run
 from tests.agents.scripted_model import ScriptedModel
 from tests.daemon.following import Following, status
 from tests.factories.config import make_config
-from tests.factories.recording_server import CALLS, OTLP, Server, configuration, exported
+from tests.factories.recording_server import (
+    CALLS,
+    LONG_WAIT,
+    OTLP,
+    Server,
+    configuration,
+    end_waiting,
+    exported,
+)
 from tests.serving.fake_vllm import running
 from tests.sources.studio.reading import MUCH_LATER, read_all
 from tests.waiting import until
@@ -200,9 +208,11 @@ async def test_model_calls_without_a_span_above_them_are_a_warning(
 
 
 @pytest.mark.slow
-async def test_traced_calls_that_the_server_has_recorded_give_exact_prompts(server: Server, tmp_path: Path) -> None:
+async def test_traced_calls_that_the_server_has_recorded_give_exact_prompts(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenInference keeps the response's id, so that each reply is one task of both sources."""
-    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=20)
+    config = configuration(tmp_path, server, OTLP, CALLS, **LONG_WAIT)
 
     async def both_are_read() -> bool:
         return (await status(config))["skipped"].get("recorded") == 2
@@ -213,6 +223,7 @@ async def test_traced_calls_that_the_server_has_recorded_give_exact_prompts(serv
             run, OPENINFERENCE, "turns", PRODUCTS, "Hello", server=server.url, traces=traces
         )
         await until(lambda: len(exported(config)) == 2, "two tasks")
+        end_waiting(monkeypatch)
         await until(both_are_read, "the replies that both sources show")
     lines = exported(config)
     assert [line["answer"] for line in lines] == said

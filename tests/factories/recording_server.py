@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flywheel.config import Config
 from flywheel.serving.client.replica_client import Replica
+from flywheel.sources.calls.conversations import Conversations
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.factories.config import make_config
 
@@ -42,6 +45,14 @@ def configuration(directory: Path, server: Server, *sources: Json, **ingest: Any
     )
 
 
+def end_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies that wait for their traces have waited for `LONG_WAIT`."""
+    due = Conversations.due
+    monkeypatch.setattr(
+        Conversations, "due", lambda self, now_ns: due(self, now_ns + int(LONG_WAIT["calls_wait_seconds"] * 1e9))
+    )
+
+
 def exported(config: Config) -> list[Json]:
     """The task file, in the order of the replies."""
     if not config.task_file.exists():
@@ -53,3 +64,5 @@ def exported(config: Config) -> list[Json]:
 
 OTLP: Json = {"type": "otlp", "listen": "127.0.0.1:0"}
 CALLS: Json = {"type": "calls"}
+LONG_WAIT: Json = {"calls_wait_seconds": 3600.0}
+"""However busy the machine, each trace has its calls by then, and is told before they are told without it."""
