@@ -112,6 +112,7 @@ def test_an_adapter_is_measured_as_the_gate_does(folder: Path, judge: JudgeServe
     assert not list(folder.rglob("state.db"))
 
 
+@pytest.mark.extended
 def test_a_killed_evaluation_goes_on(folder: Path, judge: JudgeServer) -> None:
     judge.hold(after=12)
     evaluate = ("evaluate", "--model", "base", "--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
@@ -148,6 +149,7 @@ async def run(task, model):
 """
 
 
+@pytest.mark.extended
 def test_an_agent_of_ones_own_answers_with_a_model_of_ours(folder: Path, judge: JudgeServer) -> None:
     (folder / "agent.py").write_text(AGENT)
     tasks = ("--benchmark", "tasks.jsonl", "--limit", "6")
