@@ -33,6 +33,8 @@ from flywheel.store.kernel.database import Store
 from tests import circles, warm
 from tests.waiting import StartError
 
+pytest_plugins = ["tests.leftovers"]
+
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300

@@ -109,6 +109,10 @@ class _Server:
             answer = self._socket.recv(MOST_BYTES)
         return int(answer)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def end(self) -> None:
         self._socket.close()
         self._process.wait()
@@ -121,6 +125,11 @@ def _server() -> _Server:
     if not _servers:
         _servers.append(_Server())
     return _servers[0]
+
+
+def servers() -> set[int]:
+    """The process that is forked, if there is one."""
+    return {each.pid for each in _servers}
 
 
 def end_server() -> None:
