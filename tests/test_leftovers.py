@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,24 +12,21 @@ from tests import leftovers
 
 pytest_plugins = ["pytester"]
 
-KEPT = ExitStack()
-"""What the tests below leave."""
 TESTS = """
 import socket, subprocess, threading
-from tests.test_leftovers import KEPT
 
-def test_socket():
-    KEPT.enter_context(socket.create_server(("127.0.0.1", 0)))
+def test_socket(kept):
+    kept.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-def test_process():
-    KEPT.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+def test_process(kept):
+    kept.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
 
-def test_thread():
+def test_thread(kept):
     released = threading.Event()
     thread = threading.Thread(target=released.wait, name="idle")
     thread.start()
-    KEPT.callback(thread.join)
-    KEPT.callback(released.set)
+    kept.callback(thread.join)
+    kept.callback(released.set)
 
 def test_nothing():
     with socket.create_server(("127.0.0.1", 0)):
@@ -48,18 +44,30 @@ def server():
 
 
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The run inside has a TMPDIR below that of this run, and waits for nothing."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(leftovers, "END_SECONDS", 0)
-    yield
-    KEPT.close()
+
+
+class Kept:
+    """A plugin with the fixture that keeps what tests leave, until this test has seen what is said of it."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+
+    @pytest.fixture
+    def kept(self) -> ExitStack:
+        return self.stack
 
 
 def run(pytester: pytest.Pytester) -> pytest.RunResult:
     without = ("cacheprovider", "asyncio", "rerunfailures")
-    return pytester.runpytest_inprocess("-p", "tests.leftovers", *(f"-pno:{name}" for name in without))
+    options = ("-ptests.leftovers", *(f"-pno:{name}" for name in without))
+    kept = Kept()
+    with kept.stack:
+        return pytester.runpytest_inprocess(*options, plugins=[kept])
 
 
 def test_each_thing_is_named_with_its_test(pytester: pytest.Pytester) -> None:
@@ -87,12 +95,11 @@ def test_a_file_outside_the_folder_and_a_process_fail_the_run(pytester: pytest.P
     pytester.makepyfile(
         test_leaves=f"""
         import os, pathlib, signal, subprocess
-        from tests.test_leftovers import KEPT
 
-        def test_leaves():
+        def test_leaves(kept):
             pathlib.Path({str(tmp_path)!r}, "flywheel-left").touch()
             orphan = subprocess.check_output(["sh", "-c", "sleep 600 >/dev/null & echo $!"], text=True)
-            KEPT.callback(os.kill, int(orphan), signal.SIGKILL)
+            kept.callback(os.kill, int(orphan), signal.SIGKILL)
         """
     )
     result = run(pytester)
