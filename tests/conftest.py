@@ -33,7 +33,7 @@ from flywheel.store.kernel.database import Store
 from tests import circles, warm
 from tests.waiting import StartError
 
-pytest_plugins = ["tests.leftovers"]
+pytest_plugins = ["tests.leftovers", "tests.quick_circle"]
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"

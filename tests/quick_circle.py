@@ -1,0 +1,58 @@
+"""A pytest plugin: a test of the circle `quick` fails if it starts Python or a browser, or imports vLLM, Ray or torch.
+
+Processes that `tests/warm.py` forks, and small programs of the system such as `git`, are allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.circles import circle_of
+
+HEAVY: Final = {"ray", "torch", "transformers", "trl", "vllm"}
+OF_THE_SYSTEM: Final = ("/bin", "/sbin", "/usr")
+NOT_SMALL: Final = ("python", "chrom")
+
+_seen: list[str] = []
+"""What the test that runs has started or imported so far."""
+
+
+def is_small(program: str) -> bool:
+    """Whether it is a program of the system that is neither Python nor a browser."""
+    path = Path(program)
+    return not path.name.startswith(NOT_SMALL) and (not path.is_absolute() or program.startswith(OF_THE_SYSTEM))
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen":
+        executable, command = arguments[:2]
+        first = os.fsdecode(executable or (command if isinstance(command, (str, bytes)) else command[0]))
+        if not is_small(first) and "tests.warm" not in command:
+            _seen.append(f"starts {first}")
+    elif event == "import" and arguments[0] in HEAVY:
+        _seen.append(f"imports {arguments[0]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """What fixtures did for this test counts as well."""
+    result = yield
+    markers = {marker.name for marker in item.iter_markers()}
+    if _seen and circle_of(markers) == "quick":
+        pytest.fail(f"This test {', '.join(dict.fromkeys(_seen))}: mark it `slow`.", pytrace=False)
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _seen.clear()
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_audit)

@@ -1,0 +1,58 @@
+"""Tests of the circle `quick` start nothing that takes seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import for_each
+from tests.quick_circle import is_small
+
+pytest_plugins = ["pytester"]
+
+OPTIONS = ("-ptests.quick_circle", "-pno:cacheprovider", "-pno:rerunfailures", "-pno:asyncio")
+TESTS = """
+import subprocess, sys
+import pytest
+from tests import warm
+
+@pytest.fixture
+def started():
+    subprocess.run([sys.executable, "-c", ""])
+
+def test_process():
+    subprocess.run([sys.executable, "-c", ""])
+
+def test_fixture(started):
+    pass
+
+@pytest.mark.slow
+def test_slow(started):
+    pass
+
+def test_import():
+    with pytest.raises(ImportError):
+        import trl.nothing
+
+def test_small():
+    subprocess.run(["true"])
+"""
+
+
+def test_a_quick_test_that_starts_python_fails(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TESTS)
+    pytester.makepyfile(trl="raise ImportError")
+    result = pytester.runpytest_inprocess(*OPTIONS)
+    result.assert_outcomes(passed=2, failed=3)
+    result.stdout.re_match_lines(
+        [r"This test starts .*python.*: mark it `slow`.", "This test imports trl: mark it `slow`."]
+    )
+
+
+@for_each("program", ["git", "/usr/bin/git", "sh"])
+def test_a_program_of_the_system_is_small(program: str) -> None:
+    assert is_small(program)
+
+
+@for_each("program", ["python3", "/usr/bin/python3", "/x/.venv/bin/flywheel", "/usr/bin/chromium", "/tmp/own"])
+def test_python_a_browser_and_own_programs_are_not(program: str) -> None:
+    assert not is_small(program)
