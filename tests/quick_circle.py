@@ -1,4 +1,4 @@
-"""A pytest plugin: a test of the circle `quick` fails if it starts Python or a browser, or imports vLLM, Ray or torch.
+"""A pytest plugin: a test of the circle `quick` fails if it starts Python or a browser, or imports vLLM, Ray, torch.
 
 Processes that `tests/warm.py` forks, and small programs of the system such as `git`, are allowed.
 """
