@@ -197,8 +197,6 @@ def test_an_engine_that_is_killed_in_the_middle_fails_its_calls(prompts: list[Pr
             except openai.OpenAIError as error:
                 failures.append(error)
 
-    # Before its first call, the actor asks the process what it can do: calls that wait for that are not in flight.
-    generate(actor, [rollout(prompts[0])])
     # The first call of all asks vLLM's process what it can do, before anything is in flight there.
     ray.get(actor.generate.remote(rollout(prompts[0])))
     # It generates nothing more: the calls are in flight until the process ends.
