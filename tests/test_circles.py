@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -87,3 +89,43 @@ def test_collecting_the_tests_imports_no_heavy_package(pytestconfig: pytest.Conf
     """Each takes seconds, which every run would wait for."""
     heavy = {"agentscope", "peft", "sentence_transformers", "torch", "transformers"}
     assert pytestconfig.stash[IMPORTED] & heavy == set()
+
+
+def promises() -> dict[str, list[str]]:
+    """The tests that the page on the architecture names for each promise."""
+    page = (circles.ROOT / "docs" / "architecture.md").read_text()
+    _, _, *rows = page.partition("| promise |")[2].partition("\n\n")[0].splitlines()
+    columns = (row.strip("| ").split(" | ") for row in rows)
+    return {promise: re.findall(r"`([^`]+::[^`]+)`", tests) for promise, _, tests in columns}
+
+
+def markers_in(expressions: Iterable[ast.expr]) -> set[str]:
+    """The markers that decorators give a whole test. Those of single parameters are inside `parametrize`."""
+    written = (ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in expressions)
+    return {each.removeprefix("pytest.mark.") for each in written if each.startswith("pytest.mark.")}
+
+
+def circle_in_source(node: str) -> str | None:
+    """The circle of the test with this id, or nothing if there is no such test."""
+    module, *names = node.split("::")
+    path = circles.ROOT / module
+    scope: ast.AST = ast.parse(path.read_text() if path.is_file() else "")
+    markers: set[str] = set()
+    for name in names:
+        statements = getattr(scope, "body", [])
+        for each in statements:
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "pytestmark":
+                markers |= markers_in(each.value.elts if isinstance(each.value, ast.List) else [each.value])
+        functions = (each for each in statements if getattr(each, "name", "") == name)
+        if (found := next(functions, None)) is None:
+            return None
+        scope, markers = found, markers | markers_in(found.decorator_list)
+    return circles.circle_of(markers)
+
+
+def test_make_test_runs_a_test_of_each_promise() -> None:
+    named = promises()
+    assert len(named) > 40
+    assert [promise for promise, nodes in named.items() if not nodes] == [], "without the id of a test"
+    found = {node: circle_in_source(node) for nodes in named.values() for node in nodes}
+    assert {node: circle for node, circle in found.items() if circle not in ("quick", "test")} == {}
