@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -188,6 +189,15 @@ def left_behind(pid: int, directory: Path) -> list[Path]:
     return [path for parent in (Path("/tmp"), temporary(directory)) for path in parent.glob(f"fw-{pid}-*")]
 
 
+def end(process: subprocess.Popen[str], directory: Path) -> None:
+    """Kill -9 a worker with all of its processes, and remove what it then leaves where temporary files go."""
+    for member in family(directory):
+        member.kill()
+    process.communicate()
+    for path in left_behind(process.pid, directory):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def run(directory: Path, made: RoundSpec, meanwhile: Callable[[], None] = lambda: None) -> Done:
     process = start(directory, made)
     try:
@@ -268,9 +278,7 @@ def killed(
             error = json.loads(read(directory / "error.json"))
             assert (process.returncode, error["retryable"]) == (1, True), error
     finally:
-        for member in family(directory):
-            member.kill()
-        process.communicate()
+        end(process, directory)
     return synced
 
 

@@ -28,7 +28,7 @@ from tests.factories.worker import (
     Done,
     Judge,
     below,
-    family,
+    end,
     graded,
     read,
     run,
@@ -108,9 +108,7 @@ def attempt(directory: Path, made: RoundSpec, answering: Judge, *, worker_dies: 
                 wait_for(lambda: not any(map(psutil.Process.is_running, ranks)), "their end", seconds=SOON)
             return [str(rank) for rank in ranks if rank.is_running()]
         finally:
-            for member in family(directory):
-                member.kill()
-            worker.communicate()
+            end(worker, directory)
 
 
 @pytest.fixture(scope="module")
