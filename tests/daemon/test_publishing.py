@@ -16,9 +16,10 @@ import yaml
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer, SplitRequest
-from flywheel.daemon.publishing import model_card
+from flywheel.daemon.publishing import model_card, publish
 from flywheel.records.states import RoundState
 from flywheel.serving.adapter_files import FILES
+from flywheel.serving.alias_target import AliasTarget
 from flywheel.serving.server.alias_table import read_aliases
 from flywheel.serving.server.vllm_command import adopt, alias_file, command, sent_adapters
 from flywheel.store.kernel.database import Store
@@ -115,8 +116,20 @@ async def test_a_folder_that_cannot_be_written_fails_no_swap(
     assert published.current["agent"]["target"] == R1
 
 
-async def test_a_copy_that_was_cut_off_is_made_again(published: Published) -> None:
+async def test_a_copy_that_cannot_be_finished_is_not_named(published: Published) -> None:
     """`current.json` is written last: it never names a folder that is not whole."""
+    await published.deployer.deploy("r0001", "test")
+    before = published.current
+    source = published.folder.parent / "r0002"
+    sha256 = tree_sha256(source)
+    (source / FILES[1]).unlink()
+    with pytest.raises(FileNotFoundError):
+        publish(published.folder, "agent", AliasTarget(R2, str(source), sha256), {R2: "a card"})
+    assert published.current == before
+    assert not (published.folder / f"r0002-{sha256[:12]}").exists()
+
+
+async def test_a_copy_that_was_cut_off_is_made_again(published: Published) -> None:
     published.folder.mkdir()
     sha256 = tree_sha256(published.folder.parent / "r0001")
     left = published.folder / f".r0001-{sha256[:12]}.new"
