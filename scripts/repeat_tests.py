@@ -59,8 +59,8 @@ def _again(item: pytest.Item) -> pytest.Item:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Processes that use the processor all the time, of other sessions: within one, Linux prefers them to Ray's, which
-    ask for less of it, and gives these next to nothing."""
+    """Processes that use the processor all the time. They are of other sessions: within one, Linux would leave next to
+    nothing to Ray's processes, which ask for less."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
