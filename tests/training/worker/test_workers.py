@@ -47,7 +47,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-STEPS, THREADS, SOON = 5, 4, 60.0
+STEPS, THREADS, SOON = 8, 4, 60.0
 GOES_ON = "goes on from its checkpoint after step"
 
 
@@ -61,6 +61,7 @@ def planned(judge_url: str) -> RoundSpec:
         "save_steps": 2,
         "beta": 0.05,
         "overlap": 1,
+        "learning_rate": 1e-3,
     }
     settings["training"]["sft"] |= {"epochs": 1, "batch_size": 8, "learning_rate": 1e-3}
     return made.model_copy(
@@ -84,18 +85,19 @@ class Killed:
 
 
 def attempt(directory: Path, made: RoundSpec, answering: Judge, *, worker_dies: bool) -> list[str]:
-    """Kill -9 the worker, or one process of its trainer, in the fourth step of GRPO. Returns the processes of the
+    """Kill -9 the worker, or one process of its trainer, in a step of GRPO. Returns the processes of the
     trainer that are left."""
 
     def in_step() -> bool:
+        """Behind the third. The judge is needed for each that follows, so that only one more ends."""
         steps = [json.loads(line) for line in read(directory / "metrics.jsonl").splitlines()]
         has_begun = GOES_ON in read(directory / "worker.log") if made.attempt > 1 else graded(directory) >= 3
-        return has_begun and sum(line.get("stage") == "grpo" for line in steps) == 3
+        return has_begun and sum(line.get("stage") == "grpo" for line in steps) >= 3
 
     with answering.holding(in_step):
         worker = start(directory, made)
         try:
-            wait_for(lambda: worker.poll() is not None or in_step(), "the fourth step", seconds=400)
+            wait_for(lambda: worker.poll() is not None or in_step(), "a step", seconds=400)
             assert worker.poll() is None, read(directory / "worker.log")[-3000:]
             ranks = [each for each in below(worker.pid) if " ".join(each.cmdline()).startswith("ray::Trainer")]
             assert len(ranks) == 2
@@ -149,12 +151,14 @@ def test_the_round_goes_on_and_takes_every_step_once(killed: Killed) -> None:
     assert done.result.stages[1].steps == STEPS
     assert [line["step"] for line in done.steps] == list(range(1, done.result.steps + 1))
     before = done.result.stages[0].steps
-    assert log.count(f"r0001 {GOES_ON} {before + 2}") == 2
+    after = [int(number) - before for number in re.findall(rf"r0001 {GOES_ON} (\d+)", log)]
+    assert len(after) == 2
+    assert all(2 <= number < STEPS and number % 2 == 0 for number in after)
     assert [log.count(f"stage {number} of 2, {stage}") for number, stage in ((1, "sft"), (2, "grpo"))] == [1, 3]
     # They are found by the hash of the weights, which are the same after two steps from the checkpoint and others
-    # from stored rollouts.
-    found = map(int, re.findall(r"(\d+) of 32 rollouts were graded by an earlier worker", log))
-    assert sum(found) == sum(killed.judged[:2])
+    # from stored rollouts. The second worker may have been killed before it found them.
+    found = re.findall(r"(\d+) of 32 rollouts were graded by an earlier worker", log.rpartition(GOES_ON)[2])
+    assert sum(map(int, found)) == killed.judged[1]
     assert set(Counter(line["step"] for line in done.rollouts).values()) == {32}
     assert done.left_running == []
     assert done.left_behind == []
