@@ -59,7 +59,7 @@ def _again(item: pytest.Item) -> pytest.Item:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Processes that use the processor all the time. They are of other sessions: within one, Linux would leave next to
+    """Processes that use the processor all the time, of other sessions: within one, Linux would leave next to
     nothing to Ray's processes, which ask for less."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
