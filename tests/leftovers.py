@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -135,6 +136,9 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     leftovers = pytestconfig.stash[LEFTOVERS]
     leftovers.begin_module()
     yield
+    # The functions of the latest rubrics keep their processes until this one ends.
+    if checks := sys.modules.get("flywheel.judge.rubric.checks.python_check"):
+        checks.load.cache_clear()
     gc.collect()
     end = time.monotonic() + END_SECONDS
     while left := leftovers.left():
