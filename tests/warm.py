@@ -1,7 +1,8 @@
 """Python processes that start at once: they are forked from one that has imported Flywheel.
 
-`Popen` and `run` are those of `subprocess`. A command `[sys.executable, "-m", MODULE, …]` starts without the second
-that imports take. Tests of the start itself, or of what the interpreter reads from its environment, use `subprocess`.
+`Popen` and `run` are those of `subprocess`. A command `[sys.executable, "-m", MODULE, …]`, or `-c` and code, starts
+without the second that imports take. Tests of the start itself, or of what the interpreter reads from its
+environment, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -38,10 +40,12 @@ class Popen(subprocess.Popen[Any]):
         )
         special = preexec_fn or pass_fds or shell or gid or gids or uid or umask != -1 or group != -1
         command = [os.fspath(each) for each in args] if not isinstance(args, str) else []
-        if special or command[:2] != [sys.executable, "-m"] or not _takes(env):
+        is_python = command[:1] == [sys.executable] and command[1:2] in (["-m"], ["-c"])
+        if special or not is_python or not _takes(env):
             super()._execute_child(args, *more)
             return
         request = {
+            "option": command[1],
             "arguments": command[2:],
             "cwd": os.fspath(cwd) if cwd is not None else str(Path.cwd()),
             "env": {
@@ -183,7 +187,7 @@ def _forked(requests: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Run the module as `python -m` would."""
+    """Run the module or the code as `python` would."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     if request["new_session"]:
         os.setsid()
@@ -197,7 +201,12 @@ def _become(request: dict[str, Any]) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.path[0] = request["cwd"]
     sys.argv = request["arguments"]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    if request["option"] == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        code, sys.argv[0] = sys.argv[0], "-c"
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(code, main.__dict__)
 
 
 def main() -> None:

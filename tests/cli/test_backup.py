@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from flywheel.store.backup import CURRENT
 from flywheel.system.lock import instance_lock
+from tests import warm
 from tests.cli.conftest import Run
 from tests.daemon.conftest import server
 from tests.factories.config import write_config, write_rubric
@@ -111,13 +111,13 @@ def test_a_drill(flywheel: Run, config: Path, tmp_path: Path) -> None:
 
     run = [sys.executable, "-m", "flywheel"]
     with (tmp_path / "daemon.log").open("wb") as log:
-        daemon = subprocess.Popen([*run, "run", "-c", str(config)], stderr=log, stdout=log)
+        daemon = warm.Popen([*run, "run", "-c", str(config)], stderr=log, stdout=log)
     writer = threading.Thread(target=load)
     writer.start()
     try:
         wait_for(lambda: replies() > 50, "the first replies")
         command = [*run, "backup", str(tmp_path / "backup"), "-c", str(config)]
-        subprocess.run(command, check=True, timeout=300)
+        warm.run(command, check=True, timeout=300)
         at_backup = execute(tmp_path / "backup" / CURRENT / "state.db", "SELECT count(*) FROM replies")[0][0]
         wait_for(lambda: replies() > at_backup, "replies after the backup")
     finally:

@@ -15,7 +15,7 @@ import pytest
 
 from flywheel.daemon import service
 from flywheel.errors import EXIT_CONFIG
-from tests import waiting
+from tests import waiting, warm
 from tests.cli.conftest import Run
 from tests.conftest import POLICY
 from tests.daemon.rounds.workers import REFUSES
@@ -48,7 +48,7 @@ def go_on(tmp_path: Path) -> Iterator[Path]:
 def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
     code = PROGRAM.format(worker=str(config.with_name("worker")))
     with log.open("wb") as stderr:
-        return subprocess.Popen([sys.executable, "-c", code, "run", "-c", config], stderr=stderr)
+        return warm.Popen([sys.executable, "-c", code, "run", "-c", config], stderr=stderr)
 
 
 def live_round(config: Path) -> Any:

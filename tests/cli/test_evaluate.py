@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from flywheel.daemon.rounds.erasure import erase_from_files
 from flywheel.errors import EXIT_CONFIG, EXIT_QUALITY, EXIT_UNAVAILABLE, EXIT_USAGE
 from flywheel.records.erasure import ErasedTasks
 from flywheel.store import gate_tests
+from tests import warm
 from tests.cli.conftest import Ran, Run
 from tests.cli.filter_bench import Bench
 from tests.cli.terminal import in_terminal
@@ -196,7 +195,7 @@ def test_a_run_that_was_killed_goes_on(evaluate: Callable[..., Ran], endpoint: E
     command = [sys.executable, "-m", "flywheel", "evaluate", "-c", str(bench.folder / "flywheel.yaml"), "--model"]
     command += ["small", "--base-url", endpoint.base_url, "--api-key-env", "MODEL_KEY"]
     command += ["--benchmark", str(bench.folder / "tasks.jsonl")]
-    with subprocess.Popen(command, cwd=bench.folder, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+    with warm.Popen(command, cwd=bench.folder) as process:
         wait_for(lambda: bench.judge.calls >= 8, "calls of the judge")
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL

@@ -23,6 +23,7 @@ from flywheel.config import load
 from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
 from flywheel.store.kernel.database import read_once
+from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.terminal import COMMANDS, EVIL
 from tests.daemon.rounds.workers import REFUSES, works
@@ -222,7 +223,7 @@ def started(config: Path, stderr: int) -> subprocess.Popen[bytes]:
     worker = str(config.with_name("worker"))
     code = f"import sys; from flywheel.cli import main; sys.executable = {worker!r}; main()"
     command = [PYTHON, "-c", code, "round", "-c", config]
-    return subprocess.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
+    return warm.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
 
 
 @pytest.mark.slow

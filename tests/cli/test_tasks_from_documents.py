@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from flywheel.judge.prompt import parse_sections
 from flywheel.records.ground_truth import ground_truth_of
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.schema import tasks
+from tests import warm
 from tests.cli.conftest import Ran, Run
 from tests.factories.config import write_config, write_rubric
 from tests.factories.documented_json import compare, documented
@@ -410,10 +410,10 @@ def test_a_signal_keeps_what_is_paid(flywheel: Run, tmp_path: Path, docs: Path, 
     log = tmp_path / "log"
     with WriterServer(at_once=3) as writer, log.open("w") as errors:
         desk = Desk(flywheel, tmp_path, writer)
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-m", "flywheel", "tasks", "from-documents", "docs", "--count", "200",
              "-c", str(desk.config), "--json"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ},
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         try:
             wait_for(lambda: writer.calls == 5, "three calls, and two in flight")
@@ -436,7 +436,7 @@ def test_a_signal_keeps_what_is_paid(flywheel: Run, tmp_path: Path, docs: Path, 
 def test_kill_9_loses_only_what_is_in_flight(flywheel: Run, tmp_path: Path, docs: Path) -> None:
     with WriterServer(at_once=3) as writer:
         desk = Desk(flywheel, tmp_path, writer)
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-m", "flywheel", "tasks", "from-documents", "docs", "--count", "8", "-c", desk.config],
             cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from flywheel.store import claims, verdicts
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.database import Store
+from tests import warm
 from tests.cli.conftest import Run
 from tests.factories.config import make_config
 from tests.factories.judge_server import JudgeServer
@@ -390,7 +390,7 @@ async def test_kill_9_loses_no_score_and_doubles_none(store: Store, tmp_path: Pa
     await store.write(put, *range(1, 31))
     for wanted in (7, 40):
         server.go_on.set()
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(config.state_dir), server.host])
+        process = warm.Popen([sys.executable, "-c", KILLED, str(config.state_dir), server.host])
         await until(lambda wanted=wanted: len(server.requests) >= wanted, "scores", seconds=SECONDS)
         server.go_on.clear()
         os.kill(process.pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ import json
 import shutil
 import sqlite3
 import stat
-import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -19,6 +18,7 @@ from flywheel.records.states import Split
 from flywheel.store.backup import CURRENT, MANIFEST, PREVIOUS, RESTORING, Backup, restore
 from flywheel.store.kernel.database import STATE_FILE as STATE
 from flywheel.system.lock import STATE_LOCKS, instance_lock
+from tests import warm
 from tests.factories.backup import back_up
 from tests.factories.state import execute, write_state
 from tests.factories.trace import put_replies, replies_on
@@ -210,7 +210,7 @@ back_up(state, folder) if sys.argv[2] == "backup" else backup.restore(folder, st
 def killed(renamings: int, what: str, folder: Path, state: Path) -> bool:
     """Whether the process was killed before so many renamings were done."""
     command = [sys.executable, "-c", KILLED, str(renamings), what, str(folder), str(state)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    ran = warm.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode in (0, -9), ran.stderr
     return ran.returncode == -9
 

@@ -24,6 +24,7 @@ from flywheel.errors import CallLogError
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.calls.request_parts import MAX_PARTS, packed, parts_of, runs
+from tests import warm
 from tests.factories.call_log import call, conversation, stored
 from tests.waiting import wait_for
 
@@ -308,7 +309,7 @@ def test_a_second_connection_keeps_the_locks_of_the_first(tmp_path: Path) -> Non
             "from tests.serving.calls.test_call_log import *\n"
             f"log = CallLog(Path({str(path)!r})); log.state(); log.close()"
         )
-        subprocess.run([sys.executable, "-c", reader], check=True, timeout=60)
+        warm.run([sys.executable, "-c", reader], check=True, timeout=60)
         assert (tmp_path / "calls.db-wal").exists()
         first.append([call("b")])
         assert len(stored(second)) == 2
@@ -361,7 +362,7 @@ def test_what_kill_9_leaves_is_whole(tmp_path: Path) -> None:
     told = {each.request_id: each for seed in range(1, 100) for each in conversation(30, seed)}
     before = 0
     for _ in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+        writer = warm.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
         try:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"

@@ -25,6 +25,7 @@ from flywheel.serving.calls import call_log, erasure
 from flywheel.serving.calls.call_log import CallLog, RecordedCall
 from flywheel.serving.calls.call_log_page import read_page
 from flywheel.serving.calls.request_parts import parts_of
+from tests import warm
 from tests.factories.call_log import call, conversation, stored
 from tests.waiting import wait_for
 
@@ -288,7 +289,7 @@ def test_what_kill_9_leaves_of_an_erasure_is_whole(tmp_path: Path, monkeypatch: 
     kept = [each for seed in range(1, 40, 2) for each in conversation(30, seed)]
     with CallLog(path) as log:
         log.append([*gone[:300], *kept, *gone[300:]])
-    eraser = subprocess.Popen([sys.executable, "-c", ERASER, str(path)], stdout=subprocess.PIPE)
+    eraser = warm.Popen([sys.executable, "-c", ERASER, str(path)], stdout=subprocess.PIPE)
     try:
         assert eraser.stdout is not None
         assert eraser.stdout.readline() == b"ready\n"

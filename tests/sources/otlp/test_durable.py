@@ -19,6 +19,7 @@ import httpx2
 import pytest
 
 from flywheel.sources.otlp.receiver import Receiver
+from tests import warm
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span, stored
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 def process(inbox: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A receiver in a process, and where it listens; it is killed at the end if it still lives."""
     command = [sys.executable, "-m", "tests.sources.otlp.serve", str(inbox)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+    with warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout is not None
             yield running, running.stdout.readline().strip()
