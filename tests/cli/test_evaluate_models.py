@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,16 @@ def right(question: str, answer: str) -> bool:
     return bool(question) and "boxed" in answer
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def judge() -> Iterator[JudgeServer]:
     with JudgeServer(right) as server:
         yield server
 
 
-@pytest.fixture
-def folder(tmp_path: Path, judge: JudgeServer) -> Path:
-    """A folder with questions to learn from and others, and the configuration."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, judge: JudgeServer) -> Path:
+    """A folder with questions to learn from and others, and the configuration. Each answer is asked for once."""
+    home = tmp_path_factory.mktemp("evaluated")
     asked = random.Random(1).sample(questions(), 48 + TASKS)
     rows = [
         {
@@ -54,9 +56,9 @@ def folder(tmp_path: Path, judge: JudgeServer) -> Path:
         for place, each in enumerate(asked)
     ]
     for name, own in (("train.jsonl", rows[:48]), ("tasks.jsonl", rows[48:])):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in own))
+        (home / name).write_text("".join(json.dumps(row) + "\n" for row in own))
     write_yaml(
-        tmp_path / "flywheel.yaml",
+        home / "flywheel.yaml",
         {
             "state": {"dir": "state"},
             "model": {"base": str(POLICY)},
@@ -68,7 +70,7 @@ def folder(tmp_path: Path, judge: JudgeServer) -> Path:
             "training": {"lora": {"r": 8}},
         },
     )
-    return tmp_path
+    return home
 
 
 def start(folder: Path, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -87,40 +89,53 @@ def flywheel(folder: Path, *arguments: str | Path) -> Any:
     return json.loads(out)
 
 
-def test_an_adapter_is_measured_as_the_gate_does(folder: Path, judge: JudgeServer) -> None:
+@dataclass(frozen=True)
+class Measured:
+    """What the gate says of an adapter, and what `flywheel evaluate` says."""
+
+    gate: dict[str, Any]
+    found: dict[str, Any]
+
+
+BENCHMARK = ("--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> Measured:
     options = ("--rubric", BOXED_RUBRIC, "--epochs", "3", "--learning-rate", "0.003", "--batch-size", "8")
     files = ("--data", "train.jsonl", "--eval-data", "tasks.jsonl", "--output", "adapter")
     gate = flywheel(folder, "train", "sft", *files, *options)["comparison"]
-    benchmark = ("--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
-    found = flywheel(folder, "evaluate", "--model", "adapter", "--against", "base", *benchmark)
+    return Measured(gate, flywheel(folder, "evaluate", "--model", "adapter", *BENCHMARK))
+
+
+def test_an_adapter_is_measured_as_the_gate_does(folder: Path, judge: JudgeServer, measured: Measured) -> None:
+    found = measured.found
     assert found["model"]["base_model"] == str(POLICY)
     assert (found["answers"], found["failed"]) == (TASKS * SAMPLES, 0)
-    ours, theirs = found["metrics"]["score"], found["against"]["metrics"]["score"]
     # The same seeds: only the order in which answers were batched differs.
-    assert ours["mean"] == pytest.approx(gate["candidate_mean"], abs=0.15)
-    assert theirs["mean"] == pytest.approx(gate["deployed_mean"], abs=0.15)
-    difference = found["against"]["differences"]["score"]
-    assert difference["lower"] <= gate["gain"] <= difference["upper"]
-    assert gate["lower"] <= difference["difference"] <= gate["upper"]
-    assert difference["difference"] == pytest.approx(ours["mean"] - theirs["mean"])
-    # Both are known now: nobody is asked again.
+    assert found["metrics"]["score"]["mean"] == pytest.approx(measured.gate["candidate_mean"], abs=0.15)
+    # It is known now: nobody is asked again.
     calls = judge.calls
-    again = flywheel(folder, "evaluate", "--model", "adapter", "--against", "base", *benchmark)
+    again = flywheel(folder, "evaluate", "--model", "adapter", *BENCHMARK)
     assert judge.calls == calls
     assert again["metrics"] == found["metrics"]
-    assert again["against"]["flips"] == found["against"]["flips"]
     assert not list(folder.rglob("state.db"))
 
 
 @pytest.mark.extended
-def test_a_killed_evaluation_goes_on(folder: Path, judge: JudgeServer) -> None:
+def test_a_killed_evaluation_goes_on_and_compares_as_the_gate_does(
+    folder: Path, judge: JudgeServer, measured: Measured
+) -> None:
+    """The adapter's answers are known: only the base model's are asked for."""
+    known = {each.name for each in (folder / "state" / "evaluations").iterdir()}
+    asked = judge.calls
     judge.hold(after=12)
-    evaluate = ("evaluate", "--model", "base", "--benchmark", "tasks.jsonl", "--samples", str(SAMPLES))
+    evaluate = ("evaluate", "--model", "adapter", "--against", "base", *BENCHMARK)
     with start(folder, *evaluate) as process:
-        wait_for(lambda: judge.calls > 12 or process.poll() is not None, "judge calls", seconds=900)
+        wait_for(lambda: judge.calls > asked + 12 or process.poll() is not None, "judge calls", seconds=900)
         assert process.poll() is None, process.stderr and process.stderr.read()
-        [directory] = (folder / "state" / "evaluations").iterdir()
-        partial = directory / "partial.jsonl"
+        [name] = {each.name for each in (folder / "state" / "evaluations").iterdir()} - known
+        partial = (directory := folder / "state" / "evaluations" / name) / "partial.jsonl"
         wait_for(lambda: partial.exists() and len(partial.read_text().splitlines()) >= 12, "what was graded")
         process.send_signal(signal.SIGKILL)
     # The worker outlives the command; killed, too, it leaves what it has graded.
@@ -130,9 +145,21 @@ def test_a_killed_evaluation_goes_on(folder: Path, judge: JudgeServer) -> None:
     assert 12 <= judged < TASKS * SAMPLES
     judge.let_go()
     found = flywheel(folder, *evaluate)
-    assert found["answers"] == TASKS * SAMPLES
-    assert judge.calls <= TASKS * SAMPLES + 4
-    assert found["directory"] == str(directory)
+    assert judge.calls - asked <= TASKS * SAMPLES + 4
+    theirs, gate = found["against"]["metrics"]["score"], measured.gate
+    assert found["metrics"] == measured.found["metrics"]
+    assert theirs["mean"] == pytest.approx(gate["deployed_mean"], abs=0.15)
+    difference = found["against"]["differences"]["score"]
+    assert difference["lower"] <= gate["gain"] <= difference["upper"]
+    assert gate["lower"] <= difference["difference"] <= gate["upper"]
+    assert difference["difference"] == pytest.approx(found["metrics"]["score"]["mean"] - theirs["mean"])
+    # Both are known now: nobody is asked again.
+    calls = judge.calls
+    again = flywheel(folder, *evaluate)
+    assert judge.calls == calls
+    assert (again["metrics"], again["against"]["flips"]) == (found["metrics"], found["against"]["flips"])
+    alone = flywheel(folder, "evaluate", "--model", "base", *BENCHMARK)
+    assert (alone["answers"], alone["directory"]) == (TASKS * SAMPLES, str(directory))
 
 
 AGENT = """
@@ -151,10 +178,11 @@ async def run(task, model):
 
 @pytest.mark.extended
 def test_an_agent_of_ones_own_answers_with_a_model_of_ours(folder: Path, judge: JudgeServer) -> None:
+    calls = judge.calls
     (folder / "agent.py").write_text(AGENT)
     tasks = ("--benchmark", "tasks.jsonl", "--limit", "6")
     found = flywheel(folder, "evaluate", "--model", "base", "--workflow", "agent.py:run", *tasks)
     assert (found["answers"], found["failed"]) == (6, 0)
     lines = [json.loads(line) for line in (Path(found["directory"]) / "answers.jsonl").read_text().splitlines()]
     assert all(line["answer"].endswith(" boxed") and line["program"] for line in lines)
-    assert judge.calls
+    assert judge.calls > calls
