@@ -124,6 +124,16 @@ class Leftovers:
         ]
 
 
+def end_idle_children() -> None:
+    """What keeps children for its next use, until this process ends, starts new ones then."""
+    if python_check := sys.modules.get("flywheel.judge.rubric.checks.python_check"):
+        python_check.load.cache_clear()
+    for name in ("flywheel.judge.rubric.checks.math_equal", "flywheel.system.json_schema"):
+        idle = sys.modules[name]._children._idle if name in sys.modules else []
+        while idle:
+            idle.pop().end()
+
+
 LEFTOVERS = pytest.StashKey[Leftovers]()
 
 
@@ -136,9 +146,7 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     leftovers = pytestconfig.stash[LEFTOVERS]
     leftovers.begin_module()
     yield
-    # The functions of the latest rubrics keep their processes until this one ends.
-    if checks := sys.modules.get("flywheel.judge.rubric.checks.python_check"):
-        checks.load.cache_clear()
+    end_idle_children()
     gc.collect()
     end = time.monotonic() + END_SECONDS
     while left := leftovers.left():

@@ -1,6 +1,7 @@
 """A pytest plugin: a test of the circle `quick` fails if it starts Python or a browser, or imports vLLM, Ray, torch.
 
-Processes that `tests/warm.py` forks, and small programs of the system such as `git`, are allowed.
+Processes that `tests/warm.py` forks are allowed, and so are those that start in a tenth of a second: small programs
+of the system such as `git`, and the bare children that `flywheel/system/child_process.py` starts (`python -P -c`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def is_small(program: str) -> bool:
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
         executable, command = arguments[:2]
-        first = os.fsdecode(executable or (command if isinstance(command, (str, bytes)) else command[0]))
-        if not is_small(first) and "tests.warm" not in command:
+        words = [os.fsdecode(each) for each in ([command] if isinstance(command, (str, bytes)) else command)]
+        first = os.fsdecode(executable or words[0])
+        if not is_small(first) and words[1:3] not in (["-P", "-c"], ["-m", "tests.warm"]):
             _seen.append(f"starts {first}")
     elif event == "import" and arguments[0] in HEAVY:
         _seen.append(f"imports {arguments[0]}")

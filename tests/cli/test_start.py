@@ -27,6 +27,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_what_needs_no_configuration_waits_for_nothing_that_reads_one(argument: str) -> None:
     started = subprocess.run(
@@ -46,6 +47,7 @@ COMMANDS = {"python -m flywheel": [sys.executable, "-m", "flywheel"], "the scrip
 SLOW = "import pathlib, time\npathlib.Path('imported').touch()\ntime.sleep(600)\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("module", ["typer", "sqlalchemy"])
 def test_an_import_that_is_interrupted_says_nothing(tmp_path: Path, command: str, module: str) -> None:
@@ -72,6 +74,7 @@ def test_an_import_that_is_interrupted_says_nothing(tmp_path: Path, command: str
     assert (process.returncode, out, err) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """`nohup` and a shell's `&` start programs so."""
     (tmp_path / "typer.py").write_text(

@@ -68,6 +68,7 @@ def adapter(folder: Path, **about: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("work")
 def test_options_are_settings_and_the_adapter_is_copied(flywheel: Run, tmp_path: Path, data: Path) -> None:
     (tmp_path / "more.yaml").write_text(json.dumps({"training": {"lora": {"r": 8}, "sft": {"epochs": 9}}}))
@@ -88,6 +89,7 @@ def test_options_are_settings_and_the_adapter_is_copied(flywheel: Run, tmp_path:
     assert len(made["train"]) + len(made["held_out"]) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("work")
 def test_a_round_goes_on_from_an_adapter_on_its_base_model(flywheel: Run, tmp_path: Path, data: Path) -> None:
     parent = adapter(tmp_path / "first", base_model_name_or_path="org/other")
@@ -104,6 +106,7 @@ def test_a_round_goes_on_from_an_adapter_on_its_base_model(flywheel: Run, tmp_pa
     assert made["test"]["number"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("work")
 def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     told = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out", "--json").json
@@ -165,6 +168,7 @@ def test_what_is_wrong_is_named(flywheel: Run, tmp_path: Path, data: Path) -> No
     assert not (tmp_path / "out.round").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("work")
 def test_dpo_on_preferences_needs_no_rubric(flywheel: Run, tmp_path: Path) -> None:
     preferences(tmp_path)
@@ -249,10 +253,12 @@ async def test_only_a_worker_that_does_the_same_is_adopted(
     (directory / "identity.json").write_text(json.dumps(identity_of(made) if is_same else {"tasks": "others"}))
     result = RoundResult(round_id="tune", outcome="refused", reason="it learns nothing")
     (directory / "result.json").write_text(result.model_dump_json())
-    command = [sys.executable, "-c", "import time; time.sleep(2)", "flywheel.training.worker", str(directory)]
-    with subprocess.Popen(command):
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "flywheel.training.worker", str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
         if is_same:
-            assert (await file_round.run_worker(made, directory, config)).reason == "it learns nothing"
+            ending = worker.stdin.close  # type: ignore[union-attr]
+            done = await file_round.run_worker(made, directory, config, begin=ending)
+            assert done.reason == "it learns nothing"
         else:
             with pytest.raises(StartedError):
                 await file_round.run_worker(made, directory, config)

@@ -90,6 +90,7 @@ def test_gpus(
         assert check_gpu(config, Base(Path("/model"), GIB)).result is Result.OK
 
 
+@pytest.mark.slow
 def test_gpus_are_those_that_torch_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     monkeypatch.setattr(machine.sys, "executable", str(program))

@@ -45,6 +45,7 @@ from tests.factories.embedding_server import EmbeddingServer
 from tests.factories.judge_server import JudgeServer
 from tests.factories.round import planned_round
 from tests.factories.state import copied_state, open_state
+from tests.factories.time_limit import runs_out_when
 from tests.factories.trace import put_replies, replies_on, reply
 from tests.waiting import until
 
@@ -394,15 +395,28 @@ async def test_a_task_that_breaks_the_grading_is_a_dead_letter_and_stops_no_othe
 
 
 HANGS = """
+from pathlib import Path
+
 def keep(task):
-    while "hang" in task["main_query"]:
-        pass
+    if "hang" in task["main_query"]:
+        with Path(__file__).with_name("hung").open("a") as log:
+            log.write("again\\n")
+        while True:
+            pass
     return True
 """
 
 
+def times_hung(folder: Path) -> int:
+    log = folder / "hung"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
 @pytest.mark.slow
-async def test_a_filter_that_hangs_costs_its_own_task(tmp_path: Path, store: Store, make: Make) -> None:
+async def test_a_filter_that_hangs_costs_its_own_task(
+    tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_out_when(monkeypatch, lambda: times_hung(tmp_path))
     (tmp_path / "mine.py").write_text(HANGS)
     await tell(store, *questions("one", "hang", "two", "hang again", "three"))
     config = make({"type": "python", "params": {"path": "mine.py", "timeout_seconds": 0.5}})
@@ -431,6 +445,7 @@ async def test_a_criterion_that_hangs_leaves_its_task_undecided(
     tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flywheel.judge.rubric.checks.python_check.TIMEOUT_SECONDS", 0.5)
+    runs_out_when(monkeypatch, lambda: times_hung(tmp_path))
     config = make()
     (tmp_path / "mine.py").write_text(HANGS)
     criteria = [*RUBRIC["criteria"], {"id": "ours", "type": "python", "value": "mine.py:keep"}]  # type: ignore[misc]

@@ -34,6 +34,7 @@ def other(tmp_path: Path) -> object:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_second_instance_is_told_which_process_is_at_work(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     with pytest.raises(LockedError, match=str(other.pid)) as caught, instance_lock(tmp_path):
         pass
@@ -41,6 +42,7 @@ def test_a_second_instance_is_told_which_process_is_at_work(tmp_path: Path, othe
     assert holder(tmp_path) == other.pid
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_instance_is_free(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     os.kill(other.pid, signal.SIGKILL)
     other.wait()

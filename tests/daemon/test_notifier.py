@@ -348,6 +348,7 @@ def command(tmp_path: Path) -> Callable[[str], list[str]]:
     return lambda how: [sys.executable, str(script), str(tmp_path / "out"), how]
 
 
+@pytest.mark.slow
 async def test_a_command_gets_the_notice_and_no_key(
     store: Store, tmp_path: Path, command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +365,7 @@ async def test_a_command_gets_the_notice_and_no_key(
     assert got["told"]["data"]["notices"][0]["text"].endswith("it said [secret] and $(reboot)")
 
 
+@pytest.mark.slow
 async def test_a_command_that_fails_is_run_again(
     store: Store, tmp_path: Path, command: Callable[[str], list[str]]
 ) -> None:

@@ -42,6 +42,7 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(log.read_text()))
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     code = "print('early'); print(); print('the reason'); raise SystemExit(7)"
     part = Part("flywheel run", [sys.executable, "-c", code], tmp_path / "run.log", {})
@@ -52,6 +53,7 @@ def test_a_part_that_ends_is_named_with_the_end_of_its_log(tmp_path: Path) -> No
     assert "the reason" in str(died.value)
 
 
+@pytest.mark.slow
 def test_a_part_that_runs_is_asked_to_stop(tmp_path: Path) -> None:
     part = Part("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", {"A": "b"})
     part.check()

@@ -21,6 +21,7 @@ from flywheel.system.http_client import CallError, parse_retry_after, retry_dela
 from tests.factories.judge_faults import FAULTS
 from tests.factories.judge_server import JudgeServer
 from tests.judge.conftest import GOOD, Make
+from tests.waiting import wait_for
 
 RUBRIC = Rubric.model_validate(
     {
@@ -335,8 +336,10 @@ def test_a_stop_ends_the_retries_and_what_was_not_judged_is_not_reported(make: M
     stop = threading.Event()
     with JudgeServer(behaviour="500") as judge:
         grader = make(judge, max_attempts=1000)
-        threading.Timer(0.3, stop.set).start()
+        stopping = threading.Thread(target=lambda: (wait_for(lambda: judge.calls >= 4, "retries"), stop.set()))
+        stopping.start()
         assert list(grade_all(grader, ((n, GOOD) for n in range(1000)), 2, stop)) == []
+        stopping.join()
         assert judge.calls < 1000
 
 

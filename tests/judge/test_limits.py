@@ -133,11 +133,17 @@ def test_after_429_fewer_are_in_flight_and_all_are_judged(make: Make, fault: str
     with JudgeServer(behaviour=[*[fault] * 8, *["good"] * 1000], delay_seconds=0.01) as judge:
         grader = make(judge, max_thread=8, max_attempts=20)
         limiter = grader.client.endpoints[0].concurrency
-        seen = []
+        seen: list[int] = []
+        release = limiter.release
+
+        def released(began: float, *, throttled: bool | None) -> None:
+            release(began, throttled=throttled)
+            seen.append(int(limiter.limit))
+
+        limiter.release = released  # type: ignore[method-assign]
         outcomes: Counter[Outcome] = Counter()
         for _, verdict in grade_all(grader, ((n, GOOD) for n in range(300)), 8):
             outcomes[verdict.outcome] += 1
-            seen.append(int(limiter.limit))
     assert outcomes == {Outcome.ACCEPTED: 300}
     assert min(seen) <= 4
     assert seen[-1] == 8, "it recovers by itself"
@@ -447,7 +453,8 @@ def test_costly_verdicts_pass_the_budget_by_one_of_them(make: Make, limit: int, 
 
 @pytest.mark.slow
 def test_a_judge_that_does_not_tell_its_cost_is_asked_by_more_and_more(make: Make) -> None:
-    with JudgeServer(behaviour="no usage", delay_seconds=0.02) as judge:
+    with JudgeServer(behaviour="no usage") as judge:
+        judge.hold(after=3, until=4)
         budget = Budget(JudgeBudget(tokens_per_run=1000))
         done = list(grade_all(make(judge, max_thread=8), ((n, GOOD) for n in range(100)), 8, budget=budget))
     assert len(done) == 100

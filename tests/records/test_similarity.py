@@ -93,6 +93,7 @@ def test_likeness_is_the_share_of_common_words() -> None:
     assert similarity.jaccard(frozenset({1}), frozenset()) == 0.0
 
 
+@pytest.mark.slow
 def test_bands_are_the_same_in_another_process() -> None:
     here = similarity.bands(similarity.words(QUESTION), threshold=0.8)
     code = f"from flywheel.records import similarity as l; print(l.bands(l.words({QUESTION!r}), threshold=0.8))"
@@ -113,6 +114,7 @@ def test_what_is_stored_of_earlier_questions_still_finds_their_like(threshold: f
     assert hashlib.sha256(made.encode()).hexdigest()[:16] == digest
 
 
+@pytest.mark.slow
 def test_comparing_brings_no_scipy_into_the_daemon() -> None:
     code = (
         "import sys; from flywheel.records import similarity as l; "
@@ -122,6 +124,7 @@ def test_comparing_brings_no_scipy_into_the_daemon() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_the_daemon_does_not_load_numpy_before_there_is_something_to_compare() -> None:
     code = "import sys; from flywheel.records import similarity as l; l.words('a b'); print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

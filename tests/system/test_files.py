@@ -146,6 +146,7 @@ def test_a_path_is_tidied_where_it_leads_to_the_same_place(tmp_path: Path) -> No
     assert tidied(behind_a_link) == behind_a_link
 
 
+@pytest.mark.slow
 def test_as_many_open_files_as_the_system_allows() -> None:
     script = (
         "import resource; from flywheel.system.process import tune_process; "

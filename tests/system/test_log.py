@@ -22,6 +22,7 @@ log.error("\x1b[2J is told")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_journal", [True, False])
 def test_the_journal_gets_levels_and_a_file_gets_times(tmp_path: Path, is_journal: bool) -> None:
     """Whatever a service starts inherits the variable, and may write elsewhere."""
@@ -47,6 +48,7 @@ def test_the_journal_gets_levels_and_a_file_gets_times(tmp_path: Path, is_journa
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    flywheel.test: all is well", lines[0])
 
 
+@pytest.mark.slow
 def test_without_a_stderr_nothing_breaks() -> None:
     subprocess.run(
         [sys.executable, "-c", "import sys; sys.stderr = None\n" + LOGS],
@@ -69,6 +71,7 @@ except ZeroDivisionError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_journal", [True, False])
 def test_a_line_of_json_is_one_event_and_exact(tmp_path: Path, is_journal: bool) -> None:
     with (tmp_path / "log").open("wb") as stderr:

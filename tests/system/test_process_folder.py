@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flywheel.system.process_folder import ProcessFolder
 from tests.waiting import wait_for
 
@@ -19,6 +21,7 @@ def test_it_is_private_and_ends_with_its_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_killed_processes_left_is_removed_and_what_others_use_is_not(tmp_path: Path) -> None:
     code = (
         "import signal, sys, pathlib; from flywheel.system.process_folder import ProcessFolder\n"

@@ -46,6 +46,7 @@ print(held, resident_mb() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such arenas")
 def test_threads_share_arenas() -> None:
     def arenas(kind: str) -> int:
@@ -55,6 +56,7 @@ def test_threads_share_arenas() -> None:
     assert arenas("tuned") <= 2 < arenas("as it is")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such limit")
 def test_freed_blocks_are_kept_for_reuse() -> None:
     def resident_mb(kind: str) -> list[int]:

@@ -14,8 +14,13 @@ import pytest
 
 from flywheel.errors import ConfigError
 from flywheel.system.user_code import FunctionError, PythonProcess, ReturnedValue, function_of
+from tests.factories.time_limit import runs_out_when
 from tests.factories.user_file import FILE, keep_process
 from tests.waiting import wait_for
+
+
+def has_text(path: Path) -> bool:
+    return path.exists() and path.read_text() != ""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,10 @@ def test_what_is_returned_comes_as_it_is(said: Any, value: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path: Path) -> None:
+def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_out_when(monkeypatch, lambda: has_text(tmp_path / "pid"))
     keep = keep_process(seconds=1)
     assert [keep({"do": ""}).value for _ in range(2)] == [1.0, 2.0]
     with pytest.raises(FunctionError, match="keep ran longer than 1 s"):
@@ -39,8 +47,11 @@ def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("do", ["hang", "crash", "leave"])
-def test_what_a_function_has_started_ends_with_its_process(tmp_path: Path, do: str) -> None:
+def test_what_a_function_has_started_ends_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: str
+) -> None:
     """Else each call that takes too long would leave a program behind."""
+    runs_out_when(monkeypatch, lambda: has_text(tmp_path / "pid"))
     keep = keep_process(seconds=1)
     with pytest.raises(FunctionError):
         keep({"do": do, "pid": str(tmp_path / "pid"), "grandchild": str(tmp_path / "grandchild")})
@@ -153,6 +164,7 @@ keep_process()({"do": "hang", "pid": sys.argv[1], "grandchild": sys.argv[2]})
 """
 
 
+@pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     pid, grandchild = tmp_path / "pid", tmp_path / "grandchild"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pid), str(grandchild)])

@@ -69,6 +69,7 @@ def test_the_daemon_outlives_its_pages(tmp_path: Path) -> None:
         assert "flywheel web had ended with exit code -9" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token", "expected"),
     [

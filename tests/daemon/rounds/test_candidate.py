@@ -141,6 +141,7 @@ def test_adapters_that_would_not_be_served_as_trained_are_refused_by_name(
     assert refused.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "olora"}])
 def test_vllm_refuses_them_too(make: Make, options: dict[str, Any]) -> None:
     from vllm.config.lora import LoRAConfig

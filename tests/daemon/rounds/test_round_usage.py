@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.factories.config import with_settings
 from tests.factories.metrics import by, parsed
 from tests.factories.verdict import put_more_tasks
 from tests.factories.wheel import Wheel
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -226,16 +228,26 @@ async def test_a_round_that_waits_for_midnight_is_left_to_wait(
     works(
         tmp_path,
         monkeypatch,
-        f"echo '{line(100)}' >> $3/usage.jsonl; echo '{paused}' > $3/progress.json; sleep 3;"
-        f" cp $3/allowance.json {tmp_path}; {REFUSES}",
+        f"echo '{line(100)}' >> $3/usage.jsonl; echo '{paused}' > $3/progress.json;"
+        f" while [ ! -e {tmp_path}/go_on ]; do sleep 0.05; done; cp $3/allowance.json {tmp_path}; {REFUSES}",
     )
     going = wheel.others(with_judge(wheel, budget={"tokens_per_day": 100}))
     await going.plan("test")
-    assert await going.finish_live() is RoundState.REJECTED
-    assert Allowance.read(tmp_path) == Allowance(
-        100, "judge.budget.tokens_per_day (100) is spent; it goes on at midnight UTC"
-    )
-    told, _ = await wheel.store.read(notices.after, 0, frozenset({NoticeType.BUDGET_SPENT}), 1000)
+    spent = Allowance(100, "judge.budget.tokens_per_day (100) is spent; it goes on at midnight UTC")
+    directory = wheel.config.state_dir / "rounds" / (await wheel.row()).name
+
+    async def told_of() -> list[Any]:
+        return (await wheel.store.read(notices.after, 0, frozenset({NoticeType.BUDGET_SPENT}), 1000))[0]
+
+    async def is_told() -> bool:
+        return Allowance.read(directory) == spent and bool(await told_of())
+
+    finishing = asyncio.create_task(going.finish_live())
+    await until(is_told, "the daemon's word to the worker, and to the operator")
+    (tmp_path / "go_on").touch()
+    assert await finishing is RoundState.REJECTED
+    assert Allowance.read(tmp_path) == spent
+    told = await told_of()
     assert [(each.subject, each.text) for each in told] == [
         ("r0001", "r0001 is paused: judge.budget.tokens_per_day is spent")
     ]

@@ -208,6 +208,7 @@ async def test_without_trackers_no_process_is_started(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_process_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracking = TrackingSettings(report_to=["mlflow"]).of_round("r0001", tmp_path)
     made = Trackers(tmp_path / "no-interpreter")

@@ -30,6 +30,7 @@ def test_a_reused_process_id_is_not_adopted(tmp_path: Path) -> None:
     assert WorkerProcess.adopt(tmp_path, None) is None
 
 
+@pytest.mark.slow
 async def test_the_worker_of_an_earlier_daemon_is_adopted_and_stopped(
     tmp_path: Path, impostor: subprocess.Popen[bytes]
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_worker_that_just_died_is_quoted_from_its_log(tmp_path: Path) -> None:
     assert caught.value.retryable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "died"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from flywheel.serving.client.adapter_swap import SwapReport, reconcile, retire, 
 from flywheel.serving.client.replica_client import Replica
 from tests.factories.swap import NEW, OLD, Fleet, FlipFault
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
+from tests.waiting import until
 
 SETTINGS = ServingSettings(drain_seconds=0)
 
@@ -165,14 +167,23 @@ async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> 
 
 
 @pytest.mark.slow
-async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> None:
+async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     await fleet.swap()
-    for app in fleet.apps:
-        app.calls.clear()
-    retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], 0.5))
-    while not all(app.calls for app in fleet.apps):  # the versions that serve are known now
-        await asyncio.sleep(0.01)
+    draining: list[float] = []
+    drained = asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def until_drained(seconds: float, *result: Any) -> Any:
+        if seconds != 3600.0:
+            return await sleep(seconds, *result)
+        draining.append(seconds)
+        return await drained.wait()
+
+    monkeypatch.setattr(asyncio, "sleep", until_drained)
+    retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], 3600.0))
+    await until(lambda: len(draining) == len(fleet.apps), "the drain of each, when the versions that serve are known")
     await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
+    drained.set()
     await retiring
     assert await fleet.answers() == [OLD, OLD]
 

@@ -101,6 +101,7 @@ def test_what_a_killed_server_leaves_is_named_and_then_ended(
     assert list(left_processes(config.state_dir)) == []
 
 
+@pytest.mark.slow
 def test_a_process_id_that_was_given_to_another_process_is_no_server(config: Config, start: Start) -> None:
     """Here that of this test, which has started at another time than the server had."""
     code = "import sys; print(1, flush=True); sys.stdin.read()"

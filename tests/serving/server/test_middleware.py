@@ -307,6 +307,7 @@ async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) ->
     assert answered >= 30
 
 
+@pytest.mark.slow
 def test_it_imports_nothing_beyond_the_standard_library() -> None:
     code = (
         "import sys; before = set(sys.modules); import flywheel.serving.server.middleware\n"

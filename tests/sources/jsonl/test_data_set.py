@@ -106,6 +106,7 @@ def test_a_data_set_of_the_hub_needs_a_cache_without_the_hub(monkeypatch: pytest
     assert f"{PYTHON} -c \"import datasets; datasets.load_dataset('someone/sums', 'main')\"" in said
 
 
+@pytest.mark.slow
 def test_a_missing_file_is_named_and_so_is_an_interpreter_that_cannot_read(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.jsonl")
     (tmp_path / "rows.json").write_text("[]")

@@ -174,6 +174,7 @@ def test_a_reader_survives_a_lock(studio: Studio) -> None:
     reader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody who may not read")
 def test_permission_denied(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"

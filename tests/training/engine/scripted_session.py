@@ -44,8 +44,8 @@ class Reply:
 
 @dataclass
 class ScriptedSession:
-    """Says the messages one after the other. A number is a status of HTTP, None hangs. A message longer than
-    `max_tokens` or the `context` is cut, and has no calls."""
+    """Says the messages one after the other. A number is a status of HTTP, None hangs, until every limit of time has
+    run out. A message longer than `max_tokens` or the `context` is cut, and has no calls."""
 
     messages: Sequence[ChatMessage | int | None]
     context: int = 10_000
@@ -59,7 +59,10 @@ class ScriptedSession:
         self.bodies.append({**body})
         self.limits.append(max_tokens)
         if message is None:
-            await asyncio.sleep(600)
+            loop = asyncio.get_running_loop()
+            now = loop.time
+            loop.time = lambda: now() + 1e6  # type: ignore[method-assign]
+            await asyncio.Event().wait()
         if not isinstance(message, dict):
             return Reply(message or 500, error="it is\nwrong")
         prompt = render(body["messages"])

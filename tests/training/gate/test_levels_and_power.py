@@ -73,6 +73,7 @@ def test_the_sizes_of_suites_that_the_page_names_are_those_that_are_needed() -> 
         assert next(n for n in range(1, 1000) if power_on_suite(n, n, margin, gate) >= 0.5) == size
 
 
+@pytest.mark.slow
 def test_the_budget_needs_no_science_library() -> None:
     heavy = "{'scipy', 'numpy', 'torch', 'ray'}"
     code = f"import sys; import flywheel.training.gate.gate; print(sorted({heavy} & set(sys.modules)))"

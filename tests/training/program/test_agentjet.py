@@ -327,6 +327,7 @@ async def test_accepted_replies_are_rewarded_when_they_are_repeated(tmp_path: Pa
     assert len(rewards) > 50
 
 
+@pytest.mark.slow
 async def test_a_class_that_is_neither(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("class Other: pass\n")
     pool = ProgramPool(AgentProgram(workflow=f"{tmp_path / 'agent.py'}->Other"), workers=1)

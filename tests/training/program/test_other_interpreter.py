@@ -21,6 +21,7 @@ def site(tmp_path: Path) -> Path:
     return next((environment / "lib").glob("python*/site-packages"))
 
 
+@pytest.mark.slow
 async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool, site: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     (site / "package_of_the_agent.py").write_text("NAME = 'theirs'\n")
@@ -55,6 +56,7 @@ async def test_an_environment_without_flywheel_runs_a_workflow(new_pool: NewPool
     assert all(name.startswith(ours) or name == "flywheel.training" for name in seen["modules"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.0.10", "1.0.21"])
 async def test_what_only_agentscope_1_has_names_the_commands_for_its_interpreter(
     new_pool: NewPool, site: Path, tmp_path: Path, version: str

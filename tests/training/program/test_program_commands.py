@@ -21,6 +21,7 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
+@pytest.mark.slow
 async def test_a_command_gets_the_task_and_the_environment(new_pool: NewPool, tmp_path: Path) -> None:
     code = (
         "import json, os, sys; task = json.load(sys.stdin); print('a line of the log', file=sys.stderr);"
@@ -82,12 +83,14 @@ def test_output_that_is_no_result(script: str, cause: str, error: str, new_pool:
     assert error in result.error
 
 
+@pytest.mark.slow
 async def test_input_that_is_not_read(new_pool: NewPool) -> None:
     pool = new_pool(command=("sh", "-c", 'exec <&-; echo \'{"response": "yes"}\''))
     for size in (10, 3_000_000):
         assert (await pool.run({"text": "x" * size}, MODELS, "policy")).response == "yes"
 
 
+@pytest.mark.slow
 async def test_long_output_is_read_while_the_input_is_written(new_pool: NewPool) -> None:
     code = "import json, sys; text = sys.stdin.read(); sys.stderr.write(text); print(json.dumps({'response': text}))"
     result = await new_pool(command=python(code)).run({"text": "x" * 3_000_000}, MODELS, "policy")
@@ -95,6 +98,7 @@ async def test_long_output_is_read_while_the_input_is_written(new_pool: NewPool)
     assert len(result.response or "") > 3_000_000
 
 
+@pytest.mark.slow
 async def test_endless_output_is_ended(new_pool: NewPool) -> None:
     result = await new_pool(command=("sh", "-c", "exec yes")).run({}, MODELS, "policy")
     limit = program_child.MAX_OUTPUT_BYTES
@@ -115,6 +119,7 @@ async def test_a_command_that_hangs_is_ended(new_pool: NewPool) -> None:
     assert (result.cause, result.error) == ("timeout", "it ran longer than 0.5 s")
 
 
+@pytest.mark.slow
 async def test_a_reward_function_judges_a_command(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "async def judge(task, response, auxiliary_models):\n"
@@ -125,6 +130,7 @@ async def test_a_reward_function_judges_a_command(new_pool: NewPool, tmp_path: P
     assert (await pool.run({"answer": "41"}, MODELS, "policy")).reward == 0.0
 
 
+@pytest.mark.slow
 async def test_a_setup_runs_before_a_command(new_pool: NewPool, tmp_path: Path) -> None:
     (tmp_path / "setups.py").write_text("import os\ndef setup(): os.environ['OF_THE_SETUP'] = 'yes'\n")
     pool = new_pool(
@@ -133,6 +139,7 @@ async def test_a_setup_runs_before_a_command(new_pool: NewPool, tmp_path: Path) 
     assert (await pool.run({}, MODELS, "policy")).response == "yes"
 
 
+@pytest.mark.slow
 @for_each(
     "command, why",
     [
@@ -150,6 +157,7 @@ def test_a_command_that_is_not_there_is_refused(command: str, why: str, new_pool
     assert why in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_relative_command_is_in_the_working_directory(new_pool: NewPool, tmp_path: Path) -> None:
     path = tmp_path / "agent.sh"
     path.write_text('#!/bin/sh\necho \'{"response": "yes"}\'\n')

@@ -20,6 +20,7 @@ from tests.waiting import until
 TASK = {"main_query": "How much?", "metadata": {"deep": {"er": [1]}}}
 
 
+@pytest.mark.slow
 async def test_a_function_gets_task_and_model_and_returns_reward_response_and_metrics(
     new_pool: NewPool, tmp_path: Path
 ) -> None:
@@ -45,6 +46,7 @@ async def test_a_function_gets_task_and_model_and_returns_reward_response_and_me
         assert result.peak_bytes > 1_000_000
 
 
+@pytest.mark.slow
 async def test_models_reach_the_function_as_arguments_in_the_task_and_in_the_environment(
     new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +93,7 @@ async def test_models_reach_the_function_as_arguments_in_the_task_and_in_the_env
     assert json.loads(result.response or "")["auxiliary_models"] == {"helper": "large"}
 
 
+@pytest.mark.slow
 async def test_the_environment_has_no_secrets(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_secrets, "_variables", {"THE_JUDGE"})
     for name in ("THE_JUDGE", "OPENAI_API_KEY", "VLLM_API_KEY", "DATABASE_PASSWORD"):
@@ -110,6 +113,7 @@ async def test_the_environment_has_no_secrets(new_pool: NewPool, monkeypatch: py
         assert ("SEARCH_API_KEY=of the tools" in (result.response or "")) == bool(environment)
 
 
+@pytest.mark.slow
 async def test_an_error_shows_no_secret(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_secrets, "_values", {"sk-0123456789"})
     pool = new_pool("async def run(task, model): raise ValueError('refused: ' + task['key'])")
@@ -117,6 +121,7 @@ async def test_an_error_shows_no_secret(new_pool: NewPool, monkeypatch: pytest.M
     assert result.error == "it raised ValueError: refused: [secret] (agent.py, line 1)"
 
 
+@pytest.mark.slow
 async def test_the_working_directory_and_the_modules_beside_the_file(new_pool: NewPool, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -158,6 +163,7 @@ def test_what_is_not_the_contract_is_refused(text: str, why: str, new_pool: NewP
     assert why in str(caught.value)
 
 
+@pytest.mark.slow
 @for_each(
     "settings, why",
     [
@@ -274,12 +280,14 @@ async def test_a_run_that_takes_too_long_is_ended(new_pool: NewPool) -> None:
         assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
+@pytest.mark.slow
 async def test_a_thread_that_goes_on_does_not_keep_a_child(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
     assert (await pool.run({"case": "starts a thread"}, MODELS, "policy")).reward == 1.0
     assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
+@pytest.mark.slow
 async def test_a_forked_process_that_returns_answers_nothing(new_pool: NewPool) -> None:
     pool = new_pool(CASES)
     result = await pool.run({"case": "forks"}, MODELS, "policy")
@@ -287,6 +295,7 @@ async def test_a_forked_process_that_returns_answers_nothing(new_pool: NewPool) 
     assert (await pool.run({"case": "fine"}, MODELS, "policy")).reward == 1.0
 
 
+@pytest.mark.slow
 async def test_a_missing_response_or_reward_fails_where_it_is_needed(new_pool: NewPool) -> None:
     text = "async def run(task, model): return task['returned']"
     pool = new_pool(text, needs_response=True)
@@ -299,6 +308,7 @@ async def test_a_missing_response_or_reward_fails_where_it_is_needed(new_pool: N
     assert (await pool.run({"returned": 0}, MODELS, "policy")).reward == 0.0
 
 
+@pytest.mark.slow
 async def test_a_reward_function_replaces_the_reward(new_pool: NewPool, tmp_path: Path) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(
@@ -333,6 +343,7 @@ async def test_a_reward_function_replaces_the_reward(new_pool: NewPool, tmp_path
         assert why in result.error
 
 
+@pytest.mark.slow
 async def test_what_a_run_leaves_in_the_event_loop_is_cancelled(new_pool: NewPool) -> None:
     pool = new_pool(
         """
@@ -352,6 +363,7 @@ async def test_what_a_run_leaves_in_the_event_loop_is_cancelled(new_pool: NewPoo
     assert responses == ["[]", '["cancelled"]', '["cancelled"]']
 
 
+@pytest.mark.slow
 async def test_setup_runs_once_per_child_and_its_tasks_go_on(new_pool: NewPool) -> None:
     text = """
         import asyncio, os
@@ -377,6 +389,7 @@ async def test_setup_runs_once_per_child_and_its_tasks_go_on(new_pool: NewPool) 
     assert pid != os.getpid()
 
 
+@pytest.mark.slow
 async def test_a_setup_may_run_an_event_loop_of_its_own(new_pool: NewPool) -> None:
     text = """
         import asyncio
@@ -392,6 +405,7 @@ async def test_a_setup_may_run_an_event_loop_of_its_own(new_pool: NewPool) -> No
     assert (await pool.run({}, MODELS, "policy")).reward == 7.0
 
 
+@pytest.mark.slow
 async def test_each_run_begins_in_the_working_directory(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool("""
         import os
@@ -403,6 +417,7 @@ async def test_each_run_begins_in_the_working_directory(new_pool: NewPool, tmp_p
     assert [(await pool.run({}, MODELS, "policy")).response for _ in range(2)] == [str(tmp_path)] * 2
 
 
+@pytest.mark.slow
 @for_each(
     "text, why",
     [
@@ -418,6 +433,7 @@ def test_a_setup_that_fails_refuses_the_program(text: str, why: str, new_pool: N
     assert f"the setup function {tmp_path}/agent.py:setup {why}" in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_later_child_that_does_not_start_costs_the_run(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool("import os\nasync def run(task, model): os._exit(1)")
     pool.start()
@@ -456,6 +472,7 @@ async def test_at_most_so_many_run_at_once_and_a_wait_is_not_part_of_the_time_li
     assert not list(tmp_path.glob("running-*"))
 
 
+@pytest.mark.slow
 async def test_a_cancelled_run_is_ended_and_the_pool_goes_on(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(
         """
@@ -481,6 +498,7 @@ async def test_a_cancelled_run_is_ended_and_the_pool_goes_on(new_pool: NewPool, 
     assert result.reward != pid
 
 
+@pytest.mark.slow
 async def test_runs_of_a_pool_that_is_closed_end(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(
         """
@@ -498,6 +516,7 @@ async def test_runs_of_a_pool_that_is_closed_end(new_pool: NewPool, tmp_path: Pa
         await pool.run({}, MODELS, "policy")
 
 
+@pytest.mark.slow
 async def test_a_task_that_is_no_json_is_an_error_of_the_caller(new_pool: NewPool) -> None:
     pool = new_pool("async def run(task, model): return 1")
     with pytest.raises(TypeError):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.training.program import process_tree, program_pool
+from tests.factories.time_limit import runs_out_when
 from tests.training.program.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 from tests.waiting import wait_for
 
@@ -120,18 +121,21 @@ async def test_a_process_that_ends_by_itself_is_not_left(new_pool: NewPool) -> N
 
 @pytest.mark.slow
 async def test_processes_of_a_run_that_is_ended_or_ends_its_process_are_ended(
-    new_pool: NewPool, tmp_path: Path
+    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runs_out_when(monkeypatch, (tmp_path / "hanging").exists)
     pool = new_pool(AGENT)
     pool.start()
     for case, cause in (("ends", "ended"), ("hangs", "timeout"), ("blocks", "timeout")):
-        (tmp_path / "pids").unlink(missing_ok=True)
+        for name in ("pids", "hanging"):
+            (tmp_path / name).unlink(missing_ok=True)
         result = await pool.run({"case": case}, MODELS, "policy", seconds=2.0)
         assert (case, result.cause) == (case, cause)
         assert len(noted(tmp_path)) == 2
         assert not [pid for pid in noted(tmp_path) if alive(pid)]
 
 
+@pytest.mark.slow
 async def test_processes_of_the_setup_stay_until_the_pool_is_closed(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(
         """
@@ -332,6 +336,7 @@ def test_a_file_descriptor_that_a_fork_keeps_does_not_keep_the_children(tmp_path
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_a_pool_is_closed_though_a_fork_keeps_its_file_descriptors(
     new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

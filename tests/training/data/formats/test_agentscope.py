@@ -92,6 +92,7 @@ def test_trinity_workflows_get_question_and_answer(exported: Exported, tmp_path:
     assert [len(json.loads(row["prompt"])) for row in rows] == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_5_nothink", "llama3_1"])
 def test_trinity_trains_on_messages_and_tools(exported: Exported, tmp_path: Path, template: str) -> None:

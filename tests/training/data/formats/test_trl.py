@@ -75,6 +75,7 @@ def test_a_whole_reply_is_rendered_with_its_calls_and_results(
     assert not [text for text in done if "None" in text["prompt"] + text["completion"]]
 
 
+@pytest.mark.slow
 def test_a_prompt_keeps_its_history_and_rewards_get_the_rest(
     exported: Exported, load: Load, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> None:

@@ -1,0 +1,22 @@
+"""Time limits of child processes that run out at a moment of the test's choice, however slow the machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from flywheel.system import child_process
+
+AFTER = 1e6
+"""Seconds: more than any limit."""
+
+
+def runs_out_when(monkeypatch: pytest.MonkeyPatch, happened: Callable[[], int]) -> None:
+    """Let the limits of calls that are under way run out each time when the number of what `happened` changes."""
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: AFTER * happened()))
+
+
+def never_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_out_when(monkeypatch, lambda: 0)
