@@ -112,7 +112,7 @@ test-quick: $(READY)
 	$(RUN) -m "not (slow or e2e or extended or long or gpu)" $(TESTS)
 
 test-extended: $(READY)
-	$(RUN) -m "extended and not (long or gpu)"
+	$(RUN) --leftovers report -m "extended and not (long or gpu)"
 
 test-soak: $(READY)
 	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) tests/sources/studio/test_manners.py

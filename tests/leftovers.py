@@ -151,6 +151,8 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     end = time.monotonic() + END_SECONDS
     while left := leftovers.left():
         if time.monotonic() > end:
+            if pytestconfig.getoption("leftovers") == "report":
+                break
             pytest.fail("\n".join(left), pytrace=False)
         time.sleep(0.05)
 
@@ -194,7 +196,8 @@ class Run:
         changed = sorted(git_status() ^ self._status)
         if os.environ.get("CI"):
             self.left += [f"git status: {line}" for line in changed]
-        if self.left and session.exitstatus == pytest.ExitCode.OK:
+        fails = session.config.getoption("leftovers") == "fail"
+        if self.left and fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if session.exitstatus == pytest.ExitCode.OK:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -223,6 +226,11 @@ def new_folder() -> tuple[Path, Path]:
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None
     return outside, folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "whether what a test leaves is a failure, or is only shown at the end of the run"
+    parser.addoption("--leftovers", choices=("fail", "report"), default="fail", help=about)
 
 
 def pytest_collection_finish() -> None:
