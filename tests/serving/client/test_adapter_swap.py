@@ -167,8 +167,11 @@ async def test_retire_keeps_what_serves_and_what_is_to_be_kept(fleet: Fleet) -> 
 
 
 @pytest.mark.slow
-async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retire_spares_what_serves_again_after_the_drain(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     await fleet.swap()
+    caplog.clear()
     draining: list[float] = []
     drained = asyncio.Event()
     sleep = asyncio.sleep
@@ -184,7 +187,8 @@ async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet, mon
     await until(lambda: len(draining) == len(fleet.apps), "the drain of each, when the versions that serve are known")
     await rollback(fleet.replicas, "agent", fleet.ref("r0001"))
     drained.set()
-    await retiring
+    assert await retiring == {each.url: [] for each in fleet.replicas}
+    assert caplog.messages == []
     assert await fleet.answers() == [OLD, OLD]
 
 
