@@ -106,7 +106,7 @@ $(LOWEST)/installed: pyproject.toml requirements/dev.txt
 	touch $@
 
 test: check
-	$(RUN) -m "not (extended or long or gpu)"
+	$(RUN) --leftovers report -m "not (extended or long or gpu)"
 
 test-quick: $(READY)
 	$(RUN) -m "not (slow or e2e or extended or long or gpu)" $(TESTS)
