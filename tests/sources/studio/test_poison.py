@@ -273,7 +273,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's own measure of memory")
-@pytest.mark.parametrize("name", ["old", "new_v2"])
+@pytest.mark.parametrize("name", [pytest.param("old", marks=pytest.mark.extended), "new_v2"])
 def test_a_hundred_megabytes_in_a_row_cost_a_letter_and_little_memory(name: str, tmp_path: Path) -> None:
     path = empty_like(name, tmp_path / "studio.sqlite")
     insert(path, rows(name))
