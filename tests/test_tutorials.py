@@ -117,7 +117,13 @@ def test_first_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "shown"), [("tool-agent.md", ["r0002", "add"]), ("small-model.md", ["r0002"])])
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ("tool-agent.md", ["r0002", "add"]),
+        pytest.param("small-model.md", ["r0002"], marks=pytest.mark.extended),
+    ],
+)
 def test_commands_on_the_files_of_a_demo(tmp_path: Path, page: str, shown: list[str]) -> None:
     config = unpack(tmp_path)
     settings = {"state": {"dir": str(config.state_dir)}, "model": {"alias": config.model.alias}}
