@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.cluster_utils import Cluster
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
@@ -22,24 +20,19 @@ from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
 from flywheel.training.engine.gpu_placement import place_on_gpus
 from flywheel.training.optim.trainer import Trainer
+from tests.factories import cluster
 from tests.factories.policy_training import LONGEST, TEMPERATURE, TRAINING, OutOfMemory, gradients
 from tests.factories.round import POLICY, round_spec
-
-NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 << 20}
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[None]:
     """A session on two nodes, which have room for one process each."""
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    try:
-        nodes.add_node(**NODE)
-        nodes.wait_for_nodes()
-        with ray_cluster.session(Config.model_validate({"ray": {"address": nodes.address}})):
-            yield
-    finally:
-        nodes.shutdown()
+    with (
+        cluster.two_nodes(cpus=1, gpus=0) as address,
+        ray_cluster.session(Config.model_validate({"ray": {"address": address}})),
+    ):
+        yield
 
 
 class Observed(Trainer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
@@ -25,6 +23,7 @@ from flywheel.training.program.agent_program import ModelEndpoint
 from flywheel.training.program.program_pool import program_of
 from flywheel.training.program.program_rollout import ProgramSetup
 from flywheel.training.worker.trainer_process import TrainerProcesses
+from tests.factories import cluster
 from tests.factories.round import POLICY, round_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -36,7 +35,6 @@ async def run(task, model):
     return {"response": Path("words.txt").read_text()}
 """
 """Reads a file of its working directory."""
-NODE = {"num_cpus": 6, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
 
 
 class Process(RoundActor):
@@ -78,15 +76,8 @@ class Elsewhere(Trainer):
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of the cluster, which was started before this process had its secrets."""
-    # Ray reads its token once in a process: it stays what it is for whatever Ray is started here later.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    try:
-        nodes.add_node(**NODE)
-        nodes.wait_for_nodes()
-        yield nodes.address
-    finally:
-        nodes.shutdown()
+    with cluster.two_nodes(cpus=6, gpus=GPUS_PER_NODE) as address:
+        yield address
 
 
 @contextlib.contextmanager
