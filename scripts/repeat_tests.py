@@ -60,8 +60,8 @@ def _again(item: pytest.Item) -> pytest.Item:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Processes that use the processor all the time, of other sessions: within one, Linux would leave next to
-    nothing to Ray's processes, which ask for less."""
-    command = [sys.executable, "-c", "while True: pass"]
+    nothing to Ray's processes, which ask for less. They also end when this process is killed."""
+    command = [sys.executable, "-c", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield

@@ -442,11 +442,12 @@ async def test_a_filter_whose_file_does_not_load_again_costs_no_task(
 
 @pytest.mark.slow
 async def test_a_criterion_that_hangs_leaves_its_task_undecided(
-    tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: Store, make: Make, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One task at a time: when the limit of the one that hangs runs out, so does that of any other call."""
     monkeypatch.setattr("flywheel.judge.rubric.checks.python_check.TIMEOUT_SECONDS", 0.5)
     runs_out_when(monkeypatch, lambda: times_hung(tmp_path))
-    config = make()
+    config = make(judge={"base_url": judge.base_url, "model": "j", "max_thread": 1})
     (tmp_path / "mine.py").write_text(HANGS)
     criteria = [*RUBRIC["criteria"], {"id": "ours", "type": "python", "value": "mine.py:keep"}]  # type: ignore[misc]
     (tmp_path / "rubric.yaml").write_text(yaml.safe_dump({"id": "r", "criteria": criteria}))

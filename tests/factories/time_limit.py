@@ -14,7 +14,10 @@ AFTER = 1e6
 
 
 def runs_out_when(monkeypatch: pytest.MonkeyPatch, happened: Callable[[], int]) -> None:
-    """Let the limits of calls that are under way run out each time when the number of what `happened` changes."""
+    """Let the limits of all calls that are under way run out each time when the number of what `happened` changes.
+
+    A test in which only one of them is to run out makes its calls one after the other.
+    """
     monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: AFTER * happened()))
 
 
