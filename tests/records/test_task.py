@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records import similarity
@@ -321,7 +321,6 @@ def test_any_reply_is_stored_as_the_plain_formula_says(told: Reply) -> None:
     assert entry_of(told, "/data/ä.db") == plain_entry(told, "/data/ä.db")
 
 
-@settings(max_examples=500)
 @given(marked_text | st.text(max_size=80) | st.text(st.characters(max_codepoint=127), max_size=80))
 def test_any_text_is_compared_by_what_the_plain_formula_says(text: str) -> None:
     assert similarity.normalised(text) == plain_normalised(text)

@@ -7,17 +7,25 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Final
 from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
+from sqlalchemy import Connection, update
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
+from flywheel.records.states import RoundState
+from flywheel.store.kernel import schema
+from flywheel.store.kernel.transitions import move
+from flywheel.system.files import append_jsonl, write_json
+from flywheel.training.data.round_progress import Meter
 from flywheel.web.server import application
 from flywheel.web.site import visible
+from tests.factories.state import write_state
 from tests.factories.web import kinds_of
-from tests.web.recorded_state import injections
+from tests.web.recorded_state import HOSTILE, injections
 
 START: Final = "http://testserver/"
 MOST_OF_A_KIND: Final = 4
@@ -77,14 +85,35 @@ class Content(HTMLParser):
             self.problems.append(f"markup shown as text in {data[:80]!r}")
 
 
+def put_hostile_round(conn: Connection, directory: Path) -> None:
+    """The planned round is in training, and says hostile texts wherever it says any."""
+    named = schema.rounds.c.name == directory.name
+    number = conn.execute(
+        update(schema.rounds).where(named).values(trigger=HOSTILE).returning(schema.rounds.c.id)
+    ).scalar_one()
+    move(conn, number, RoundState.PLANNED, RoundState.TRAINING, HOSTILE)
+    for name in ("metrics.jsonl", "progress.json"):
+        (directory / name).unlink()
+    write_json(directory / "error.json", {"error": HOSTILE, "hint": HOSTILE})
+    (directory / "worker.log").write_bytes(HOSTILE.encode() + b"\xff\xfe\x00\n" + b"x" * 5_000)
+    step = {"event": "step", "step": 1, "steps": 3, "loss": HOSTILE, "seconds": {}}
+    append_jsonl(directory / "metrics.jsonl", [{"event": "phase", "phase": HOSTILE, "at": HOSTILE}, step])
+    Meter(directory, steps=3).pause(HOSTILE)
+
+
 @pytest.mark.slow
-def test_every_page_that_links_lead_to_is_inert(shared_state: Config) -> None:
-    client = TestClient(application(shared_state, names=frozenset({"testserver"})))
+def test_every_page_that_links_lead_to_is_inert(own_state: Config) -> None:
+    write_state(own_state.state_dir, put_hostile_round, own_state.state_dir / "rounds" / "r0003")
+    client = TestClient(application(own_state, names=frozenset({"testserver"})))
     waiting, seen = [START], {START}
     counts = Counter[tuple[str, str]]()
     texts: list[str] = []
     problems: list[str] = []
-    corpus = {json.loads(each)["task_id"] for each in client.get("/tasks.jsonl?text=Injection").text.split("\n")[:-1]}
+    corpus = {
+        json.loads(line)["task_id"]
+        for text in ("Injection", "desrever")
+        for line in client.get(f"/tasks.jsonl?text={text}").text.split("\n")[:-1]
+    }
     waiting += [f"{START}tasks/{key}" for key in sorted(corpus)]
     while waiting:
         address = waiting.pop(0)
@@ -107,5 +136,5 @@ def test_every_page_that_links_lead_to_is_inert(shared_state: Config) -> None:
     assert not problems, "\n".join(problems[:20])
     assert len(seen) > 40
     shown = " ".join("\n".join(texts).split())
-    for injection in injections():
-        assert " ".join(str(visible(injection).striptags()).split()) in shown
+    for each in (*injections(), HOSTILE):
+        assert " ".join(str(visible(each).striptags()).split()) in shown

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import shutil
 import stat
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from flywheel.records.round import RoundResult
 from flywheel.system.files import json_line, write_json
 from flywheel.training.data.rollout_file import groups, prompts_of, read_answers, read_rollouts, rollout_of
 from flywheel.training.data.round_directory import read_spec
-from tests import warm
 from tests.factories.erasure import (
     ERASED,
     GONE,
@@ -40,7 +40,6 @@ from tests.factories.erasure import (
 from tests.factories.round import round_spec
 from tests.factories.task import round_task
 
-ROOT = Path(__file__).parents[3]
 MARKS = ("Amélie", "七三九一二四", "🦊🔑")
 """What only texts of erased tasks have."""
 OTHERS = {GONE: "Amélie", GONE_HELD_OUT: "🦊🔑", STAYS: "Boris", STAYS_HELD_OUT: "🐻🔔"}
@@ -204,12 +203,35 @@ def test_a_file_that_cannot_be_understood_is_named(directory: Path) -> None:
     assert (directory / "usage.jsonl").read_text() == '{"calls": NaN}\n'
 
 
-@pytest.mark.slow
+class Died(BaseException):
+    """What stands for the end of the process."""
+
+
+@contextmanager
+def dying(after: int) -> Iterator[None]:
+    """No renaming and no removal of a file happens after so many of them."""
+    done = itertools.count()
+
+    def trapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(self: Path, *arguments: Any, **options: Any) -> Any:
+            if next(done) >= after:
+                raise Died
+            return call(self, *arguments, **options)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("replace", "unlink"):
+            patch.setattr(Path, name, trapped(getattr(Path, name)))
+        yield
+
+
 @pytest.mark.parametrize(("removed", "places"), [((), 14), (("stages", "selection.jsonl", "result.json"), 8)])
-def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run_again(
+def test_an_end_at_any_renaming_and_removal_leaves_what_is_done_when_it_is_run_again(
     tmp_path: Path, removed: Sequence[str], places: int
 ) -> None:
-    """Also of a directory with few files: those that are left to do must be found again."""
+    """Also of a directory with few files: those that are left to do must be found again. `tests/cli/test_forget.py`
+    kills processes there."""
 
     def put(directory: Path) -> None:
         put_erasable_round(directory, is_over=False)
@@ -220,22 +242,22 @@ def test_kill_9_at_every_renaming_and_removal_leaves_what_is_done_when_it_is_run
     put(whole)
     readable = contents(whole)
     erase_from_round(whole, ERASED)
-    place = 0
-    while True:
+    for place in itertools.count():
         directory = tmp_path / str(place)
         put(directory)
-        command = [sys.executable, "-m", "tests.daemon.rounds.killed_erasure", str(place), str(directory)]
-        ran = warm.run(command, cwd=ROOT, capture_output=True, timeout=300)
-        assert ran.returncode in (0, -9), ran.stderr
-        if ran.returncode == 0:
+        try:
+            with dying(place):
+                erase_from_round(directory, ERASED)
+        except Died:
+            pass
+        else:
             break
         # What the rounds page reads is whole at every time.
         assert [group.task_id for group in groups(directory)].count(STAYS) == 2
         assert {name for name in contents(directory) if not Path(name).name.startswith(".")} <= readable.keys()
         erase_from_round(directory, ERASED)
         assert contents(directory) == contents(whole)
-        place += 1
-    assert place >= places, "it was killed nowhere"
+    assert place >= places, "it ended nowhere"
 
 
 def test_stored_answers_of_an_evaluation(tmp_path: Path) -> None:

@@ -376,7 +376,6 @@ def test_lone_surrogates_are_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(sent=st.lists(st.tuples(VALUES, VALUES, st.sampled_from(PATHS)), min_size=1, max_size=6))
 def test_whatever_is_sent_is_placed(sent: list[tuple[Any, Any, str]]) -> None:
     calls = [recorded(request, response, path=path, began=n) for n, (request, response, path) in enumerate(sent)]

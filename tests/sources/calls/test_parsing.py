@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.sources.calls.parsing import events, parse
@@ -449,7 +449,6 @@ def test_lone_surrogates_are_read() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(
     request=VALUES | st.binary(max_size=20),
     sent=st.lists(VALUES, max_size=4),

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -237,7 +237,6 @@ json_objects = st.dictionaries(st.text(max_size=5), values, max_size=3)
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(
     messages=st.lists(odd_messages, max_size=4),
     tools=st.lists(json_objects, max_size=2),

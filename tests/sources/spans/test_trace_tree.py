@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.records.trace import SpanStatus
@@ -43,7 +43,6 @@ def above(spans: dict[str, Span], span: Span) -> list[Span]:
     return way
 
 
-@settings(max_examples=300, deadline=None, database=None)
 @given(shape=PARENTS)
 def test_circles_and_roles_are_those_of_each_way_up(shape: list[tuple[int, bool]]) -> None:
     spans = spans_of(shape)

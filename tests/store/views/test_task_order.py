@@ -64,7 +64,7 @@ def pages(conn: Connection, order: Order, limit: int, wanted: task_list.Conditio
     is_narrow=st.booleans(),
     is_hasty=st.booleans(),
 )
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_pages_visit_each_task_exactly_once_in_order(
     scores: list[float | None],
     earlier: list[float],
