@@ -22,6 +22,8 @@ NOT_SMALL: Final = ("python", "chrom")
 
 _seen: list[str] = []
 """What the test that runs has started or imported so far."""
+_runs_quick = False
+"""Whether the test that runs is of this circle."""
 
 
 def is_small(program: str) -> bool:
@@ -39,21 +41,25 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
             _seen.append(f"starts {first}")
     elif event == "import" and arguments[0] in HEAVY:
         _seen.append(f"imports {arguments[0]}")
+        if _runs_quick:
+            # So that the next test that needs it is found as well.
+            raise ImportError(f"a test of the circle `quick` imports {arguments[0]}: mark it `slow`")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """What fixtures did for this test counts as well."""
     result = yield
-    markers = {marker.name for marker in item.iter_markers()}
-    if _seen and circle_of(markers) == "quick":
+    if _seen and _runs_quick:
         pytest.fail(f"This test {', '.join(dict.fromkeys(_seen))}: mark it `slow`.", pytrace=False)
     return result
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _runs_quick
     _seen.clear()
+    _runs_quick = circle_of({marker.name for marker in item.iter_markers()}) == "quick"
 
 
 def pytest_configure() -> None:

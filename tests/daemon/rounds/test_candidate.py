@@ -151,6 +151,7 @@ def test_vllm_refuses_them_too(make: Make, options: dict[str, Any]) -> None:
         PEFTHelper.from_local_dir(str(make(**options)), None).validate_legal(LoRAConfig(max_lora_rank=64))
 
 
+@pytest.mark.slow
 def test_rslora_is_served_with_its_own_scale(make: Make, config: Config) -> None:
     from vllm.lora.peft_helper import PEFTHelper
 

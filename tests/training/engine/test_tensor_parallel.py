@@ -61,6 +61,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("each", "wanted"),
     [(1, {}), (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"})],
@@ -76,6 +77,7 @@ async def test_vllm_gets_the_number_and_starts_its_own_processes(
     } == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("arguments")
 def test_an_engine_that_is_too_small_for_the_weights_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:

@@ -132,6 +132,7 @@ def pair(number: int, better: float, worse: float, **more: Any) -> list[Judged]:
     ]
 
 
+@pytest.mark.slow
 def test_pairs_are_of_one_prompt_and_differ(exported: Exported, load: Load, tokenizer: Any, template: str) -> None:
     entries = [
         *pair(1, 0.9, 0.2),
