@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +21,16 @@ HEAVY: Final = {"ray", "torch", "transformers", "trl", "vllm"}
 OF_THE_SYSTEM: Final = ("/bin", "/sbin", "/usr")
 NOT_SMALL: Final = ("python", "chrom")
 
-_seen: list[str] = []
-"""What the test that runs has started or imported so far."""
-_runs_quick = False
-"""Whether the test that runs is of this circle."""
+
+@dataclass
+class Running:
+    """The test that runs: whether it is of this circle, and what it has started or imported so far."""
+
+    is_quick: bool = False
+    seen: list[str] = field(default_factory=list)
+
+
+_running = Running()
 
 
 def is_small(program: str) -> bool:
@@ -38,10 +45,10 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         words = [os.fsdecode(each) for each in ([command] if isinstance(command, (str, bytes)) else command)]
         first = os.fsdecode(executable or words[0])
         if not is_small(first) and words[1:3] not in (["-P", "-c"], ["-m", "tests.warm"]):
-            _seen.append(f"starts {first}")
+            _running.seen.append(f"starts {first}")
     elif event == "import" and arguments[0] in HEAVY:
-        _seen.append(f"imports {arguments[0]}")
-        if _runs_quick:
+        _running.seen.append(f"imports {arguments[0]}")
+        if _running.is_quick:
             # So that the next test that needs it is found as well.
             raise ImportError(f"a test of the circle `quick` imports {arguments[0]}: mark it `slow`")
 
@@ -50,16 +57,15 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """What fixtures did for this test counts as well."""
     result = yield
-    if _seen and _runs_quick:
-        pytest.fail(f"This test {', '.join(dict.fromkeys(_seen))}: mark it `slow`.", pytrace=False)
+    if _running.seen and _running.is_quick:
+        pytest.fail(f"This test {', '.join(dict.fromkeys(_running.seen))}: mark it `slow`.", pytrace=False)
     return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global _runs_quick
-    _seen.clear()
-    _runs_quick = circle_of({marker.name for marker in item.iter_markers()}) == "quick"
+    _running.seen.clear()
+    _running.is_quick = circle_of({marker.name for marker in item.iter_markers()}) == "quick"
 
 
 def pytest_configure() -> None:
