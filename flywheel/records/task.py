@@ -39,7 +39,7 @@ METADATA: Final = frozenset({
     "answer", "qa_hash", "source", "trace_id", "span_id", "conversation_id", "user_id", "agent_name", "model",
     "adapter", "turn", "started_at", "ended_at", "service", "input_tokens", "output_tokens", "prompt_tokens",
     "tools_json", "trajectory_json", "structured_json", "images_json", "errors_json", "answer_reasoning",
-    "reference", "adapter_source",
+    "refusal", "reference", "adapter_source",
     "prompt_exact", "prompt_reason", "prompt_source", "parameters_json", "extra_json", "split",
 })  # fmt: skip
 """The keys of `metadata` in a task's line that say where it comes from. Any others are the user's."""
@@ -90,6 +90,7 @@ def task_line(reply: Reply, source: str, key: str = "") -> TaskLine:
             "images_json": _json(reply.images) if reply.images else "[]",
             "errors_json": _json(reply.errors) if reply.errors else "[]",
             "answer_reasoning": reply.reasoning,
+            "refusal": reply.is_refusal,
             "reference": reply.reference,
             "adapter_source": reply.adapter_source,
             "prompt_exact": not reason,
@@ -311,6 +312,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 _NO_SIGNATURE: Final = PromptSignature()
+_NO_REFUSAL: Final = b'"refusal":false,'
+"""Not hashed: lines of earlier versions, whose hashes are stored, do not have it."""
 
 
 def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
@@ -354,7 +357,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         started_at=line["metadata"]["started_at"],
         key=line["task_id"],
         line=b"" if skip else whole,
-        content=xxhash.xxh3_64_intdigest(whole + str(skip).encode()) >> 1,
+        content=xxhash.xxh3_64_intdigest(whole.replace(_NO_REFUSAL, b"", 1) + str(skip).encode()) >> 1,
         beginning=0 if skip else beginning_of(line),
         words=signature.words,
         bands=signature.bands,

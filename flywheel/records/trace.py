@@ -63,6 +63,7 @@ class Reply(Struct, frozen=True):
     - `trajectory`: the model and tool messages between request and answer.
     - `errors`: the steps that failed ("tool search: TimeoutError: …").
     - `reasoning`: of the model before its answer, if the call that gave it is recorded.
+    - `is_refusal`: the answer is the text of the model's refusal.
     - `reference`: the right answer, if the source has one.
     - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:
       where that is recorded: the `id` or the `model` of the response, the deployment `history`, or nowhere (empty).
@@ -96,6 +97,7 @@ class Reply(Struct, frozen=True):
     structured: dict[str, Any] | None = None
     errors: tuple[str, ...] = ()
     reasoning: str = ""
+    is_refusal: bool = False
     reference: str = ""
     status: SpanStatus = SpanStatus.OK
     service: str = ""
@@ -128,12 +130,16 @@ class Reply(Struct, frozen=True):
 
 
 class ModelAnswer(Struct, frozen=True):
-    """One choice of a response. `tool_calls` are in the OpenAI chat form, with arguments as text."""
+    """One choice of a response. `tool_calls` are in the OpenAI chat form, with arguments as text.
+
+    If it `is_refusal`, its content is the text of the refusal.
+    """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = ""
+    is_refusal: bool = False
 
 
 class ModelCall(Struct, frozen=True):
@@ -223,6 +229,16 @@ def reasoning_of(message: ChatMessage) -> str:
     """The reasoning in a message of the model; empty if it has none."""
     texts = (message.get(key) for key in ("reasoning", "reasoning_content"))
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def refusal_of(message: ChatMessage) -> str:
+    """The text of the model's refusal in a message: under a key of its own, or in parts; empty if it has none."""
+    own, content = message.get("refusal"), message.get("content")
+    if isinstance(own, str) and own.strip():
+        return own
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("refusal") for part in parts if isinstance(part, dict) and part.get("type") == "refusal"]
+    return "\n".join(text for text in texts if isinstance(text, str) and text.strip())
 
 
 def sends_reasoning(messages: Iterable[ChatMessage]) -> bool:

@@ -108,7 +108,8 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         move(conn, known.id, ReplyState.CLOSED, ReplyState.SKIPPED, entry.skip, **values)
     else:
         now = records.renew(entry, task) or records.store([entry])[entry.key]
-        move(conn, known.id, ReplyState.CLOSED, ReplyState.CONVERTED, skip_reason=None, detail="", task_id=now)
+        detail = entry.detail[:500]
+        move(conn, known.id, ReplyState.CLOSED, ReplyState.CONVERTED, skip_reason=None, detail=detail, task_id=now)
     has_reply = exists().where(replies.c.task_id == task)
     if task is not None and task != now and not conn.execute(select(has_reply)).scalar_one():
         make_due(conn, task)

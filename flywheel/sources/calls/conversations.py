@@ -73,10 +73,12 @@ class ConversationHash:
             self._answer = None
         return self.value
 
-    def answered(self, answer: ModelAnswer) -> bytes:
-        """The hash with an answer behind the last message; the hash itself stays."""
-        message = {"role": "assistant", "content": answer.content, "tool_calls": list(answer.tool_calls)}
-        return copy(self).add(message)
+    def answered(self, answer: ModelAnswer) -> list[bytes]:
+        """The hash with an answer behind the last message; the hash itself stays. A client sends a refusal back as a
+        text, or under a key of its own beside an empty text."""
+        contents = [answer.content, ""] if answer.is_refusal else [answer.content]
+        message = {"role": "assistant", "tool_calls": list(answer.tool_calls)}
+        return [copy(self).add({**message, "content": content}) for content in contents]
 
 
 def hashes(call: ModelCall) -> tuple[list[tuple[int, bytes]], list[bytes]]:
@@ -88,7 +90,7 @@ def hashes(call: ModelCall) -> tuple[list[tuple[int, bytes]], list[bytes]]:
         value = hashed.add(message)
         if message.get("role") == "assistant":
             beginnings.append((number, value))
-    return beginnings, list(dict.fromkeys(hashed.answered(answer) for answer in call.answers))
+    return beginnings, list(dict.fromkeys(end for answer in call.answers for end in hashed.answered(answer)))
 
 
 def tool_call_keys(call: ModelCall, messages: Iterable[ChatMessage]) -> list[bytes]:
@@ -117,7 +119,7 @@ def _content(message: ChatMessage) -> Any:
     for part in content:
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, dict) and isinstance(text := part.get("text"), str):
+        elif isinstance(part, dict) and isinstance(text := part.get("text", part.get("refusal")), str):
             texts.append(text)
         elif not (isinstance(part, dict) and part.get("type") in _REASONING):
             others.append(part)

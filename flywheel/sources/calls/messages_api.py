@@ -140,11 +140,14 @@ def answer_of(response: Item) -> ModelAnswer:
     """The answer in a response's content blocks."""
     blocks = _objects(response.get("content"))
     reason = _text(response.get("stop_reason"))
+    content = "".join(_text(block.get("text")) for block in blocks if block.get("type") == "text")
+    calls = tuple(_tool_call(block) for block in blocks if block.get("type") == "tool_use")
     return ModelAnswer(
-        "".join(_text(block.get("text")) for block in blocks if block.get("type") == "text"),
+        content,
         "".join(_text(block.get("thinking")) for block in blocks if block.get("type") == "thinking"),
-        tuple(_tool_call(block) for block in blocks if block.get("type") == "tool_use"),
+        calls,
         _FINISH_REASONS.get(reason, reason),
+        is_refusal=reason == "refusal" and bool(content.strip()) and not calls,
     )
 
 

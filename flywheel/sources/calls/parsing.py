@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, Final
 
 import orjson
 from msgspec import Struct
 
-from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, ToolDefinition, get_path
+from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, ToolDefinition, get_path, refusal_of
 from flywheel.serving.calls.call_log import RecordedCall
 from flywheel.sources.calls import messages_api, responses_api
 
@@ -81,43 +82,55 @@ class _ToolCall(Struct):
 
 
 class _Choice(Struct):
-    """A choice while it is assembled, with its tool calls by their delta index."""
+    """A choice while it is assembled, with its tool calls and their indexes in the order in which they began."""
 
     content: str = ""
+    refusal: str = ""
     reasoning: str = ""
-    tool_calls: dict[int, _ToolCall] = {}
+    tool_calls: list[tuple[int, _ToolCall]] = []
     finish_reason: str = ""
 
-    def add(self, said: dict[str, Any]) -> None:
+    def add(self, said: dict[str, Any], *, is_whole: bool) -> None:
         """Add a message, or a part of one."""
-        self.content += _text(said.get("content"))
+        content = said.get("content")
+        if refused := refusal_of(said):
+            self.refusal += refused
+            content = [part for part in _objects(content) if part.get("type") != "refusal"] or None
+        self.content += _text(content)
         # vLLM has renamed the key; some versions send both.
         self.reasoning += _text(said.get("reasoning")) or _text(said.get("reasoning_content"))
-        for place, part in enumerate(_objects(said.get("tool_calls"))):
-            self._add_tool_call(place, part)
+        for part in _objects(said.get("tool_calls")):
+            self._add_tool_call(part, is_whole=is_whole)
 
-    def _add_tool_call(self, place: int, part: dict[str, Any]) -> None:
-        index = part.get("index")
-        if not isinstance(index, int):
-            # A whole message has its tool calls in order. In a stream without indexes, an id begins the next one.
-            last = max(self.tool_calls, default=-1)
-            index = last + 1 if part.get("id") or last < 0 else last
-        call = self.tool_calls.setdefault(index, _ToolCall())
+    def _add_tool_call(self, part: dict[str, Any], *, is_whole: bool) -> None:
+        """Add a tool call of a message. A part of a message goes on with the last call at its index, or with the last
+        one if it has no index, unless it has another id."""
+        index, call_id = part.get("index"), _text(part.get("id"))
+        if isinstance(index, int):
+            call = next((call for at, call in reversed(self.tool_calls) if at == index), None)
+        else:
+            index, call = self.tool_calls[-1] if self.tool_calls else (-1, None)
+        if call is None or is_whole or (call_id and call_id != call.id != ""):
+            index += not isinstance(part.get("index"), int)
+            call = _ToolCall()
+            self.tool_calls.append((index, call))
         # Some servers repeat id and name in each part.
-        call.id = call.id or _text(part.get("id"))
+        call.id = call.id or call_id
         call.name = call.name or _text(get_path(part, "function", "name"))
         call.arguments += _text(get_path(part, "function", "arguments"))
 
     def answer(self) -> ModelAnswer:
-        calls = (self.tool_calls[index] for index in sorted(self.tool_calls))
+        calls = [call for _, call in sorted(self.tool_calls, key=itemgetter(0))]
+        is_refusal = bool(self.refusal.strip()) and not self.content.strip() and not calls
         return ModelAnswer(
-            self.content,
+            "\n".join(filter(None, (self.content, self.refusal))),
             self.reasoning,
             tuple(
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ),
             self.finish_reason,
+            is_refusal=is_refusal,
         )
 
 
@@ -136,9 +149,9 @@ class _Response(Struct):
         for choice in _objects(body.get("choices")):
             index = choice.get("index")
             assembled = self.choices.setdefault(index if isinstance(index, int) else 0, _Choice())
-            for said in (choice.get("message"), choice.get("delta")):
-                if isinstance(said, dict):
-                    assembled.add(said)
+            for key in ("message", "delta"):
+                if isinstance(said := choice.get(key), dict):
+                    assembled.add(said, is_whole=key == "message")
             assembled.content += _text(choice.get("text"))
             assembled.finish_reason = _text(choice.get("finish_reason")) or assembled.finish_reason
         self.count(body.get("usage"))
@@ -205,8 +218,9 @@ def _add_items(response: _Response, body: dict[str, Any], api: ModuleType) -> No
     response.error = response.error or error_in(body)
     if isinstance(body.get(api.OUTPUT), list):
         answer: ModelAnswer = api.answer_of(body)
-        choice = response.choices[0] = _Choice(answer.content, answer.reasoning, {}, answer.finish_reason)
-        choice.add({"tool_calls": list(answer.tool_calls)})
+        said = {"refusal" if answer.is_refusal else "content": answer.content, "reasoning": answer.reasoning}
+        choice = response.choices[0] = _Choice(finish_reason=answer.finish_reason)
+        choice.add({**said, "tool_calls": list(answer.tool_calls)}, is_whole=True)
     response.count(body.get("usage"))
 
 

@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from flywheel.records.trace import ChatMessage, ModelAnswer, ToolCall, ToolDefinition, ToolFunction, get_path
+from flywheel.records.trace import (
+    ChatMessage,
+    ModelAnswer,
+    ToolCall,
+    ToolDefinition,
+    ToolFunction,
+    get_path,
+    refusal_of,
+)
 
 Item = dict[str, Any]
 """An object of the interface: a request, a response, or a part of one."""
@@ -35,9 +43,7 @@ def prompt_of(request: Item) -> tuple[tuple[ChatMessage, ...] | None, tuple[Tool
             _add(messages, item)
     elif asked is not None:
         return None, ()
-    tools = request.get("tools")
-    offered = tools if isinstance(tools, list) else []
-    return tuple(messages), tuple(_tool(tool) for tool in offered if isinstance(tool, dict))
+    return tuple(messages), tuple(_tool(tool) for tool in _objects(request.get("tools")))
 
 
 def parameters_of(request: Item) -> dict[str, Any]:
@@ -114,20 +120,27 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        parts = [part for part in value if isinstance(part, dict)]
-        return "".join(text for part in parts if isinstance(text := part.get("text", part.get("refusal")), str))
+        texts = (part.get("text", part.get("refusal")) for part in _objects(value))
+        return "".join(text for text in texts if isinstance(text, str))
     return str(value) if isinstance(value, int | float) else ""
+
+
+def _objects(value: Any) -> list[Item]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def answer_of(response: Item) -> ModelAnswer:
     """The answer in a response's output items."""
-    content = reasoning = ""
+    content = refusal = reasoning = ""
     calls: list[ToolCall] = []
-    output = response.get("output")
-    for item in output if isinstance(output, list) else ():
-        kind = item.get("type") if isinstance(item, dict) else None
+    for item in _objects(response.get("output")):
+        kind = item.get("type")
         if kind == "message":
-            content += _text(item.get("content"))
+            said = item.get("content")
+            if refused := refusal_of(item):
+                refusal += refused
+                said = [part for part in _objects(said) if part.get("type") != "refusal"]
+            content += _text(said)
         elif kind == "reasoning":
             reasoning += _reasoning(item)
         elif kind == "function_call":
@@ -138,7 +151,9 @@ def answer_of(response: Item) -> ModelAnswer:
     elif response.get("status") == "incomplete":
         cause = _text(get_path(response, "incomplete_details", "reason"))
         reason = _FINISH_REASONS.get(cause, cause)
-    return ModelAnswer(content, reasoning, tuple(calls), reason)
+    is_refusal = bool(refusal) and not content and not calls
+    text = "\n".join(filter(None, (content, refusal)))
+    return ModelAnswer(text, reasoning, tuple(calls), reason, is_refusal=is_refusal)
 
 
 class Stream(Struct):
@@ -165,8 +180,10 @@ class Stream(Struct):
         if not isinstance(delta, str):
             return
         match kind:
-            case "response.output_text.delta" | "response.refusal.delta":
+            case "response.output_text.delta":
                 item["type"], key = "message", "content"
+            case "response.refusal.delta":
+                item["type"], key = "message", "refusal"
             case (
                 "response.reasoning_text.delta" | "response.reasoning_summary_text.delta" | "response.reasoning.delta"
             ):

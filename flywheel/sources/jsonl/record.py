@@ -27,7 +27,16 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.states import SkipReason
 from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
-from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolDefinition, get_path
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
+from flywheel.records.trace import (
+    LATEST_NS,
+    ChatMessage,
+    Reply,
+    ToolDefinition,
+    get_path,
+    reasoning_of,
+    refusal_of,
+)
 from flywheel.system.files import json_line
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -40,8 +49,22 @@ class LineError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """What follows a question: the steps, and the answer of the last assistant message with the model's reasoning.
+
+    It is unfinished if it ends in a tool call or in the result of one: then all is steps.
+    """
+
+    steps: tuple[ChatMessage, ...] = ()
+    text: str = ""
+    reasoning: str = ""
+    is_refusal: bool = False
+    is_unfinished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation split at its last user message: `history` before it, `trajectory` and `answer` after it.
+    """A conversation split at its last user message: `history` before it, `answered` after it.
 
     `request` is the prompt that the agent received, if that is another text.
     """
@@ -49,8 +72,7 @@ class Dialogue:
     history: tuple[ChatMessage, ...] = ()
     query: str = ""
     images: tuple[str, ...] = ()
-    trajectory: tuple[ChatMessage, ...] = ()
-    answer: str = ""
+    answered: Answered = Answered()
     request: str = ""
 
 
@@ -67,22 +89,42 @@ def dialogue_of(value: Any, where: str) -> Dialogue:
     asked = _last(messages, "user")
     if asked is None:
         return Dialogue(history=tuple(messages))
-    trajectory, answer = split_answer(messages[asked + 1 :])
     return Dialogue(
         history=tuple(messages[:asked]),
         query=messages[asked]["content"],
         images=_images(value[asked].get("content")),
-        trajectory=trajectory,
-        answer=answer,
+        answered=answered_by(value[asked + 1 :], f"{where}[{asked + 1}:]"),
     )
 
 
-def split_answer(messages: Sequence[ChatMessage]) -> tuple[tuple[ChatMessage, ...], str]:
-    """The messages before the last assistant message, and its text."""
+def answered_by(value: Any, where: str) -> Answered:
+    """What a list of messages answers to the question before it. Raises LineError."""
+    messages = messages_of(value, where)
     last = _last(messages, "assistant")
+    if any(message["role"] == "tool" for message in messages[0 if last is None else last :]) or (
+        last is not None and _calls_tools(messages[last])
+    ):
+        return Answered(tuple(messages), is_unfinished=True)
     if last is None:
-        return tuple(messages), ""
-    return tuple(messages[:last]), str(messages[last]["content"])
+        return Answered(tuple(messages))
+    return Answered(
+        tuple(messages[:last]),
+        messages[last]["content"],
+        reasoning_of(value[last]) or _thoughts(value[last].get("content")),
+        is_refusal=not _content_text(value[last].get("content"), where) and bool(refusal_of(value[last])),
+    )
+
+
+def _calls_tools(message: ChatMessage) -> bool:
+    """Whether a message calls tools. A finish function only hands in the answer."""
+    return any(_function(call)["name"] not in FINISH_FUNCTIONS for call in message.get("tool_calls") or ())
+
+
+def _thoughts(content: Any) -> str:
+    """The texts of the blocks of reasoning in a content."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("thinking") for part in parts if isinstance(part, dict) and part.get("type") == "thinking"]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _last(messages: Sequence[ChatMessage], role: str) -> int | None:
@@ -105,7 +147,8 @@ def _message(value: Any, where: str) -> ChatMessage:
     for place, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(_function(call).get("name"), str):
             raise LineError(f"`{where}.tool_calls[{place}]` names no function")
-    return {"role": role, "content": _content_text(value.get("content"), f"{where}.content"), **kept}
+    content = _content_text(value.get("content"), f"{where}.content") or refusal_of(value)
+    return {"role": role, "content": content, **kept}
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
@@ -367,7 +410,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
     otherwise = _id(
         {"line": xxhash.xxh3_128_hexdigest(text.strip())}
         if skip
-        else [parts.query, parts.answer, parts.history, parts.images]
+        else [parts.query, parts.answered.text, parts.history, parts.images]
     )
     key = _own_id(line) or otherwise
     started = _time(metadata, "started_at") or now
@@ -379,7 +422,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         user=_text(metadata, "user_id", int),
         agent=_text(metadata, "agent_name"),
         query=parts.query,
-        answer=parts.answer,
+        answer=parts.answered.text,
         started_at=started,
         ended_at=_time(metadata, "ended_at") or started,
         request=parts.request,
@@ -390,14 +433,15 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         if "turn" in metadata
         else sum(message["role"] == "user" for message in parts.history),
         history=tuple(map(normalized, parts.history)),
-        trajectory=tuple(map(normalized, parts.trajectory)) or _trajectory(metadata),
+        trajectory=tuple(map(normalized, parts.answered.steps)) or _trajectory(metadata),
         # Flywheel's own exports have the tools as JSON text.
         tools=_tools(line["tools"] if isinstance(line.get("tools"), list) else _json(line, "tools", list))
         or _tools(_json(metadata, "tools_json", list)),
         images=parts.images or tuple(str(image) for image in _json(metadata, "images_json", list)),
         structured=_json(metadata, "structured_json", dict) or None,
         errors=tuple(str(error) for error in _json(metadata, "errors_json", list)),
-        reasoning=_text(metadata, "answer_reasoning"),
+        reasoning=_text(metadata, "answer_reasoning") or parts.answered.reasoning,
+        is_refusal=parts.answered.is_refusal or metadata.get("refusal") is True,
         reference=_text(metadata, "reference", int, float),
         service=_text(metadata, "service"),
         input_tokens=_count(metadata, "input_tokens"),
@@ -475,17 +519,19 @@ def _parts(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> Dialogue:
         if (value := line.get(key)) is not None and not (key == "prompt" and isinstance(value, str))
     }
     asked = next((key for key in QUERY if _asks(line, key, dialogues)), "")
-    answer, steps = _answer(line, metadata, dialogues)
+    answered = _answer(line, metadata, dialogues)
     if asked in dialogues:
         own = dialogues[asked]
-        return dataclasses.replace(own, answer=answer, trajectory=steps or own.trajectory)
+        steps = answered.steps or own.answered.steps
+        return dataclasses.replace(own, answered=dataclasses.replace(answered, steps=steps))
     query = _plain(line, asked) if asked else ""
     if "init_messages" in dialogues:
         own = _beside_init_messages(line, query, dialogues)
     else:
         own = dialogues.get("prompt") or dialogues.get("messages") or Dialogue()
     request = own.query if own.query != query else ""
-    return Dialogue(own.history, query, own.images, steps or own.trajectory, answer, request)
+    answered = dataclasses.replace(answered, steps=answered.steps or own.answered.steps)
+    return Dialogue(own.history, query, own.images, answered, request)
 
 
 def _asks(line: Mapping[str, Any], key: str, dialogues: Mapping[str, Dialogue]) -> bool:
@@ -504,22 +550,22 @@ def _beside_init_messages(line: Mapping[str, Any], query: str, dialogues: Mappin
     return Dialogue(before, prompt.query if prompt.history == before else "", prompt.images)
 
 
-def _answer(
-    line: Mapping[str, Any], metadata: Mapping[str, Any], dialogues: Mapping[str, Dialogue]
-) -> tuple[str, tuple[ChatMessage, ...]]:
-    """The answer, and the messages before it if they are listed with it."""
+def _answer(line: Mapping[str, Any], metadata: Mapping[str, Any], dialogues: Mapping[str, Dialogue]) -> Answered:
+    """The answer, with the messages before it if they are listed with it."""
+    is_unfinished = False
     for key in ANSWER:
-        answer, steps = "", tuple[ChatMessage, ...]()
+        found = Answered()
         if key in dialogues:
-            answer = dialogues[key].answer
+            found = dataclasses.replace(dialogues[key].answered, steps=())
         elif key == "completion" and isinstance(line.get(key), list):
-            steps, answer = split_answer(messages_of(line[key], key))
+            found = answered_by(line[key], key)
         elif key not in HISTORY:
             holder = metadata if key.startswith("metadata.") else line
-            answer = _plain(holder, key.removeprefix("metadata."), key)
-        if answer.strip():
-            return answer, steps
-    return "", ()
+            found = Answered(text=_plain(holder, key.removeprefix("metadata."), key))
+        if found.text.strip():
+            return found
+        is_unfinished |= found.is_unfinished
+    return Answered(is_unfinished=is_unfinished)
 
 
 def _plain(holder: Mapping[str, Any], key: str, where: str = "") -> str:
@@ -535,7 +581,9 @@ def _plain(holder: Mapping[str, Any], key: str, where: str = "") -> str:
 def _skip(parts: Dialogue) -> tuple[SkipReason | None, str]:
     if not parts.query.strip() and not parts.images:
         return SkipReason.NO_QUERY, f"none of {', '.join(QUERY)} holds a question"
-    if not parts.answer.strip():
+    if parts.answered.is_unfinished:
+        return SkipReason.UNFINISHED, "it ends in a tool call, or in the result of one, without an answer"
+    if not parts.answered.text.strip():
         return SkipReason.NO_ANSWER, f"none of {', '.join(ANSWER)} holds an answer"
     return None, ""
 

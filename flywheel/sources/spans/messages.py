@@ -51,8 +51,11 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
 
 
 def blocks_of(message: Message) -> list[Block]:
-    """The blocks or parts of a message; plain text is one text block."""
-    return _blocks(message["parts"] if "parts" in message else message.get("content"))
+    """The blocks or parts of a message; plain text is one text block, and so is a refusal."""
+    blocks = _blocks(message["parts"] if "parts" in message else message.get("content"))
+    if isinstance(refusal := message.get("refusal"), str) and refusal.strip():
+        blocks = [*(blocks if message.get("content") != "" else ()), {"type": "refusal", "refusal": refusal}]
+    return blocks
 
 
 def _blocks(content: Any) -> list[Block]:
@@ -94,8 +97,20 @@ def text_of(message: Message) -> str:
 
 
 def texts_in(blocks: Iterable[Block]) -> list[str]:
-    """The texts of those blocks that are text."""
-    return [_plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"]
+    """The texts of those blocks that are text, or the model's refusal."""
+    return [_plain(block.get(block["type"], block.get("content"))) for block in blocks if block.get("type") in _TEXTS]
+
+
+def is_refusal(message: Message) -> bool:
+    """Whether all that a message says is the model's refusal."""
+    said = [block for block in blocks_of(message) if block.get("type") in (*_TEXTS, *_CALLS)]
+    return (
+        not message.get("tool_calls")
+        and any(block["type"] == "refusal" for block in said)
+        and all(
+            block["type"] == "refusal" or (block["type"] == "text" and not texts_in([block])[0]) for block in said
+        )
+    )
 
 
 def _plain(value: Any) -> str:
@@ -170,14 +185,14 @@ def chat_of(message: Message) -> list[ChatMessage]:
             _tool_message(block.get("id") or call_id, block.get("name"), result_text(_result_in(block)))
             for block in results
         ]
-    if len(blocks) == 1 and blocks[0].get("type") == "text" and not message.get("tool_calls"):
+    if len(blocks) == 1 and blocks[0].get("type") in _TEXTS and not message.get("tool_calls"):
         return [{"role": role, "content": texts_in(blocks)[0]}]
     chat: list[ChatMessage] = []
     texts: list[Block] = []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     for block in blocks:
         kind = block.get("type")
-        if kind == "text":
+        if kind in _TEXTS:
             texts.append(block)
         elif kind in _CALLS:
             calls.append(call_of(block))
@@ -193,6 +208,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
 
 
 _BLOCKS: Final = ("[{", '["TextBlock(', '["DataBlock(', '["ThinkingBlock(', '["HintBlock(')
+_TEXTS: Final = ("text", "refusal")
 _CALLS: Final = ("tool_use", "tool_call")
 _RESULTS: Final = ("tool_result", "tool_call_response")
 

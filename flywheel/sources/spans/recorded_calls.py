@@ -128,7 +128,19 @@ def _raw(value: Any) -> Raw:
 def message_of(answer: ModelAnswer) -> ChatMessage:
     """The answer of a model as a message."""
     message: ChatMessage = {"role": "assistant", "content": answer.content}
+    if answer.is_refusal:
+        message = {"role": "assistant", "content": None, "refusal": answer.content}
     return message | {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else message
+
+
+_RENDERED: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""The parts of a content that vLLM renders as text, and their keys."""
 
 
 def exact_prompt(call: ModelCall) -> tuple[ChatMessage, ...]:
@@ -137,8 +149,17 @@ def exact_prompt(call: ModelCall) -> tuple[ChatMessage, ...]:
 
 
 def _exact(message: ChatMessage) -> ChatMessage:
-    fields = {key: value for key, value in message.items() if value is not None and key not in ("content", "parts")}
-    return {"role": fields.pop("role", "user"), "content": text_of(message), **fields}
+    left_out = ("content", "parts", "refusal")
+    fields = {key: value for key, value in message.items() if value is not None and key not in left_out}
+    return {"role": fields.pop("role", "user"), "content": _rendered(message.get("content")), **fields}
+
+
+def _rendered(content: Any) -> str:
+    """A content as vLLM renders it for a template that takes texts."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else ""
+    texts = (part.get(_RENDERED.get(str(part.get("type")), "")) for part in content)
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
 def inexact_because(call: ModelCall) -> str:

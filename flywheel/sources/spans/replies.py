@@ -35,7 +35,7 @@ from flywheel.records.trace import (
     is_reminder,
 )
 from flywheel.sources.spans import attributes as at
-from flywheel.sources.spans.messages import Message, blocks_of, images_of, text_of, texts_in
+from flywheel.sources.spans.messages import Message, blocks_of, images_of, is_refusal, text_of, texts_in
 from flywheel.sources.spans.recorded_calls import inexact_because, question_of, with_calls
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
@@ -219,6 +219,8 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     steps = calls.steps(answer, resumed)
     has_query = bool(query.strip() or images)
     skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
+    if skip is None and calls.choices > 1:
+        detail = f"first of {calls.choices} answers to the last model call"
     of_models = calls.of_models(selection.models)
     if skip in (SkipReason.ERROR, SkipReason.NESTED) and all(
         map(_shows_nothing, tree.agents_above(agent) or [agent])
@@ -243,6 +245,7 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
         structured=_structured(agent, calls),
         errors=calls.errors(steps),
         reasoning=calls.reasoning_of(answer),
+        is_refusal=(output is not None and is_refusal(output)) or calls.refuses(answer),
         status=agent.status,
         service=agent.service,
         user=at.user_id(agent),

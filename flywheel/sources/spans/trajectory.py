@@ -6,7 +6,7 @@ by the text of a result while the span ends as if all were well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from flywheel.records.trace import (
 )
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
-from flywheel.sources.spans.messages import Message, chat_of, without_finish
+from flywheel.sources.spans.messages import Message, chat_of, is_refusal, text_of, without_finish
 from flywheel.sources.spans.recorded_calls import exact_prompt
 from flywheel.sources.spans.reprs import ReprError, is_result, parse_call
 from flywheel.sources.spans.span import NOTHING, Span, SpanKind, in_order
@@ -141,18 +141,20 @@ class Trajectory:
 
         A resumed reply begins with the steps `before`.
         """
-        unused = list(self.tools)
-        if before:
-            done = {step["tool_call_id"] for step in before if step["role"] == "tool"}
-            unused = [tool for tool in unused if tool.id not in done]
+        done = {step["tool_call_id"] for step in before if step["role"] == "tool"}
+        said_by = {
+            place: chat_of(said) for place, said in enumerate(self.answers) if said and place not in self._aside
+        }
+        uses = _Uses(
+            [tool for tool in self.tools if tool.id not in done],
+            (call for chat in said_by.values() for message in chat for call in message.get("tool_calls", ())),
+        )
         answer = answer.strip()
         steps: list[ChatMessage] = list(before)
         last = len(self.models) - 1
-        for place, said in enumerate(self.answers):
-            if place in self._aside:
-                continue
+        for place, chat in said_by.items():
             until = self.models[place + 1].started_ns if place < last else None
-            for message in chat_of(said) if said else ():
+            for message in chat:
                 wanted = message.get("tool_calls", ())
                 content = message["content"]
                 if wanted and (reasoning := self._reasoning_sent_after(place)):
@@ -161,18 +163,29 @@ class Trajectory:
                     steps.append(message)
                 for call in wanted:
                     name = call["function"]["name"]
-                    tool = _take(unused, call, until)
+                    tool = uses.take(call, until)
                     if name in FINISH_FUNCTIONS:
                         continue
                     if (result := self._result(tool, place, call["id"])) is not None:
                         steps.append(_tool_step(call["id"], name, result))
-        for tool in unused:
+        for tool in uses.left:
             # No recorded model call asked for it: the agent called it by itself.
             if tool.name not in FINISH_FUNCTIONS:
                 steps.append({"role": "assistant", "content": "", "tool_calls": [tool.call]})
                 if (result := tool.result) is not None:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
+
+    def refuses(self, answer: str) -> bool:
+        """Whether the answer is the refusal of the last model call."""
+        said = next((said for place, said in reversed([*enumerate(self.answers)]) if place not in self._aside), None)
+        return said is not None and is_refusal(said) and text_of(said).strip() == answer.strip()
+
+    @property
+    def choices(self) -> int:
+        """How many answers the last model call has, as the server has recorded it; 0 if it has not."""
+        call = self.models[-1].call if self.models else None
+        return len(call.answers) if call is not None else 0
 
     def reasoning_of(self, answer: str) -> str:
         """The reasoning before the reply's answer, if the model call that gave it is recorded; else empty."""
@@ -232,25 +245,47 @@ class Trajectory:
         return tuple(errors)
 
 
-def _take(tools: list[ToolUse], call: ToolCall, until_ns: int | None) -> ToolUse | None:
-    """Remove and return the first tool use of this call that began before the next model call.
+class _Uses:
+    """Tool uses, and the calls that they carry out: which one is whose.
 
-    Ids may repeat, some clients give none, and some spans have no name. Of several spans without an id, one with the
-    call's arguments is preferred.
+    Ids may repeat, some clients give none, and some spans have no name. Clocks of several hosts differ, so that time
+    rules out no use of a call that is alone in its id. Among calls with equal ids arguments decide, then the order,
+    and only where there are fewer uses than calls time: a use began before the model was called again.
     """
-    name, wanted = call["function"]["name"], call["function"]["arguments"].split()
 
-    def named(call_id: str) -> Iterator[ToolUse]:
-        for tool in tools:
-            is_in_time = until_ns is None or tool.span.started_ns <= until_ns
-            if tool.id == call_id and tool.name in (name, "") and is_in_time:
-                yield tool
+    def __init__(self, uses: Sequence[ToolUse], calls: Iterable[ToolCall]) -> None:
+        self.left = [*uses]
+        """Those that no call has taken."""
+        self._waiting: dict[tuple[str, str], list[list[str]]] = {}
+        """The arguments of the calls that have taken none yet, by id and name."""
+        for call in calls:
+            self._waiting.setdefault((call["id"], call["function"]["name"]), []).append(_words(call))
 
-    if (found := next(named(call["id"]), None)) is None:
-        found = min(named(""), key=lambda tool: tool.call["function"]["arguments"].split() != wanted, default=None)
-    if found is not None:
-        tools.remove(found)
-    return found
+    def take(self, call: ToolCall, until_ns: int | None) -> ToolUse | None:
+        """Remove and return the use of this call, which is the first of those that wait under its id and name."""
+        name = call["function"]["name"]
+        waiting = self._waiting[call["id"], name]
+        wanted = waiting.pop(0)
+        own = [use for use in self.left if use.id == call["id"] and use.name in (name, "")]
+        if found := [use for use in own if _words(use.call) == wanted]:
+            rivals = waiting.count(wanted)
+        else:
+            found = [use for use in own if _words(use.call) not in waiting]
+            rivals = len(waiting)
+        if len(found) <= rivals:
+            found = [use for use in found if until_ns is None or use.span.started_ns <= until_ns]
+        if not found:
+            unnumbered = [use for use in self.left if not use.id and use.name in (name, "")]
+            found = sorted(unnumbered, key=lambda use: _words(use.call) != wanted)
+        if not found:
+            return None
+        self.left.remove(found[0])
+        return found[0]
+
+
+def _words(call: ToolCall) -> list[str]:
+    """The arguments of a call, however they are spaced."""
+    return call["function"]["arguments"].split()
 
 
 def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:

@@ -120,6 +120,9 @@ REPEATED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     (assistant("Hi", tool_call("f")), [assistant("Hi"), assistant(None, tool_call("f"))]),
     (assistant("a", tool_call("f"), tool_call("g")), [assistant("a", tool_call("f")), assistant("", tool_call("g"))]),
     (assistant(None), [assistant("")]),
+    ({**assistant(None), "refusal": "No."}, [{**assistant(None), "refusal": "No."}]),
+    ({**assistant(None), "refusal": "No."}, [assistant("No.")]),
+    ({**assistant(None), "refusal": "No."}, [assistant(None) | {"content": [{"type": "refusal", "refusal": "No."}]}]),
 ]  # fmt: skip
 
 

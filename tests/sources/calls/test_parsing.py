@@ -125,6 +125,62 @@ def test_parts_of_tool_calls_without_index_or_with_repeated_names() -> None:
     assert answer.tool_calls == (tool_call("add", "{}", "c0"), tool_call("mul", "{}", "c1"))
 
 
+def test_a_new_id_begins_a_new_tool_call_under_the_same_index() -> None:
+    parts = [
+        {"index": 0, "id": "c0", "function": {"name": "add", "arguments": '{"a"'}},
+        {"index": 0, "id": "c0", "function": {"arguments": ":1}"}},
+        {"index": 0, "id": "c1", "function": {"name": "add", "arguments": '{"a":'}},
+        {"index": 0, "function": {"arguments": "2}"}},
+    ]
+    stream = sse(*(delta(tool_calls=[part]) for part in parts), delta(finish="tool_calls"))
+    (answer,) = parse(recorded(chat([user("hi")]), stream)).answers
+    assert answer.tool_calls == (tool_call("add", '{"a":1}', "c0"), tool_call("add", '{"a":2}', "c1"))
+
+
+@for_each("call_id", ["", "0"])
+def test_calls_of_a_whole_message_are_as_many_as_it_lists(call_id: str) -> None:
+    calls = [tool_call("add", "{}", call_id), tool_call("mul", "{}", call_id)]
+    (answer,) = parse(recorded(chat([user("hi")]), completion(assistant(None, *calls)))).answers
+    assert answer.tool_calls == tuple(calls)
+
+
+REFUSED = "I cannot help with that."
+REFUSALS: tuple[tuple[str, Any], ...] = (
+    ("/v1/chat/completions", completion({"role": "assistant", "content": None, "refusal": REFUSED})),
+    ("/v1/chat/completions", completion({"role": "assistant", "content": [{"type": "refusal", "refusal": REFUSED}]})),
+    ("/v1/chat/completions", sse(delta(refusal="I cannot "), delta(refusal="help with that.", finish="stop"))),
+    ("/v1/responses", {"output": [{"type": "message", "content": [{"type": "refusal", "refusal": REFUSED}]}]}),
+    (
+        "/v1/responses",
+        sse(
+            {"type": "response.refusal.delta", "output_index": 0, "delta": "I cannot "},
+            {"type": "response.refusal.delta", "output_index": 0, "delta": "help with that."},
+            {"type": "response.completed", "response": {"status": "completed"}},
+        ),
+    ),
+    ("/v1/messages", {"content": [{"type": "text", "text": REFUSED}], "stop_reason": "refusal"}),
+)
+
+
+@for_each(("path", "response"), REFUSALS)
+def test_a_refusal_is_an_answer(path: str, response: Any) -> None:
+    (answer,) = parse(recorded(chat([user("How?")]), response, path=path)).answers
+    assert (answer.content, answer.is_refusal) == (REFUSED, True)
+
+
+@for_each(
+    "said",
+    [
+        {"content": "2", "refusal": None},
+        {"content": "", "refusal": "", "tool_calls": [tool_call("add")]},
+        {"content": None, "refusal": ""},
+    ],
+)
+def test_an_empty_refusal_is_none(said: dict[str, Any]) -> None:
+    (answer,) = parse(recorded(chat([user("hi")]), completion({"role": "assistant", **said}))).answers
+    assert (answer.content, answer.is_refusal) == (said["content"] or "", False)
+
+
 ERRORS: tuple[tuple[int, Any, str], ...] = (
     (400, {"error": {"message": "too long", "type": "BadRequestError"}}, "too long"),
     (400, {"object": "error", "message": "too long"}, "too long"),

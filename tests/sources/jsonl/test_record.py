@@ -178,6 +178,48 @@ def test_answers_to_one_question_share_a_trace_and_not_a_key() -> None:
     assert one.trace_id == other.trace_id
 
 
+REFUSAL = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
+REFUSAL_PART = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot help with that."}]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"messages": [USER, REFUSAL]},
+        {"messages": [USER, REFUSAL_PART]},
+        {"prompt": [USER], "completion": [REFUSAL]},
+        {"question": "q", "answer": "I cannot help with that.", "metadata": {"refusal": True}},
+    ],
+)
+def test_a_refusal_is_an_answer(value: dict[str, Any]) -> None:
+    read = task(value)
+    assert (read["answer"], read["metadata"]["refusal"]) == ("I cannot help with that.", True)
+    assert task(read)["metadata"]["refusal"] is True, "its own line was read otherwise"
+
+
+def test_a_text_beside_which_a_refusal_is_empty_is_none() -> None:
+    read = task({"messages": [USER, {**ASSISTANT, "refusal": None}]})
+    assert (read["answer"], read["metadata"]["refusal"]) == ("2", False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"reasoning_content": "1 and 1."},
+        {"reasoning": "1 and 1."},
+        {"content": [{"type": "thinking", "thinking": "1 and 1."}, {"type": "text", "text": "2"}]},
+    ],
+)
+def test_the_reasoning_of_the_last_message_is_the_answers(said: dict[str, Any]) -> None:
+    read = task({"messages": [USER, {**CALL, "reasoning_content": "I add."}, RESULT, {**ASSISTANT, **said}]})
+    assert (read["answer"], read["metadata"]["answer_reasoning"]) == ("2", "1 and 1.")
+
+
+def test_an_answer_handed_in_by_a_finish_function_is_finished() -> None:
+    finish = {"id": "f", "type": "function", "function": {"name": "generate_response", "arguments": "{}"}}
+    assert entry({"messages": [USER, {**ASSISTANT, "tool_calls": [finish]}]}).skip is None
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
@@ -188,7 +230,12 @@ def test_answers_to_one_question_share_a_trace_and_not_a_key() -> None:
         ({"question": "q"}, SkipReason.NO_ANSWER),
         ({"question": "q", "answer": " "}, SkipReason.NO_ANSWER),
         ({"messages": [USER, ASSISTANT, USER]}, SkipReason.NO_ANSWER),
-        ({"messages": [USER, CALL]}, SkipReason.NO_ANSWER),
+        ({"messages": [USER, CALL]}, SkipReason.UNFINISHED),
+        ({"messages": [USER, {**CALL, "content": "Let me add."}]}, SkipReason.UNFINISHED),
+        ({"messages": [USER, CALL, RESULT]}, SkipReason.UNFINISHED),
+        ({"messages": [USER, ASSISTANT, RESULT]}, SkipReason.UNFINISHED),
+        ({"prompt": [USER], "completion": [CALL, RESULT]}, SkipReason.UNFINISHED),
+        ({"messages": [USER, {"role": "assistant", "content": None, "refusal": " "}]}, SkipReason.NO_ANSWER),
     ],
 )
 def test_without_question_or_answer_there_is_no_task(value: dict[str, Any], reason: SkipReason) -> None:

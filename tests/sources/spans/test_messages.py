@@ -10,6 +10,7 @@ import pytest
 from flywheel.sources.spans.messages import (
     chat_of,
     images_of,
+    is_refusal,
     messages_of,
     result_text,
     text_of,
@@ -54,6 +55,25 @@ def test_one_message_becomes_call_result_and_answer(written: dict[str, Any]) -> 
     assert call == {"role": "assistant", "content": "one", "tool_calls": [CALL]}
     assert result == RESULT
     assert answer == {"role": "assistant", "content": "two\nthree"}
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "refuses"),
+    [
+        ({"content": None, "refusal": "No."}, "No.", True),
+        ({"content": "", "refusal": "No."}, "No.", True),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No.", True),
+        ({"parts": [{"type": "refusal", "content": "No."}]}, "No.", True),
+        ({"content": "Yes.", "refusal": None}, "Yes.", False),
+        ({"content": "Yes.", "refusal": "But no."}, "Yes.\nBut no.", False),
+        ({"content": None, "refusal": "", "tool_calls": [CALL]}, "", False),
+        ({"content": None, "refusal": "No.", "tool_calls": [CALL]}, "No.", False),
+    ],
+)
+def test_a_refusal_is_a_text(said: dict[str, Any], text: str, refuses: bool) -> None:
+    message = {"role": "assistant", **said}
+    assert (text_of(message), is_refusal(message)) == (text, refuses)
+    assert chat_of(message)[0]["content"] == text
 
 
 def test_the_openai_form_stays() -> None:

@@ -155,6 +155,37 @@ def test_the_answers_own_reasoning_is_kept(tmp_path: Path, values: dict[str, Any
     assert about["answer_reasoning"] == ""
 
 
+def test_parts_are_in_the_prompt_as_vllm_renders_them(tmp_path: Path) -> None:
+    """A refusal under a key of its own is not rendered, nor is an empty part."""
+    parts = [
+        {"type": "thinking", "thinking": "1 and 1."},
+        {"type": "text", "text": ""},
+        {"type": "output_text", "text": "2"},
+        {"type": "refusal", "refusal": "No more."},
+    ]
+    sent = (
+        SENT[0],
+        {"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]},
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        SENT[1],
+    )
+    spans = (marked(chat("c", [], "2", parent="a")), agent("a", ended=2))
+    task = line(entries(tmp_path, *spans, calls=[recorded_call(messages=sent)])["a"])
+    assert [message["content"] for message in task["prompt"][1:4]] == ["1 + 1?", "1 and 1.\n2\nNo more.", ""]
+    assert all("refusal" not in message for message in task["prompt"])
+    assert task["metadata"]["prompt_exact"]
+
+
+def test_a_refusal_is_an_answer_and_the_first_of_several_is_said(tmp_path: Path) -> None:
+    answers = (ModelAnswer(content="I cannot.", is_refusal=True), ModelAnswer(content="2"))
+    spans = (marked(chat("c", [], parent="a")), agent("a", "What is 1 + 1?", "I cannot.", ended=2))
+    entry = entries(tmp_path, *spans, calls=[recorded_call(answers=answers)])["a"]
+    task = line(entry)
+    assert (task["answer"], task["metadata"]["refusal"]) == ("I cannot.", True)
+    assert (entry.skip, entry.detail) == (None, "first of 2 answers to the last model call")
+
+
 def test_only_the_first_call_that_was_answered_has_the_prompt(tmp_path: Path) -> None:
     failed = chat("c0", SENT[:1], parent="a", ended=1, code=2, message="overloaded")
     spans = (failed, marked(chat("c1", HIDING, "2", parent="a", began=1, ended=2)), agent("a", ended=3))

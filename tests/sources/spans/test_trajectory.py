@@ -16,8 +16,8 @@ from tests.sources.studio.writer import agent, chat, message, part, tool
 Step = tuple[str, str]
 
 
-def call(call_id: str, name: str = "add") -> dict[str, Any]:
-    return {"type": "tool_call", "id": call_id, "name": name, "arguments": {"x": 1}}
+def call(call_id: str, name: str = "add", x: int = 1) -> dict[str, Any]:
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": {"x": x}}
 
 
 def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,6 +101,41 @@ def test_a_call_without_a_span_takes_no_other_calls_result(tmp_path: Path, name:
     )
     wrong = "ToolNotFoundError: no such tool"
     assert steps(reply.trajectory) == [("0", name), (name, wrong), ("0", "add"), ("add", "sum")]
+
+
+@pytest.mark.parametrize("minutes", [-10, 0, 10])
+@pytest.mark.parametrize("ids", [("c0", "c1"), ("0", "0")])
+def test_the_clock_of_a_tools_host_may_be_wrong(tmp_path: Path, ids: tuple[str, str], minutes: int) -> None:
+    """Nor are calls of one id distinguished by time if their arguments differ."""
+    first, second = ids
+    then = [*ASKED, *said(call(first)), returned(first, "R-one")]
+    last = [*then, *said(call(second, x=2)), returned(second, "R-two")]
+    away = minutes * 60
+    reply = told(
+        tmp_path,
+        chat("m0", ASKED, said(call(first)), parent="a", began=1, ended=2),
+        chat("m1", then, said(call(second, x=2)), parent="a", began=3, ended=4),
+        chat("m2", last, "done", parent="a", began=5, ended=6),
+        tool("t1", second, "add", "R-two", parent="a", began=4 + away, ended=5 + away, x=2),
+        tool("t0", first, "add", "R-one", parent="a", began=2 + away, ended=3 + away),
+        agent("a", "q", "done", began=0, ended=7),
+    )
+    assert steps(reply.trajectory) == [(first, "add"), ("add", "R-one"), (second, "add"), ("add", "R-two")]
+
+
+def test_calls_that_differ_in_nothing_have_their_results_in_order(tmp_path: Path) -> None:
+    then = [*ASKED, *said(call("0")), returned("0", "R-one")]
+    last = [*then, *said(call("0")), returned("0", "R-two")]
+    reply = told(
+        tmp_path,
+        chat("m0", ASKED, said(call("0")), parent="a", began=1, ended=2),
+        chat("m1", then, said(call("0")), parent="a", began=3, ended=4),
+        chat("m2", last, "done", parent="a", began=5, ended=6),
+        tool("t0", "0", "add", "R-one", parent="a", began=602, ended=603),
+        tool("t1", "0", "add", "R-two", parent="a", began=604, ended=605),
+        agent("a", "q", "done", began=0, ended=7),
+    )
+    assert steps(reply.trajectory) == [("0", "add"), ("add", "R-one"), ("0", "add"), ("add", "R-two")]
 
 
 def test_a_result_that_shares_its_id_with_a_finished_answer_stays_in_the_history(tmp_path: Path) -> None:

@@ -177,6 +177,6 @@ def chat(
     return span(span_id, "chat", {"gen_ai": gen_ai}, **more)
 
 
-def tool(span_id: str, call_id: str, name: str, result: Any, **more: Any) -> dict[str, Any]:
-    call = {"id": call_id, "arguments": {"x": 1}, "result": result}
+def tool(span_id: str, call_id: str, name: str, result: Any, x: int = 1, **more: Any) -> dict[str, Any]:
+    call = {"id": call_id, "arguments": {"x": x}, "result": result}
     return span(span_id, "execute_tool", {"gen_ai": {"tool": {"name": name, "call": call}}}, **more)
