@@ -24,10 +24,11 @@ from msgspec.structs import asdict, replace
 from flywheel.errors import ConfigError
 from flywheel.records import exclusion
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
+from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.states import SkipReason
 from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
-from flywheel.records.tool_calls import FINISH_FUNCTIONS
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.records.trace import (
     LATEST_NS,
     ChatMessage,
@@ -37,6 +38,7 @@ from flywheel.records.trace import (
     reasoning_of,
     refusal_of,
 )
+from flywheel.sources.jsonl import arrow_nulls, sharegpt
 from flywheel.system.files import json_line
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -157,20 +159,24 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def normalized(message: ChatMessage) -> ChatMessage:
-    """A message in the form of the OpenAI API: ids and names are strings, and each tool call has a `function`."""
+def normalized(message: ChatMessage, tools: Sequence[ToolDefinition] = ()) -> ChatMessage:
+    """A message in the form of the OpenAI API: ids and names are strings, and each tool call has a `function`, with
+    arguments that the definitions of `tools` permit."""
     changed: ChatMessage = {key: str(message[key]) for key in _NAMES if isinstance(message.get(key), int | float)}
     if calls := message.get("tool_calls"):
-        changed["tool_calls"] = [_normalized_call(call) for call in calls]
+        changed["tool_calls"] = [_normalized_call(call, tools) for call in calls]
     return {**message, **changed}
 
 
-def _normalized_call(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict) and isinstance(call.get("id", ""), str | None):
-        return call
+def _normalized_call(call: dict[str, Any], tools: Sequence[ToolDefinition]) -> dict[str, Any]:
     function = _function(call)
-    call_id = "" if call.get("id") is None else str(call["id"])
     arguments = function.get("arguments", function.get("input"))
+    if isinstance(arguments, dict):
+        schema = functions_by_name(tools).get(function["name"], {}).get("parameters")
+        arguments = arrow_nulls.of_arguments(arguments, schema)
+    if isinstance(call.get("function"), dict) and isinstance(call.get("id", ""), str | None):
+        return {**call, "function": {**function, "arguments": arguments}} if "arguments" in function else call
+    call_id = "" if call.get("id") is None else str(call["id"])
     return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -224,7 +230,7 @@ MAX_DEPTH: Final = 254
 """Levels of nested JSON that orjson can write."""
 _NUMBERS: Final = tuple(
     tuple(key.split("."))
-    for key in dict.fromkeys((*QUERY, *ANSWER, "metadata.reference", "metadata.conversation_id"))
+    for key in dict.fromkeys((*QUERY, *ANSWER, "metadata.reference", "metadata.conversation_id", "metadata.user_id"))
 )
 """Paths of values that may be a number and are read as text."""
 _ROUNDED: Final = 2.0**63
@@ -399,6 +405,7 @@ def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> TaskLine:
 def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
     """The reply that a parsed line describes, and its key if another task has its id. Raises LineError."""
     _restore_large_integers(line, text)
+    _translate(line)
     if isinstance(line.get("messages"), str):
         # Trinity-RFT's reader and Flywheel's export for it have the messages as JSON text.
         line["messages"] = _json(line, "messages", list) or line["messages"]
@@ -414,6 +421,10 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
     )
     key = _own_id(line) or otherwise
     started = _time(metadata, "started_at") or now
+    # Flywheel's own exports have the tools as JSON text.
+    tools = _tools(line["tools"] if isinstance(line.get("tools"), list) else _json(line, "tools", list)) or _tools(
+        _json(metadata, "tools_json", list)
+    )
     return Reply(
         span_id=key,
         # Several answers to one question belong to one split.
@@ -432,11 +443,9 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         turn=_count(metadata, "turn")
         if "turn" in metadata
         else sum(message["role"] == "user" for message in parts.history),
-        history=tuple(map(normalized, parts.history)),
-        trajectory=tuple(map(normalized, parts.answered.steps)) or _trajectory(metadata),
-        # Flywheel's own exports have the tools as JSON text.
-        tools=_tools(line["tools"] if isinstance(line.get("tools"), list) else _json(line, "tools", list))
-        or _tools(_json(metadata, "tools_json", list)),
+        history=tuple(normalized(message, tools) for message in parts.history),
+        trajectory=tuple(normalized(message, tools) for message in parts.answered.steps) or _trajectory(metadata),
+        tools=tools,
         images=parts.images or tuple(str(image) for image in _json(metadata, "images_json", list)),
         structured=_json(metadata, "structured_json", dict) or None,
         errors=tuple(str(error) for error in _json(metadata, "errors_json", list)),
@@ -453,6 +462,17 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         skip=skip,
         skip_detail=detail,
     ), otherwise
+
+
+def _translate(line: TaskLine) -> None:
+    """Bring the keys of ShareGPT and of verl into those that are read. Raises LineError."""
+    if line.get("messages") is None and sharegpt.is_conversation(line.get("conversations")):
+        line["messages"] = sharegpt.messages(line.pop("conversations"), line.get("system"))
+    truth, metadata = get_path(line, "reward_model", GROUND_TRUTH), line.get("metadata") or {}
+    if truth is not None and isinstance(metadata, dict) and GROUND_TRUTH not in metadata:
+        is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
+        answer = truth if is_plain else json.dumps(truth, ensure_ascii=False)
+        line["metadata"] = {**metadata, GROUND_TRUTH: {"answer": answer}}
 
 
 def _extra(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -634,7 +654,11 @@ def _trajectory(metadata: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
 
 def _tools(offered: list[Any]) -> tuple[ToolDefinition, ...]:
     """The tool definitions in a list; other values are left out."""
-    return tuple(tool for tool in offered if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict))
+    return tuple(
+        arrow_nulls.of_tool(tool)
+        for tool in offered
+        if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
+    )
 
 
 def _time(metadata: Mapping[str, Any], key: str) -> datetime | None:

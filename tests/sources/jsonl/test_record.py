@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.records.ground_truth import ground_truth_of
+from flywheel.records.privacy import PrivateNames
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Entry, entry_of, line_bytes, task_id, task_line, whole_line
 from flywheel.sources.jsonl.record import LineError, entry_of_line
@@ -176,6 +178,57 @@ def test_answers_to_one_question_share_a_trace_and_not_a_key() -> None:
     one, other = (entry({"question": "q", "answer": answer}) for answer in ("a", "b"))
     assert one.key != other.key
     assert one.trace_id == other.trace_id
+
+
+def test_a_conversation_of_sharegpt() -> None:
+    said = [
+        {"from": "human", "value": "What is 1 plus 1?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1, "b": 1}}'},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "It is 2."},
+    ]
+    tools = [{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}]
+    value = {"conversations": said, "system": "You do sums.", "tools": json.dumps(tools)}
+    read = task(value)
+    assert (read["main_query"], read["answer"], read["init_messages"]) == ("What is 1 plus 1?", "It is 2.", [SYSTEM])
+    call, result = json.loads(read["metadata"]["trajectory_json"])
+    assert call["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 1}}
+    assert (result["content"], result["tool_call_id"]) == ("2", call["tool_calls"][0]["id"])
+    assert json.loads(read["metadata"]["tools_json"])[0]["name"] == "add"
+    assert entry(value).key == entry(value).key
+
+
+@pytest.mark.parametrize("said", [[], ["hello"], [{"speaker": "me"}], "text", {"a": 1}, None])
+def test_what_is_no_conversation_of_sharegpt_is_the_users_own(said: Any) -> None:
+    read = task({"question": "q", "answer": "a", "conversations": said})
+    assert json.loads(read["metadata"]["extra_json"])["conversations"] == said
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [("72", "72"), (72, 72), ({"target": 98, "numbers": [1, 2]}, '{"target": 98, "numbers": [1, 2]}')],
+)
+def test_a_row_of_verl_has_its_right_answer_as_ground_truth(truth: Any, answer: Any) -> None:
+    row = {"data_source": "gsm8k", "prompt": [USER], "ability": "math",
+           "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": {"index": 0}}  # fmt: skip
+    assert entry(row).skip is SkipReason.NO_ANSWER
+    kept = json.loads(task({**row, "completion": "72!"})["metadata"]["extra_json"])
+    assert kept["metadata"]["ground_truth"] == {"answer": answer}
+    own = {**row, "completion": "72!", "metadata": {"ground_truth": {"answer": "its own"}}}
+    assert ground_truth_of(task(own)).answer == "its own"
+
+
+@pytest.mark.parametrize("key", ["user_id", "conversation_id"])
+def test_an_id_beyond_64_bits_stays_itself(key: str) -> None:
+    line = f'{{"question": "q", "answer": "a", "metadata": {{"{key}": 18446744073709551617}}}}'
+    read = json.loads(entry_of_line(line.encode(), SOURCE, NOW).line)
+    assert read["metadata"][key] == "18446744073709551617"
+
+
+def test_a_user_whose_id_is_beyond_64_bits_is_private() -> None:
+    line = b'{"question": "q", "answer": "a", "metadata": {"user_id": 18446744073709551617}}'
+    private = PrivateNames(users=frozenset({"18446744073709551617"}))
+    assert entry_of_line(line, SOURCE, NOW, private=private).skip is SkipReason.PRIVATE
 
 
 REFUSAL = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
