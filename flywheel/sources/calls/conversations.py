@@ -29,6 +29,7 @@ from msgspec import Struct
 
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.errors import ReceiverError
+from flywheel.records.chat import text_of
 from flywheel.records.request_id import mark_of
 from flywheel.records.states import SkipReason
 from flywheel.records.task import storable
@@ -37,7 +38,6 @@ from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_remin
 from flywheel.serving.calls.call_log import COMPACTING_SECONDS, CallLog, call_log_copy_path
 from flywheel.sources.calls.parsing import parse
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, Row, inbox_of
-from flywheel.sources.spans.messages import text_of
 from flywheel.system.files import make_private, private
 
 _REASONING: Final = ("thinking", "reasoning", "redacted_thinking")

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from flywheel.records.chat import Message
 from flywheel.records.trace import get_path
 from flywheel.sources.calls.responses_api import answer_of
-from flywheel.sources.spans.messages import Message
 from flywheel.sources.spans.recorded_calls import message_of
 
 Nested = dict[str, Any]

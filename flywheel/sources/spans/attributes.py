@@ -14,10 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
-from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
-from flywheel.sources.spans.messages import (
+from flywheel.records.chat import (
     MEDIA_TYPES,
     Message,
     blocks_of,
@@ -27,7 +24,10 @@ from flywheel.sources.spans.messages import (
     result_text,
     tool_of,
 )
-from flywheel.sources.spans.reprs import is_result, parse_call
+from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
+from flywheel.records.reprs import is_result, parse_call
+from flywheel.records.tool_calls import FINISH_FUNCTIONS
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Function, Span, SpanKind
 
 S = TypeVar("S", bound=Struct)

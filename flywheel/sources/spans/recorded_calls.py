@@ -15,10 +15,10 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from flywheel.records import exclusion
+from flywheel.records.chat import MEDIA_TYPES, blocks_of, text_of
 from flywheel.records.request_id import request_id_in
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, finish_answer
 from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_reminder
-from flywheel.sources.spans.messages import MEDIA_TYPES, blocks_of, text_of
 from flywheel.sources.spans.span import Attributes, Keywords, Messages, Span, SpanKind, in_order
 
 _TEMPLATE: Final[Mapping[str, object]] = {

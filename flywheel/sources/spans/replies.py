@@ -21,6 +21,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from flywheel.records import exclusion
+from flywheel.records.chat import Message, blocks_of, images_of, is_refusal, text_of, texts_in
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Batch, Entry, entries_of, storable
@@ -35,7 +36,6 @@ from flywheel.records.trace import (
     is_reminder,
 )
 from flywheel.sources.spans import attributes as at
-from flywheel.sources.spans.messages import Message, blocks_of, images_of, is_refusal, text_of, texts_in
 from flywheel.sources.spans.recorded_calls import inexact_because, question_of, with_calls
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree

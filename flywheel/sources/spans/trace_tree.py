@@ -18,10 +18,10 @@ from typing import Final
 
 from msgspec import Struct
 
+from flywheel.records.chat import text_of
+from flywheel.records.reprs import ReprError
 from flywheel.records.trace import SpanStatus
 from flywheel.sources.spans import attributes as at
-from flywheel.sources.spans.messages import text_of
-from flywheel.sources.spans.reprs import ReprError
 from flywheel.sources.spans.span import Span, SpanKind, in_order
 
 QUOTED: Final = 24

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
+from flywheel.records.chat import Message, chat_of, is_refusal, text_of, without_finish
 from flywheel.records.exclusion import TrainedModels
+from flywheel.records.reprs import ReprError, is_result, parse_call
 from flywheel.records.request_id import BASE_VERSION, mark_of
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import (
@@ -25,9 +27,7 @@ from flywheel.records.trace import (
 )
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
-from flywheel.sources.spans.messages import Message, chat_of, is_refusal, text_of, without_finish
 from flywheel.sources.spans.recorded_calls import exact_prompt
-from flywheel.sources.spans.reprs import ReprError, is_result, parse_call
 from flywheel.sources.spans.span import NOTHING, Span, SpanKind, in_order
 
 _STATE: Final = "state=<ToolResultState."

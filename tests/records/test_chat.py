@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.sources.spans.messages import (
+from flywheel.records.chat import (
     chat_of,
     images_of,
     is_refusal,

@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from flywheel.records.reprs import ReprError, is_block, is_message, is_result, parse_call
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition
-from flywheel.sources.spans.reprs import ReprError, is_block, is_message, is_result, parse_call
 
 Message = dict[str, Any]
 Block = dict[str, Any]
