@@ -1,19 +1,21 @@
 """Parses the messages that clients record and converts them to the OpenAI chat form.
 
 Dialects: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention (`parts`), and the
-output of formatters in the form of OpenAI, Anthropic, DashScope or Gemini. Reasoning never counts as text.
+forms of OpenAI's chats and responses, Anthropic, Bedrock, DashScope, Gemini, the Vercel AI SDK and the Model Context
+Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text. `unread_in` says what is
+not understood.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.records.reprs import ReprError, is_block, is_message, is_result, parse_call
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
 
 Message = dict[str, Any]
 Block = dict[str, Any]
@@ -34,7 +36,7 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
     if isinstance(value, list):
         for item in value:
             if not isinstance(item, dict) or "role" not in item:
-                return [message for item in value for message in messages_of(item)]
+                return _joined([message for item in value for message in messages_of(item)])
         return value
     if isinstance(value, str):
         if is_message(value):
@@ -46,8 +48,33 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
                 pass
         return [{"role": "user", "content": value}] if value else []
     if isinstance(value, dict):
-        return [value] if {"role", "parts", "content"} & value.keys() else []
+        if {"role", "parts", "content"} & value.keys():
+            return [value]
+        # Items of OpenAI's Responses API stand among its messages.
+        kind = str(value.get("type"))
+        if kind.endswith(("_call", "_output")):
+            return [{"role": "tool" if kind.endswith("_output") else "assistant", "content": [value]}]
     return []
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """The messages; items that call tools one after another are one message."""
+    joined: list[Message] = []
+    for message in messages:
+        if _is_item(message) and joined and _is_item(joined[-1]):
+            joined[-1] = {**message, "content": [*joined[-1]["content"], *message["content"]]}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _is_item(message: Message) -> bool:
+    content = message.get("content")
+    return (
+        message.get("role") == "assistant"
+        and isinstance(content, list)
+        and all(str(get_path(block, "type")).endswith("_call") for block in content)
+    )
 
 
 def blocks_of(message: Message) -> list[Block]:
@@ -62,33 +89,197 @@ def _blocks(content: Any) -> list[Block]:
     if content is None:
         return []
     if isinstance(content, list):
-        for item in content:
-            if not isinstance(item, dict) or "type" not in item:
-                return [block for item in content for block in _blocks(item)]
-        return content
+        if all(isinstance(item, dict) and item.get("type") in _READ for item in content):
+            return content
+        return [block for item in content for block in _blocks(item)]
     if isinstance(content, dict):
-        return [content if "type" in content else _typed(content)]
-    return [{"type": "text", "text": _plain(content)}]
+        return _translated(content)
+    return [_text(content)]
 
 
-def _typed(block: Block) -> Block:
-    """A block of DashScope's or Gemini's interface, which has no type, with its type."""
-    match block:
-        case {"thought": True}:
-            return {"type": "thinking", **block}
-        case {"text": str()}:
-            return {"type": "text", **block}
-        case {"image": str(url)}:
-            return {"type": "image", "source": {"url": url}}
-        case {"function_call": {"name": name, **call}}:
-            # AgentScope uses Gemini's signature of a call as the call's id.
-            call_id = call.get("id") or block.get("thought_signature")
-            return {"type": "tool_use", "id": call_id, "name": name, "input": call.get("args")}
-        case {"function_response": {"name": name, **result}}:
-            output = result.get("response")
-            output = output["output"] if isinstance(output, dict) and "output" in output else output
-            return {"type": "tool_result", "id": result.get("id"), "name": name, "output": output}
-    return block
+def _translated(block: Block) -> list[Block]:
+    """A block of any dialect as blocks of the types in `_READ`."""
+    kind = block.get("type")
+    if isinstance(kind, str):
+        if kind in _READ:
+            return [block]
+        if kind in _BY_TYPE:
+            return _BY_TYPE[kind](block)
+        if kind.endswith("_tool_result"):
+            return [_result(block.get("tool_use_id"), None, block.get("content"))]
+        return [_unread(kind)]
+    key = next((key for key in _BY_KEY if key in block), None)
+    return [_unread(next(iter(block), "without content"))] if key is None else _BY_KEY[key](block)
+
+
+def _text(text: Any) -> Block:
+    return {"type": "text", "text": _plain(text)}
+
+
+def _thought(text: Any) -> Block:
+    return {"type": "thinking", "thinking": text}
+
+
+def _call(call_id: Any, name: Any, arguments: Any) -> Block:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _result(call_id: Any, name: Any, output: Any) -> Block:
+    return {"type": "tool_result", "id": call_id, "name": name, "output": output}
+
+
+def _unread(kind: str) -> Block:
+    """A part that is not understood, or not wholly. Reasons are joined by `; `."""
+    return {"type": UNREAD, "kind": " ".join(kind.replace(";", ",").split())[:60]}
+
+
+def _media(kind: str, **source: Any) -> Block:
+    return {"type": kind, "source": source}
+
+
+def _shown(block: Block, key: str, kind: str = "file") -> list[Block]:
+    """Media of DashScope's interface, which are an address, or of Bedrock's, which have a source."""
+    value = block[key]
+    return [_media(kind, url=value) if isinstance(value, str) else _media(kind, data=json.dumps(value))]
+
+
+def _inline(data: Any) -> list[Block]:
+    """Data or a file of Gemini's interface."""
+    kind = get_path(data, "mimeType") or get_path(data, "mime_type")
+    address = get_path(data, "fileUri") or get_path(data, "file_uri")
+    source = {"url": address} if address else {"data": get_path(data, "data")}
+    return [_media("image" if str(kind).startswith("image/") else "file", **source)]
+
+
+def _gemini_call(block: Block, call: Any) -> list[Block]:
+    if not isinstance(call, dict):
+        return [_unread("function_call")]
+    # AgentScope uses Gemini's signature of a call as the call's id.
+    call_id = call.get("id") or block.get("thought_signature") or block.get("thoughtSignature")
+    return [_call(call_id, call.get("name"), call.get("args"))]
+
+
+def _gemini_result(result: Any) -> list[Block]:
+    output = get_path(result, "response")
+    for key in ("output", "result"):
+        if isinstance(output, dict) and output.keys() == {key}:
+            output = output[key]
+    return [_result(get_path(result, "id"), get_path(result, "name"), output)]
+
+
+def _bedrock_call(call: Any) -> list[Block]:
+    return [_call(*(get_path(call, key) for key in ("toolUseId", "name", "input")))]
+
+
+def _bedrock_result(result: Any) -> list[Block]:
+    return [_result(get_path(result, "toolUseId"), None, get_path(result, "content"))]
+
+
+def _document(block: Block) -> list[Block]:
+    """A document of Anthropic's interface: its title and its text."""
+    source = block.get("source")
+    titles = [_text(title)] if isinstance(title := block.get("title"), str) and title else []
+    match get_path(source, "type"):
+        case "text":
+            return [*titles, _text(get_path(source, "data"))]
+        case "content":
+            return [*titles, *_blocks(get_path(source, "content"))]
+    return [*titles, _media("file", **source)] if isinstance(source, dict) else [*titles, _unread("document")]
+
+
+def _found_page(block: Block) -> list[Block]:
+    """A page that a search has found. Its text is encrypted."""
+    return [_text("\n".join(_plain(block.get(key)) for key in ("title", "url"))), _unread("web_search_result")]
+
+
+def _resource(block: Block) -> list[Block]:
+    """A resource of the Model Context Protocol: a text, or data."""
+    resource = block.get("resource")
+    if isinstance(text := get_path(resource, "text"), str):
+        return [_text(text)]
+    kind, data = get_path(resource, "mimeType"), get_path(resource, "blob")
+    return [_media("image" if str(kind).startswith("image/") else "file", data=data)]
+
+
+def _file_of_responses(block: Block) -> list[Block]:
+    kind = "image" if block["type"] == "input_image" else "file"
+    address = block.get("image_url") or block.get("file_url") or block.get("file_id") or block.get("file_data")
+    return [_media(kind, url=_plain(address))]
+
+
+def _output_of_vercel(block: Block) -> list[Block]:
+    output = block.get("output", block.get("result"))
+    if isinstance(kind := get_path(output, "type"), str) and "value" in output:
+        output = output["value"] if kind in ("text", "json", "content", "error-text", "error-json") else output
+    return [_result(block.get("toolCallId"), block.get("toolName"), output)]
+
+
+_BY_TYPE: Final[Mapping[str, Callable[[Block], list[Block]]]] = {
+    # OpenAI's Responses API: parts, and items among messages.
+    "input_text": lambda block: [_text(block.get("text"))],
+    "output_text": lambda block: [_text(block.get("text"))],
+    "summary_text": lambda block: [_thought(block.get("text"))],
+    "reasoning_text": lambda block: [_thought(block.get("text"))],
+    "input_image": _file_of_responses,
+    "input_file": _file_of_responses,
+    "function_call": lambda block: [
+        _call(block.get("call_id") or block.get("id"), block.get("name"), block.get("arguments"))
+    ],
+    "custom_tool_call": lambda block: [_call(block.get("call_id"), block.get("name"), block.get("input"))],
+    "function_call_output": lambda block: [_result(block.get("call_id"), None, block.get("output"))],
+    "custom_tool_call_output": lambda block: [_result(block.get("call_id"), None, block.get("output"))],
+    # Anthropic's Messages API.
+    "redacted_thinking": lambda block: [_thought("")],
+    "server_tool_use": lambda block: [_call(block.get("id"), block.get("name"), block.get("input"))],
+    "mcp_tool_use": lambda block: [_call(block.get("id"), block.get("name"), block.get("input"))],
+    "document": _document,
+    "search_result": lambda block: [
+        _text("\n".join(_plain(block.get(key)) for key in ("title", "source"))),
+        *_blocks(block.get("content")),
+    ],
+    "web_search_result": _found_page,
+    "web_fetch_result": lambda block: [_text(block.get("url")), *_blocks(block.get("content"))],
+    # The Model Context Protocol.
+    "resource": _resource,
+    "resource_link": lambda block: [_text("\n".join(_plain(block.get(key)) for key in ("name", "uri")))],
+    # JSON, as Bedrock, Strands and others have it among the parts of a result.
+    "json": lambda block: [_text(next((block[key] for key in ("json", "data", "value") if key in block), None))],
+    # The Vercel AI SDK.
+    "tool-call": lambda block: [
+        _call(block.get("toolCallId"), block.get("toolName"), block.get("input", block.get("args")))
+    ],
+    "tool-result": _output_of_vercel,
+    # Where a prompt may be cached says nothing.
+    "cache_point": lambda block: [],
+    "cachePoint": lambda block: [],
+}
+"""How blocks with a type are read that is not one of `_READ`."""
+_BY_KEY: Final[Mapping[str, Callable[[Block], list[Block]]]] = {
+    # Gemini's parts, in both spellings. A thought is a text, too.
+    "functionCall": lambda block: _gemini_call(block, block["functionCall"]),
+    "function_call": lambda block: _gemini_call(block, block["function_call"]),
+    "functionResponse": lambda block: _gemini_result(block["functionResponse"]),
+    "function_response": lambda block: _gemini_result(block["function_response"]),
+    "inlineData": lambda block: _inline(block["inlineData"]),
+    "inline_data": lambda block: _inline(block["inline_data"]),
+    "fileData": lambda block: _inline(block["fileData"]),
+    "file_data": lambda block: _inline(block["file_data"]),
+    # Blocks of Bedrock's Converse API, and of Strands.
+    "toolUse": lambda block: _bedrock_call(block["toolUse"]),
+    "toolResult": lambda block: _bedrock_result(block["toolResult"]),
+    "reasoningContent": lambda block: [_thought(block["reasoningContent"])],
+    "citationsContent": lambda block: _blocks(get_path(block["citationsContent"], "content")),
+    "guardContent": lambda block: _blocks(get_path(block["guardContent"], "text")),
+    "json": lambda block: [_text(block["json"])],
+    "cachePoint": lambda block: [],
+    "document": lambda block: _shown(block, "document"),
+    # DashScope's, too.
+    "image": lambda block: _shown(block, "image", "image"),
+    "audio": lambda block: _shown(block, "audio", "audio"),
+    "video": lambda block: _shown(block, "video", "video"),
+    "text": lambda block: [_thought(block["text"]) if block.get("thought") is True else {**block, "type": "text"}],
+}
+"""How blocks without a type are read, by a key that they have."""
 
 
 def text_of(message: Message) -> str:
@@ -113,6 +304,35 @@ def is_refusal(message: Message) -> bool:
     )
 
 
+def unread_in(message: Message) -> Iterator[str]:
+    """The types of the parts of a message, and of the results in it, that were not read or not wholly."""
+    content = message.get("content")
+    if message.get("role") == "tool" and isinstance(content, dict | list):
+        yield from unread_in_result(content)
+    else:
+        yield from _unread_of(blocks_of(message))
+
+
+def unread_in_result(value: Any) -> Iterator[str]:
+    """The types of the parts of a tool's result that `result_text` has not read."""
+    yield from _unread_of(_result_blocks(value) or ())
+
+
+def _unread_of(blocks: Iterable[Block]) -> Iterator[str]:
+    for block in blocks:
+        if block["type"] == UNREAD:
+            yield str(block["kind"])
+        elif block["type"] in _RESULTS:
+            yield from unread_in_result(_result_in(block))
+
+
+def has_media(message: Message) -> bool:
+    """Whether a message, or a result in it, has an image or anything else that is not text."""
+    blocks = blocks_of(message)
+    inner = (_result_blocks(_result_in(block)) or () for block in blocks if block["type"] in _RESULTS)
+    return any(block["type"] in MEDIA_TYPES for each in (blocks, *inner) for block in each)
+
+
 def _plain(value: Any) -> str:
     """A value as text. Servers decode loosely: a text that was also JSON may arrive as a number or an object."""
     if isinstance(value, str):
@@ -127,11 +347,12 @@ def images_of(message: Message) -> list[str]:
         match block:
             case (
                 {"type": "image", "source": {"url": str(reference)}}
-                | {"type": "image_url", "image_url": {"url": str(reference)}}
+                | {"type": "image_url", "image_url": {"url": str(reference)} | str(reference)}
+                | {"type": "image", "image": str(reference)}
                 | {"type": "uri", "modality": "image", "uri": str(reference)}
             ):
                 is_embedded = reference.startswith("data:")
-            case {"type": "image", "source": {"data": str(reference)}}:
+            case {"type": "image", "source": {"data": str(reference)}} | {"type": "image", "data": str(reference)}:
                 is_embedded = True
             case {"type": "blob", "modality": "image", **rest}:
                 reference, is_embedded = str(rest.get("content", rest.get("data", ""))), True
@@ -145,28 +366,48 @@ def images_of(message: Message) -> list[str]:
 
 def result_text(value: Any) -> str:
     """The text of a tool's result: a text, blocks, an object with content, a repr, or JSON of blocks."""
+    blocks = _result_blocks(value)
+    return _plain(value) if blocks is None else "\n".join(texts_in(blocks))
+
+
+def _result_blocks(value: Any) -> list[Block] | None:
+    """The blocks of a tool's result; None for one that is as it stands: a text, or data of the tool's own."""
     if isinstance(value, str):
         if is_result(value):
             try:
-                return result_text(parse_call(value).get("content"))
+                return _result_blocks(parse_call(value).get("content"))
             except ReprError:
-                return value
-        if value.startswith(_BLOCKS):
-            try:
-                # AgentScope 2.0.7 to 2.0.10 write results in a conversation as the JSON of reprs of blocks.
-                decoded = [parse_call(block) if is_block(block) else block for block in json.loads(value)]
-            except (ValueError, RecursionError):
-                return value
-            if all(isinstance(block, dict) and "type" in block for block in decoded):
-                return "\n".join(texts_in(decoded))
-        return value
+                return None
+        if not value.startswith(_BLOCKS):
+            return None
+        try:
+            # AgentScope 2.0.7 to 2.0.10 write results in a conversation as the JSON of reprs of blocks.
+            decoded = [parse_call(block) if is_block(block) else block for block in json.loads(value)]
+        except (ValueError, RecursionError):
+            return None
+        return _result_blocks(decoded) if all(isinstance(get_path(block, "type"), str) for block in decoded) else None
     if isinstance(value, dict) and "content" in value:
-        return result_text(value["content"])
-    if isinstance(value, list):
-        blocks = _blocks(value)
-        if all("type" in block for block in blocks):
-            return "\n".join(texts_in(blocks))
-    return _plain(value)
+        # The Model Context Protocol may have it twice: structuredContent repeats it.
+        content = value["content"]
+        return [_text(content)] if (blocks := _result_blocks(content)) is None else blocks
+    if isinstance(value, dict):
+        return _read_or_none([value]) if isinstance(value.get("type"), str) else None
+    return _read_or_none(value) if isinstance(value, list) else None
+
+
+def _read_or_none(items: list[Any]) -> list[Block] | None:
+    """The blocks in a list; None if it has objects and none of them is a block. Objects without a type are data of
+    the tool's own, but for those of one key of `_BY_KEY`."""
+    blocks: list[Block] = []
+    is_read = not any(isinstance(item, dict) for item in items)
+    for item in items:
+        if isinstance(item, dict) and "type" not in item and not (len(item) == 1 and next(iter(item)) in _BY_KEY):
+            blocks.append(_text(item))
+        else:
+            found = _blocks(item)
+            is_read |= any(block["type"] != UNREAD for block in found)
+            blocks += found
+    return blocks if is_read else None
 
 
 def chat_of(message: Message) -> list[ChatMessage]:
@@ -179,7 +420,9 @@ def chat_of(message: Message) -> list[ChatMessage]:
         call_id = message.get("tool_call_id")
         results = [block for block in blocks if block.get("type") in _RESULTS]
         if not results:
-            return [_tool_message(call_id, message.get("name"), "\n".join(texts_in(blocks)))]
+            content = message.get("content")
+            text = result_text(content) if isinstance(content, dict | list) else "\n".join(texts_in(blocks))
+            return [_tool_message(call_id, message.get("name"), text)]
         # The message's own name is its author's.
         return [
             _tool_message(block.get("id") or call_id, block.get("name"), result_text(_result_in(block)))
@@ -191,7 +434,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
     texts: list[Block] = []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     for block in blocks:
-        kind = block.get("type")
+        kind = block["type"]
         if kind in _TEXTS:
             texts.append(block)
         elif kind in _CALLS:
@@ -210,12 +453,18 @@ def chat_of(message: Message) -> list[ChatMessage]:
 _BLOCKS: Final = ("[{", '["TextBlock(', '["DataBlock(', '["ThinkingBlock(', '["HintBlock(')
 _TEXTS: Final = ("text", "refusal")
 _CALLS: Final = ("tool_use", "tool_call")
+_THOUGHTS: Final = ("thinking", "reasoning")
 _RESULTS: Final = ("tool_result", "tool_call_response")
+UNREAD: Final = "unread"
+_READ: Final = frozenset({*_TEXTS, *_CALLS, *_THOUGHTS, *_RESULTS, *MEDIA_TYPES, "hint", UNREAD})
+"""The types of blocks that are understood: AgentScope's, those of the GenAI convention, and media. The framework's
+hints are no part of what was said."""
 
 
 def _result_in(block: Block) -> Any:
-    # Anthropic's interface has the result as content.
-    return block.get("output", block.get("content")) if block["type"] == "tool_result" else block.get("response")
+    # Anthropic's interface has the result as content, and some clients of the GenAI convention have it as result.
+    keys = ("output", "content") if block["type"] == "tool_result" else ("response", "result")
+    return next((block[key] for key in keys if key in block), None)
 
 
 def _said(role: str, texts: list[Block], calls: list[ToolCall]) -> ChatMessage:

@@ -6,15 +6,19 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flywheel.records.chat import (
     chat_of,
+    has_media,
     images_of,
     is_refusal,
     messages_of,
     result_text,
     text_of,
     tool_of,
+    unread_in,
     without_finish,
 )
 from tests.sources.studio.writer import message, part
@@ -131,6 +135,14 @@ def test_images_are_references() -> None:
         ({"content": [part("x")], "state": "error"}, "x"),
         ([1, 2], "1\n2"),
         ({"a": 1}, '{"a": 1}'),
+        ([{"a": 1}, {"b": 2}], '[{"a": 1}, {"b": 2}]'),
+        ([{"type": "book", "title": "x"}], '[{"type": "book", "title": "x"}]'),
+        ([{"type": "json", "json": {"count": 41}}], '{"count": 41}'),
+        (["a", 2, None, "b"], "a\n2\nb"),
+        ([part("x"), {"a": 1}], 'x\n{"a": 1}'),
+        ({"content": [{"type": "text", "text": "x"}], "structuredContent": {"y": 1}, "isError": False}, "x"),
+        ([{"type": "resource", "resource": {"uri": "file:///a", "text": "x"}}], "x"),
+        ([{"type": "resource_link", "name": "a", "uri": "file:///a"}], "a\nfile:///a"),
         ("ToolResponse(content=[{'type': 'text', 'text': 'it\\'s'}], id='1')", "it's"),
         ("ToolResponse(content=[{'type'", "ToolResponse(content=[{'type'"),
         (None, ""),
@@ -138,6 +150,133 @@ def test_images_are_references() -> None:
 )
 def test_results(value: Any, text: str) -> None:
     assert result_text(value) == text
+
+
+SKU = {"sku": 77}
+STOCK = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": '{"sku": 77}'}}
+CALLING = [
+    {"toolUse": {"toolUseId": "c1", "name": "stock", "input": SKU}},
+    {"functionCall": {"id": "c1", "name": "stock", "args": SKU}},
+    {"function_call": {"name": "stock", "args": SKU}, "thought_signature": "c1"},
+    {"functionCall": {"name": "stock", "args": SKU}, "thoughtSignature": "c1"},
+    {"type": "function_call", "id": "fc", "call_id": "c1", "name": "stock", "arguments": '{"sku": 77}'},
+    {"type": "server_tool_use", "id": "c1", "name": "stock", "input": SKU},
+    {"type": "mcp_tool_use", "id": "c1", "name": "stock", "server_name": "s", "input": SKU},
+    {"type": "tool-call", "toolCallId": "c1", "toolName": "stock", "input": SKU},
+    {"type": "tool_call", "id": "c1", "name": "stock", "arguments": SKU},
+]
+
+
+@pytest.mark.parametrize("block", CALLING, ids=lambda block: str(block.get("type", next(iter(block)))))
+def test_a_call_of_each_dialect(block: dict[str, Any]) -> None:
+    message = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, block]}
+    assert chat_of(message) == [{"role": "assistant", "content": "I look.", "tool_calls": [STOCK]}]
+    assert list(unread_in(message)) == []
+
+
+PAGE = {"type": "web_search_result", "title": "Stock", "url": "https://x/77", "encrypted_content": "AAA"}
+RETURNING: list[tuple[dict[str, Any], str]] = [
+    ({"toolResult": {"toolUseId": "c1", "content": [{"text": "41"}, {"json": SKU}]}}, '41\n{"sku": 77}'),
+    ({"functionResponse": {"id": "c1", "name": "stock", "response": {"output": "41"}}}, "41"),
+    ({"function_response": {"id": "c1", "name": "stock", "response": {"result": "41"}}}, "41"),
+    ({"function_response": {"id": "c1", "response": {"n": 41, "output": 2}}}, '{"n": 41, "output": 2}'),
+    ({"type": "function_call_output", "call_id": "c1", "output": "41"}, "41"),
+    ({"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "41"}]}, "41"),
+    ({"type": "tool_call_response", "id": "c1", "result": "41"}, "41"),
+    ({"type": "tool_call_response", "id": "c1", "response": "41", "result": "other"}, "41"),
+    ({"type": "mcp_tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "41"}]}, "41"),
+    ({"type": "tool-result", "toolCallId": "c1", "output": {"type": "json", "value": SKU}}, '{"sku": 77}'),
+    ({"type": "tool-result", "toolCallId": "c1", "toolName": "stock", "result": "41"}, "41"),
+    ({"type": "web_search_tool_result", "tool_use_id": "c1", "content": [PAGE]}, "Stock\nhttps://x/77"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "text"), RETURNING)
+def test_a_result_of_each_dialect(block: dict[str, Any], text: str) -> None:
+    message = {"role": "user", "content": [block]}
+    (result,) = chat_of(message)
+    assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "c1", text)
+    assert list(unread_in(message)) == (["web_search_result"] if "https" in text else [])
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "unread"),
+    [
+        ([{"type": "output_text", "text": "Lima."}], "Lima.", []),
+        ([{"type": "input_text", "text": "Capital?"}], "Capital?", []),
+        ([{"text": "Lima."}, {"cachePoint": {"type": "default"}}], "Lima.", []),
+        ([{"type": "text", "text": "Lima."}, {"type": "cache_point"}], "Lima.", []),
+        ([{"citationsContent": {"content": [{"text": "Lima."}], "citations": []}}], "Lima.", []),
+        ([{"reasoningContent": {"reasoningText": {"text": "Peru."}}}, {"text": "Lima."}], "Lima.", []),
+        ([{"text": "Peru.", "thought": True}, {"text": "Lima."}], "Lima.", []),
+        ([{"type": "redacted_thinking", "data": "AA"}, {"type": "text", "text": "Lima."}], "Lima.", []),
+        ([{"type": "text", "text": "Lima."}, {"type": "hologram", "of": "x"}], "Lima.", ["hologram"]),
+        ([{"text": "Lima."}, {"executableCode": {"code": "1"}}], "Lima.", ["executableCode"]),
+        ([{"type": "hologram"}, {"type": "hologram"}], "", ["hologram", "hologram"]),
+    ],
+)
+def test_parts_of_each_dialect(content: list[Any], text: str, unread: list[str]) -> None:
+    message = {"role": "assistant", "content": content}
+    assert (text_of(message), list(unread_in(message))) == (text, unread)
+
+
+def test_items_of_responses_are_messages_and_calls_in_a_row_one() -> None:
+    items = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "c1", "name": "stock", "arguments": '{"sku": 77}'},
+        {"type": "function_call", "call_id": "c2", "name": "stock", "arguments": '{"sku": 77}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "41"},
+        {"type": "computer_call", "id": "x"},
+    ]
+    messages = messages_of(items)
+    chat = [each for message in messages for each in chat_of(message)]
+    assert [(each["role"], len(each.get("tool_calls", ()))) for each in chat] == [
+        ("user", 0), ("assistant", 2), ("tool", 0), ("assistant", 0),
+    ]  # fmt: skip
+    assert [kind for message in messages for kind in unread_in(message)] == ["computer_call"]
+
+
+def test_media_in_a_result_are_media() -> None:
+    picture = {"type": "image", "data": "AA", "mimeType": "image/png"}
+    assert has_media({"role": "tool", "content": [{"type": "tool_result", "id": "c", "output": [picture]}]})
+    assert has_media({"role": "user", "content": [{"inlineData": {"mimeType": "image/png", "data": "AA"}}]})
+    assert images_of({"content": [{"fileData": {"mimeType": "image/png", "fileUri": "https://x/a.png"}}]}) == [
+        "https://x/a.png"
+    ]
+    assert not has_media({"role": "user", "content": [{"type": "tool_result", "id": "c", "output": "text"}]})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from(["text", "toolUse", "toolResult", "functionCall", "functionResponse", "citationsContent", "json",
+                     "reasoningContent", "inlineData", "document", "image", "guardContent", "new"]),
+    st.none() | st.sampled_from(["text", "tool_use", "tool_result", "function_call", "json", "document", "resource",
+                                 "tool-result", "web_search_tool_result", "search_result", "input_image", "new"]),
+    json_values,
+)  # fmt: skip
+def test_no_part_is_too_odd_to_be_read(key: str, kind: str | None, value: Any) -> None:
+    block = {key: value, "content": value, "output": value} | ({"type": kind} if kind else {})
+    for content in ([block], block, [value, block], value):
+        message = {"role": "user", "content": content}
+        assert all(isinstance(each["content"], str) for each in chat_of(message))
+        assert all(isinstance(each, str) for each in unread_in(message))
+        assert isinstance(result_text(content), str)
+        has_media(message), images_of(message), is_refusal(message)
+
+
+@given(st.text("abc_-é", min_size=1, max_size=8), st.sampled_from([[], ["b"]]))
+def test_a_part_of_an_unknown_type_is_said(kind: str, before: list[str]) -> None:
+    name = f"new-{kind}"
+    message = {"role": "user", "content": [*before, {"type": name, "text": "x"}]}
+    assert list(unread_in(message)) == [name]
+    assert result_text([{"type": name, "text": "x"}]) == json.dumps([{"type": name, "text": "x"}], ensure_ascii=False)
 
 
 def test_finish_functions_are_no_steps() -> None:

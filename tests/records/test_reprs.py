@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flywheel.records import reprs
 from flywheel.records.chat import messages_of, result_text, text_of
 from flywheel.records.reprs import ReprError, parse_call
-from flywheel.sources.spans import reprs
 
 # Quotes, brackets, backslashes, newlines and whole reprs are what broke readers before.
 NASTY = st.sampled_from(

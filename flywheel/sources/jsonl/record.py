@@ -23,6 +23,7 @@ from msgspec.structs import asdict, replace
 
 from flywheel.errors import ConfigError
 from flywheel.records import exclusion
+from flywheel.records.chat import chat_of, images_of, is_refusal, text_of, unread_in
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames
@@ -36,7 +37,6 @@ from flywheel.records.trace import (
     ToolDefinition,
     get_path,
     reasoning_of,
-    refusal_of,
 )
 from flywheel.sources.jsonl import arrow_nulls, sharegpt
 from flywheel.system.files import json_line
@@ -76,6 +76,8 @@ class Dialogue:
     images: tuple[str, ...] = ()
     answered: Answered = Answered()
     request: str = ""
+    unread: tuple[str, ...] = ()
+    """What of it was not read."""
 
 
 def messages_of(value: Any, where: str) -> list[ChatMessage]:
@@ -88,19 +90,29 @@ def messages_of(value: Any, where: str) -> list[ChatMessage]:
 def dialogue_of(value: Any, where: str) -> Dialogue:
     """A list of messages as a dialogue. Raises LineError."""
     messages = messages_of(value, where)
+    unread = tuple(
+        f"a part of type {part} at {where}[{place}] was not read"
+        for place, message in enumerate(value)
+        for part in unread_in(message)
+    )
+    value = _expanded(value)
+    messages = messages_of(value, where)
     asked = _last(messages, "user")
     if asked is None:
-        return Dialogue(history=tuple(messages))
+        return Dialogue(history=tuple(messages), unread=unread)
     return Dialogue(
         history=tuple(messages[:asked]),
         query=messages[asked]["content"],
-        images=_images(value[asked].get("content")),
+        images=tuple(dict.fromkeys(images_of(value[asked]))),
         answered=answered_by(value[asked + 1 :], f"{where}[{asked + 1}:]"),
+        unread=unread,
     )
 
 
 def answered_by(value: Any, where: str) -> Answered:
     """What a list of messages answers to the question before it. Raises LineError."""
+    messages_of(value, where)
+    value = _expanded(value)
     messages = messages_of(value, where)
     last = _last(messages, "assistant")
     if any(message["role"] == "tool" for message in messages[0 if last is None else last :]) or (
@@ -113,7 +125,7 @@ def answered_by(value: Any, where: str) -> Answered:
         tuple(messages[:last]),
         messages[last]["content"],
         reasoning_of(value[last]) or _thoughts(value[last].get("content")),
-        is_refusal=not _content_text(value[last].get("content"), where) and bool(refusal_of(value[last])),
+        is_refusal=is_refusal(value[last]),
     )
 
 
@@ -149,7 +161,8 @@ def _message(value: Any, where: str) -> ChatMessage:
     for place, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(_function(call).get("name"), str):
             raise LineError(f"`{where}.tool_calls[{place}]` names no function")
-    content = _content_text(value.get("content"), f"{where}.content") or refusal_of(value)
+    _check_content(value.get("content"), f"{where}.content")
+    content = chat_of(value)[0]["content"] if role == "tool" else text_of(value)
     return {"role": role, "content": content, **kept}
 
 
@@ -180,27 +193,26 @@ def _normalized_call(call: dict[str, Any], tools: Sequence[ToolDefinition]) -> d
     return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _content_text(content: Any, where: str) -> str:
-    """The text of a content: a string, null, or a list of parts of which some are text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
+def _check_content(content: Any, where: str) -> None:
+    """Raises LineError for a content that is neither a text, null, nor a list of parts."""
+    is_parts = isinstance(content, list) and all(isinstance(part, str | dict) for part in content)
+    if not (content is None or isinstance(content, str) or is_parts):
         raise LineError(f"`{where}` is {kind(content)}, neither text nor a list of parts")
-    texts = [part if isinstance(part, str) else part.get("text") for part in content]
-    return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _images(content: Any) -> tuple[str, ...]:
-    """The images of a content, each once: addresses, or the hashes of embedded data."""
-    urls: list[str] = []
-    for part in content if isinstance(content, list) else []:
-        match part:
-            case {"type": "image_url", "image_url": {"url": str(url)}} | {"type": "image_url", "image_url": str(url)}:
-                urls.append(url)
-            case {"type": "image", "source": {"url": str(url)}} | {"type": "image", "image": str(url)}:
-                urls.append(url)
-    hashed = (f"sha256:{hashlib.sha256(url.encode()).hexdigest()}" if url[:5] == "data:" else url for url in urls)
-    return tuple(dict.fromkeys(image for image in hashed if image))
+def _expanded(messages: list[Any]) -> list[Any]:
+    """The messages, of which those with tool calls or results among their parts are in the OpenAI form. A result
+    stands behind the message with its call."""
+    return [each for message in messages for each in (chat_of(message) if _has_tool_parts(message) else [message])]
+
+
+def _has_tool_parts(message: Any) -> bool:
+    content = get_path(message, "content")
+    if not isinstance(content, list) or not isinstance(message.get("role"), str):
+        return False
+    return any(each.get("role") == "tool" or each.get("tool_calls") for each in chat_of(message)) and not (
+        message["role"] == "tool" or message.get("tool_calls")
+    )
 
 
 _KINDS: Final = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
@@ -457,7 +469,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         output_tokens=_count(metadata, "output_tokens"),
         prompt_tokens=_count(metadata, "prompt_tokens"),
         prompt_reason=_text(metadata, "prompt_reason")
-        or (exclusion.OTHER_PROMPT if metadata.get("prompt_exact") is False else ""),
+        or (exclusion.OTHER_PROMPT if metadata.get("prompt_exact") is False else "; ".join(parts.unread)),
         extra=_extra(line, metadata),
         skip=skip,
         skip_detail=detail,
@@ -551,7 +563,7 @@ def _parts(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> Dialogue:
         own = dialogues.get("prompt") or dialogues.get("messages") or Dialogue()
     request = own.query if own.query != query else ""
     answered = dataclasses.replace(answered, steps=answered.steps or own.answered.steps)
-    return Dialogue(own.history, query, own.images, answered, request)
+    return Dialogue(own.history, query, own.images, answered, request, own.unread)
 
 
 def _asks(line: Mapping[str, Any], key: str, dialogues: Mapping[str, Dialogue]) -> bool:
@@ -567,7 +579,8 @@ def _beside_init_messages(line: Mapping[str, Any], query: str, dialogues: Mappin
         # AgentJet's tasks may repeat the question there.
         return dialogues["init_messages"]
     prompt = dialogues.get("prompt", Dialogue())
-    return Dialogue(before, prompt.query if prompt.history == before else "", prompt.images)
+    asked = prompt.query if prompt.history == before else ""
+    return Dialogue(before, asked, prompt.images, unread=dialogues["init_messages"].unread)
 
 
 def _answer(line: Mapping[str, Any], metadata: Mapping[str, Any], dialogues: Mapping[str, Dialogue]) -> Answered:

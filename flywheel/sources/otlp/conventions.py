@@ -142,8 +142,20 @@ def _messages(value: Any, role: str) -> list[Message]:
         case {"output": list()} | [{"output": list()}]:
             return [message_of(answer_of(value[0] if isinstance(value, list) else value))]
         case {"messages": list(messages)} | list(messages):
-            return messages if all(get_path(each, "role") for each in messages) else []
+            return messages if any(map(_has_role, messages)) and all(map(_is_said, messages)) else []
     return []
+
+
+def _has_role(value: Any) -> bool:
+    return bool(get_path(value, "role"))
+
+
+def _is_said(value: Any) -> bool:
+    """Whether a value is a message, or an item that stands among messages in OpenAI's Responses API."""
+    kind = get_path(value, "type")
+    return _has_role(value) or (
+        isinstance(kind, str) and (kind == "reasoning" or kind.endswith(("_call", "_output")))
+    )
 
 
 def _message(fields: Nested) -> Message:

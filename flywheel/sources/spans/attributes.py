@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from flywheel.records.chat import (
-    MEDIA_TYPES,
     Message,
-    blocks_of,
     call_of,
     chat_of,
+    has_media,
     messages_of,
     result_text,
     tool_of,
+    unread_in,
 )
 from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.reprs import is_result, parse_call
@@ -34,7 +34,10 @@ S = TypeVar("S", bound=Struct)
 
 _CACHED_BYTES: Final = 8_192
 """The longest message, and a quarter of the longest tool definitions, whose decoded form is cached."""
-_MEDIA: Final = (b"image", b"audio", b"video", b'"blob"', b'"uri"', b'"file"')
+_MEDIA: Final = (
+    b"image", b"audio", b"video", b'"blob"', b'"uri"', b'"file"', b'"data"', b"document", b"ile_data", b"ileData",
+    b"inline", b'"resource"',
+)  # fmt: skip
 """One of these words occurs in every message with media."""
 _TEMPLATE: Final = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 
@@ -204,27 +207,54 @@ def returned_metadata(span: Span) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-@lru_cache(maxsize=4)
+class Conversation(NamedTuple):
+    """The messages a model was called with, in the OpenAI form, and which parts of them were not read."""
+
+    chat: list[ChatMessage]
+    unread: tuple[str, ...]
+    """Each `a part of type X at messages[N]`."""
+
+
 def conversation(span: Span) -> list[ChatMessage]:
-    """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError.
+    """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError."""
+    return read_conversation(span).chat
+
+
+@lru_cache(maxsize=4)
+def read_conversation(span: Span) -> Conversation:
+    """What a model was called with; callers must not change it. Raises ReprError.
 
     The last few are cached, because one reply needs the conversation of its first call more than once.
     """
     chat: list[ChatMessage] = []
+    unread: dict[str, str] = {}
     written = items_of(span.attributes.gen_ai.input.messages)
-    for item in written or items_of(_argument(span, span.attributes.input.kwargs.messages)):
-        data = bytes(item)
-        chat += _chat_item(data) if len(data) <= _CACHED_BYTES else _chat_item.__wrapped__(data)
-    return chat or [each for message in input_messages(span) for each in chat_of(message)]
+    items = [*map(bytes, written or items_of(_argument(span, span.attributes.input.kwargs.messages)))]
+    if not all(b'"role"' in item for item in items):
+        # Items that are no messages may belong to one message together.
+        items = [json.dumps(message).encode() for message in input_messages(span)]
+    for place, item in enumerate(items):
+        said, kinds = _chat_item(item) if len(item) <= _CACHED_BYTES else _chat_item.__wrapped__(item)
+        chat += said
+        unread = dict.fromkeys(kinds, f"messages[{place}]") | unread
+    if not chat:
+        messages = input_messages(span)
+        chat = [each for message in messages for each in chat_of(message)]
+        places = [(kind, place) for place, message in enumerate(messages) for kind in unread_in(message)]
+        unread = {kind: f"messages[{place}]" for kind, place in reversed(places)}
+    return Conversation(chat, tuple(f"a part of type {kind} at {where}" for kind, where in unread.items()))
 
 
 @lru_cache(maxsize=1024)
-def _chat_item(data: bytes) -> tuple[ChatMessage, ...]:
-    """One item of a list of messages in the OpenAI form. Each model call repeats most items of the one before it."""
+def _chat_item(data: bytes) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
+    """One item of a list of messages in the OpenAI form, and the types of its parts that were not read. Each model
+    call repeats most items of the one before it."""
     value = value_of(Raw(data))
-    if isinstance(value, dict) and "role" in value:
-        return tuple(chat_of(value))
-    return tuple(chat for message in messages_of(value) for chat in chat_of(message))
+    messages = [value] if isinstance(value, dict) and "role" in value else messages_of(value)
+    return (
+        tuple(chat for message in messages for chat in chat_of(message)),
+        tuple(kind for message in messages for kind in unread_in(message)),
+    )
 
 
 def speaker(span: Span) -> str:
@@ -252,7 +282,7 @@ def holds_media(span: Span) -> bool:
     if not any(word in raw for word in _MEDIA):
         return False
     messages = messages_of(value_of(Raw(raw)), encoded=True)
-    return any(block.get("type") in MEDIA_TYPES for message in messages for block in blocks_of(message))
+    return any(map(has_media, messages))
 
 
 def sets_template_parameters(span: Span) -> bool:

@@ -15,7 +15,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from flywheel.records import exclusion
-from flywheel.records.chat import MEDIA_TYPES, blocks_of, text_of
+from flywheel.records.chat import has_media, text_of
 from flywheel.records.request_id import request_id_in
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, finish_answer
 from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_reminder
@@ -164,9 +164,8 @@ def _rendered(content: Any) -> str:
 
 def inexact_because(call: ModelCall) -> str:
     """Why a prompt of `exact_prompt` is not what the model was sent; empty if it is."""
-    holds_media = any(block.get("type") in MEDIA_TYPES for message in call.messages for block in blocks_of(message))
     reasons = {
-        exclusion.IMAGE: holds_media,
+        exclusion.IMAGE: any(map(has_media, call.messages)),
         exclusion.TEMPLATE_PARAMETERS: any(
             call.parameters.get(name) not in (default, None, "", {}, []) for name, default in _TEMPLATE.items()
         ),

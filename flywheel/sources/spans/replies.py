@@ -21,7 +21,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from flywheel.records import exclusion
-from flywheel.records.chat import Message, blocks_of, images_of, is_refusal, text_of, texts_in
+from flywheel.records.chat import Message, blocks_of, images_of, is_refusal, text_of, texts_in, unread_in
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
 from flywheel.records.task import Batch, Entry, entries_of, storable
@@ -221,6 +221,12 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
     if skip is None and calls.choices > 1:
         detail = f"first of {calls.choices} answers to the last model call"
+    if calls.recorded is not None:
+        reason = inexact_because(calls.recorded)
+    else:
+        reason = prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}])
+    parts = [*calls.unread(), *(f"a part of type {kind} in the answer" for kind in unread_in(output or {}))]
+    unread = dict.fromkeys(f"{part} was not read" for part in parts)
     of_models = calls.of_models(selection.models)
     if skip in (SkipReason.ERROR, SkipReason.NESTED) and all(
         map(_shows_nothing, tree.agents_above(agent) or [agent])
@@ -249,9 +255,7 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
         status=agent.status,
         service=agent.service,
         user=at.user_id(agent),
-        prompt_reason=inexact_because(calls.recorded)
-        if calls.recorded is not None
-        else prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}]),
+        prompt_reason="; ".join(filter(None, (reason, *unread))),
         skip=skip,
         skip_detail=detail,
         **of_models,
@@ -460,5 +464,6 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
         exclusion.IMAGE: at.holds_media(first),
         exclusion.FINISH_FUNCTION: any(name in raw for raw in offered for name in _FINISH_NAMES),
         exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
+        **{f"{part} was not read": True for part in at.read_conversation(first).unread},
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies)

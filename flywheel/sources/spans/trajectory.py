@@ -6,11 +6,11 @@ by the text of a result while the span ends as if all were well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-from flywheel.records.chat import Message, chat_of, is_refusal, text_of, without_finish
+from flywheel.records.chat import Message, chat_of, is_refusal, text_of, unread_in, unread_in_result, without_finish
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.reprs import ReprError, is_result, parse_call
 from flywheel.records.request_id import BASE_VERSION, mark_of
@@ -176,6 +176,14 @@ class Trajectory:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
 
+    def unread(self) -> Iterator[str]:
+        """The parts of answers and of tools' results that were not read."""
+        for place, said in enumerate(self.answers):
+            if said and place not in self._aside:
+                yield from (f"a part of type {kind} in an answer of the model" for kind in unread_in(said))
+        for tool in self.tools:
+            yield from (f"a part of type {kind} in a result of {tool.name}" for kind in unread_in_result(tool.output))
+
     def refuses(self, answer: str) -> bool:
         """Whether the answer is the refusal of the last model call."""
         said = next((said for place, said in reversed([*enumerate(self.answers)]) if place not in self._aside), None)
@@ -333,7 +341,10 @@ def tool_failure(tool: ToolUse) -> str:
 
 
 def _state(returned: Any) -> Any:
-    """The state that 2.x gives a tool's result, up to 2.0.6 in a repr; None if there is none."""
+    """The state that 2.x gives a tool's result, up to 2.0.6 in a repr, or `error` where the Model Context Protocol or
+    Strands say so; None if there is none."""
+    if isinstance(returned, dict) and "content" in returned and "state" not in returned:
+        return "error" if returned.get("isError") is True or returned.get("status") == "error" else None
     if not isinstance(returned, str):
         return get_path(returned, "state")
     if not is_result(returned) or _STATE not in returned:

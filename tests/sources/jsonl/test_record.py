@@ -231,6 +231,31 @@ def test_a_user_whose_id_is_beyond_64_bits_is_private() -> None:
     assert entry_of_line(line, SOURCE, NOW, private=private).skip is SkipReason.PRIVATE
 
 
+def test_tool_calls_and_results_among_the_parts_are_steps() -> None:
+    said = [
+        USER,
+        {"role": "assistant", "content": [
+            {"type": "text", "text": "I add."}, {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "2"}]}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 2."}]},
+    ]  # fmt: skip
+    read = task({"messages": said})
+    assert (read["main_query"], read["answer"]) == (USER["content"], "It is 2.")
+    call, result = json.loads(read["metadata"]["trajectory_json"])
+    assert (call["content"], call["tool_calls"][0]["function"]["name"]) == ("I add.", "add")
+    assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "c", "2")
+    assert entry({"messages": said[:3]}).skip is SkipReason.UNFINISHED
+
+
+def test_a_part_that_was_not_read_is_said() -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "hologram", "of": "x"}]}
+    read = task({"messages": [SYSTEM, asked, ASSISTANT]})
+    assert (read["main_query"], read["metadata"]["prompt_exact"]) == ("What is this?", False)
+    assert read["metadata"]["prompt_reason"] == "a part of type hologram at messages[1] was not read"
+    assert task(read)["metadata"]["prompt_reason"] == read["metadata"]["prompt_reason"]
+
+
 REFUSAL = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
 REFUSAL_PART = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot help with that."}]}
 
