@@ -1,0 +1,82 @@
+"""Traces in other dialects than AgentScope's: calls and results are read, and what is not read is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.records.trace import Reply
+from tests.sources.studio.reading import extracted
+from tests.sources.studio.writer import agent, chat, message, part, tool
+
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": [{"text": "Stock of 77?"}]}
+CALL = {"role": "assistant", "content": [{"toolUse": {"toolUseId": "c1", "name": "stock", "input": {"sku": 77}}}]}
+ANSWER = {"role": "assistant", "content": [{"text": "There are 41."}]}
+
+
+def bedrock(result: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "user", "content": [{"toolResult": {"toolUseId": "c1", "content": result}}]}
+
+
+def told(path: Path, *spans: dict[str, Any]) -> Reply:
+    return extracted(path, *spans, agent("a", "Stock of 77?", "There are 41.", ended=9))["a"]
+
+
+def test_a_call_of_bedrock_has_its_arguments_and_its_result(tmp_path: Path) -> None:
+    later = [SYSTEM, USER, CALL, bedrock([{"text": "41 pieces"}])]
+    reply = told(
+        tmp_path,
+        chat("m0", [SYSTEM, USER], [CALL], parent="a", began=1, ended=2),
+        chat("m1", later, [ANSWER], parent="a", began=3, ended=4),
+    )
+    assert reply.history == (SYSTEM,)
+    call, result = reply.trajectory
+    assert call["tool_calls"][0]["function"] == {"name": "stock", "arguments": '{"sku": 77}'}
+    assert (result["role"], result["content"]) == ("tool", "41 pieces")
+    assert reply.prompt_reason == ""
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_part_of_the_prompt_that_was_not_read_is_said_with_its_message(tmp_path: Path, place: int) -> None:
+    sent = [message("system", part("s")), message("user", part("Stock of 77?"))]
+    sent[place]["parts"].append({"type": "hologram", "of": "x"})
+    reply = told(
+        tmp_path, chat("m0", sent, [message("assistant", part("There are 41."))], parent="a", began=1, ended=2)
+    )
+    assert reply.prompt_reason == f"a part of type hologram at messages[{place}] was not read"
+    assert (reply.query, reply.answer) == ("Stock of 77?", "There are 41.")
+
+
+PAGE = {"type": "web_search_result", "title": "Stock", "url": "https://x/77", "encrypted_content": "AAA"}
+
+
+def test_what_was_not_read_of_a_result_is_said(tmp_path: Path) -> None:
+    called = message("assistant", {"type": "tool_call", "id": "c1", "name": "search", "arguments": {}})
+    sent = [message("user", part("Stock of 77?"))]
+    reply = told(
+        tmp_path,
+        chat("m0", sent, [called], parent="a", began=1, ended=2),
+        tool("t", "c1", "search", [PAGE], parent="a", began=2, ended=3),
+    )
+    assert reply.trajectory[-1]["content"] == "Stock\nhttps://x/77"
+    assert reply.prompt_reason == "a part of type web_search_result in a result of search was not read"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"content": [{"type": "text", "text": "no such SKU"}], "isError": True},
+        {"content": [{"text": "no such SKU"}], "status": "error", "toolUseId": "c1"},
+    ],
+)
+def test_a_result_that_says_that_it_is_an_error_is_one(tmp_path: Path, result: dict[str, Any]) -> None:
+    called = message("assistant", {"type": "tool_call", "id": "c1", "name": "stock", "arguments": {}})
+    reply = told(
+        tmp_path,
+        chat("m0", [message("user", part("Stock of 77?"))], [called], parent="a", began=1, ended=2),
+        tool("t", "c1", "stock", result, parent="a", began=2, ended=3),
+    )
+    assert reply.errors == ("tool stock: no such SKU",)
+    assert reply.trajectory[-1]["content"] == "no such SKU"
