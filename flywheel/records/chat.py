@@ -208,9 +208,9 @@ def _file_of_responses(block: Block) -> list[Block]:
 
 
 def _output_of_vercel(block: Block) -> list[Block]:
-    output = block.get("output", block.get("result"))
-    if isinstance(kind := get_path(output, "type"), str) and "value" in output:
-        output = output["value"] if kind in ("text", "json", "content", "error-text", "error-json") else output
+    output: Any = block.get("output", block.get("result"))
+    if get_path(output, "type") in ("text", "json", "content", "error-text", "error-json") and "value" in output:
+        output = output["value"]
     return [_result(block.get("toolCallId"), block.get("toolName"), output)]
 
 
