@@ -135,6 +135,7 @@ def test_the_steps_of_the_workflow_pass_and_write_their_reports(
     assert not list(tmp_path.rglob("state.db"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_workflow_fails_when_replies_are_worse(shell: Shell, tmp_path: Path) -> None:
     replies = tmp_path / "tests" / "replies.jsonl"
@@ -146,6 +147,7 @@ def test_the_workflow_fails_when_replies_are_worse(shell: Shell, tmp_path: Path)
     assert suite.failures == 2
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_command_for_a_changed_judge(shell: Shell, judge: JudgeServer) -> None:
     [command] = re.findall(r"^ {4}(flywheel filter .*--against-judge .*)$", PAGE, re.MULTILINE)
@@ -156,6 +158,7 @@ def test_the_command_for_a_changed_judge(shell: Shell, judge: JudgeServer) -> No
     assert f"by {named[0]} → support.yaml by {named[1]}" in ran.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_hook_of_pre_commit_checks_the_files_that_it_names(shell: Shell, tmp_path: Path) -> None:
     [hook] = block(".pre-commit-config.yaml")["repos"][0]["hooks"]

@@ -93,6 +93,7 @@ def test_the_wheel_has_every_data_file_of_the_package(built: tuple[Path, Path]) 
         assert data <= set(archive.namelist())
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_sdist_builds_the_same_files_again(built: tuple[Path, Path], tmp_path: Path) -> None:
     """At another place, with other times: neither is in the archives."""

@@ -61,6 +61,7 @@ def run(lines: list[str], home: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_judge_100_replies(tmp_path: Path, free_port: int) -> None:
     port = str(free_port)

@@ -73,6 +73,7 @@ def check(lines: Sequence[Json], requests: Sequence[Json]) -> None:
     assert any("<system-reminder>" in message["content"] for line in lines for message in line["prompt"])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_path: Path) -> None:
     (tmp_path / "traced").mkdir()
@@ -119,7 +120,10 @@ async def test_both_sources_together_count_each_reply_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["langchain", "openai_agents", "silent"])
+@pytest.mark.parametrize(
+    "kind",
+    ["langchain", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("openai_agents", "silent"))],
+)
 async def test_replies_become_tasks_once_beside_the_spans_of_an_instrumentation(
     server: Server, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

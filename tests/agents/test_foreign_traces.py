@@ -115,6 +115,7 @@ async def test_openai_s_agents_traced_by_openinference(traced: Traced, scenario:
     assert names == ([["multiply"], ["multiply"]] if scenario == "turns" else [[], []])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_an_agent_that_another_agent_calls_as_a_tool_has_no_reply_of_its_own(traced: Traced) -> None:
     said, replies = await traced(OPENINFERENCE, "nested", PRODUCTS)
@@ -128,6 +129,7 @@ async def test_an_agent_that_another_agent_calls_as_a_tool_has_no_reply_of_its_o
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_agents_that_hand_over_to_each_other_give_one_reply(traced: Traced) -> None:
     said, replies = await traced(OPENINFERENCE, "handoff", PRODUCTS)
@@ -137,6 +139,7 @@ async def test_agents_that_hand_over_to_each_other_give_one_reply(traced: Traced
     assert reply.trajectory[0]["tool_calls"][0]["function"]["name"] == "transfer_to_calculator"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_an_agent_by_hand_traced_by_openinference(traced: Traced) -> None:
     """Results that are JSON stay as they were, and the image of a streamed call is kept as a reference."""
@@ -164,12 +167,14 @@ async def test_an_agent_traced_by_langfuse(traced: Traced, scenario: str, agent:
     assert all(reply.input_tokens > 0 and reply.output_tokens > 0 for reply in replies)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_a_streamed_answer_traced_by_langfuse(traced: Traced) -> None:
     said, (reply,) = await traced(LANGFUSE, "stream", "Hello")
     assert (reply.query, [reply.answer], reply.skip) == ("Hello", said, None)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "scenario"), [(OPENINFERENCE, "loop"), (OPENINFERENCE, "turns"), (LANGFUSE, "plain")]
@@ -185,6 +190,7 @@ async def test_a_reply_whose_model_failed_is_skipped_with_the_reason(
     assert "overloaded" in " ".join(replies[0].errors)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [OPENINFERENCE, LANGFUSE])
 async def test_model_calls_without_a_span_above_them_are_a_warning(

@@ -23,7 +23,13 @@ COMMANDS = (
     ["rubric", "schema"],
     ["dead-letters"],
 )
-IDS = [" ".join(command) for command in COMMANDS]
+EACH_COMMAND = pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=" ".join(command), marks=() if command == ["status"] else pytest.mark.extended)
+        for command in COMMANDS
+    ],
+)
 SETTINGS = json.dumps({"state": {"dir": "state"}, "sources": [{"path": str(DATA / "old.sqlite")}]})
 
 
@@ -52,7 +58,7 @@ def run(folder: Path, shell: str, **environment: str | None) -> subprocess.Compl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+@EACH_COMMAND
 def test_a_full_disk_is_named(ingested: Path, command: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         ran = warm.run(
@@ -67,7 +73,7 @@ def test_a_full_disk_is_named(ingested: Path, command: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+@EACH_COMMAND
 def test_a_reader_that_goes_away_is_no_error_of_ours(ingested: Path, command: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -72,6 +72,7 @@ def test_an_agent_finds_an_unseen_tool_by_other_words(kept: tuple[Path, dict[str
     assert flywheel.ToolIndex(out, []).search(asked) == []
 
 
+@pytest.mark.extended
 def test_sentence_transformers_loads_it_and_the_card_says_what_it_is(kept: tuple[Path, dict[str, Any]]) -> None:
     from sentence_transformers import SentenceTransformer
 
@@ -85,6 +86,7 @@ def test_sentence_transformers_loads_it_and_the_card_says_what_it_is(kept: tuple
     assert str(out) not in text
 
 
+@pytest.mark.extended
 def test_evaluating_it_again_gives_the_same_figures(kept: tuple[Path, dict[str, Any]], base: Path) -> None:
     out, record = kept
     calls = calls_of("disjoint", 700)
@@ -119,6 +121,7 @@ def test_where_words_overlap_bm25_stays_and_says_so(base: Path, tmp_path: Path) 
         evaluate_encoder(calls, out, 42)
 
 
+@pytest.mark.extended
 def test_the_same_seed_gives_the_same_weights(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
     from sentence_transformers import SentenceTransformer
@@ -136,6 +139,7 @@ def test_the_same_seed_gives_the_same_weights(base: Path, monkeypatch: pytest.Mo
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.extended
 def test_a_batch_has_no_text_twice(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two rows of one tool in a batch would teach that it is wrong for both."""
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -209,6 +213,7 @@ def test_vllm_lists_the_architectures_that_the_card_names(kept: tuple[Path, dict
     assert "vLLM does not list its architecture, MPNetModel." in card("x", other)
 
 
+@pytest.mark.extended
 def test_a_model_without_pooling_gets_one(base: Path, tmp_path: Path) -> None:
     """Here the mean of its tokens, which the base has, too."""
     plain = tmp_path / "plain"

@@ -70,8 +70,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["raises", "hangs", "exits"])
-@pytest.mark.parametrize("place", ["init", "log", "finish"])
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        pytest.param(place, wrong, marks=() if place == own else pytest.mark.extended)
+        for own, wrong in (("init", "raises"), ("log", "hangs"), ("finish", "exits"))
+        for place in ("init", "log", "finish")
+    ],
+)
 async def test_a_tracker_that_fails_costs_one_warning_and_no_step(
     tmp_path: Path,
     fake: Any,

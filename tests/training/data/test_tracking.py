@@ -135,6 +135,7 @@ def test_steps_are_sent_while_they_are_written_and_a_kill_gives_one_run(made: Ro
     assert run.decision["outcome"] == "promoted"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_step_that_mlflow_has_is_not_there_twice(made: Round) -> None:
     made.step(1, 2)
@@ -146,6 +147,7 @@ def test_a_step_that_mlflow_has_is_not_there_twice(made: Round) -> None:
     assert same(run.steps, expected(1, 2)), run.steps
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @ONE_OF_THEM
 def test_a_later_decision_takes_the_place_of_the_earlier(made: Round, name: str) -> None:
@@ -159,6 +161,7 @@ def test_a_later_decision_takes_the_place_of_the_earlier(made: Round, name: str)
     assert same(run.steps, expected(1))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_round_that_starts_over_is_a_new_run(made: Round, name: str) -> None:
@@ -199,6 +202,7 @@ def test_no_secret_reaches_a_tracker(tmp_path: Path, name: str) -> None:
     assert [secret for secret in secrets if secret.encode() in written] == []
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_failure_is_its_last_line_without_secrets(made: Round) -> None:
     made.step(1)
