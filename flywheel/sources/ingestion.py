@@ -297,8 +297,10 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
-        if recorded.erased_calls and self._calls is not None:
-            await self._calls.erase_new(recorded.erased_calls)
+        if self._calls is not None:
+            self._calls.reopened |= recorded.reopened
+            if recorded.erased_calls:
+                await self._calls.erase_new(recorded.erased_calls)
         if recorded.erased_traces and self.connector.type in _WITH_INBOX:
             await asyncio.to_thread(inbox.erase, self.path, recorded.erased_traces, rewrite=False)
         total.add(recorded)
