@@ -14,11 +14,13 @@ import pytest
 from flywheel.records.request_id import new_request_id
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, inbox_path
+from flywheel.store import erasures
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
 from tests.factories.documented_json import compare, documented
 from tests.factories.model_call import marked
 from tests.factories.planted import planted_in
+from tests.factories.state import write_state
 from tests.factories.trace import write_lines
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
 from tests.sources.studio.writer import agent, message, part
@@ -141,3 +143,25 @@ def test_a_restored_backup_has_nothing_of_the_service(flywheel: Run, config: Pat
     assert flywheel("restore", tmp_path / "backup", "-c", config).code == 0
     assert left(tmp_path / "state", "plum") == set(), "what the backup had is erased again"
     assert "state.db" in left(tmp_path / "state", "pear")
+
+
+@pytest.mark.slow
+def test_spans_that_are_not_read_yet_are_told_apart_by_their_service(
+    flywheel: Run, config: Path, tmp_path: Path
+) -> None:
+    assert flywheel("ingest", "--source", tmp_path / "lines.jsonl", "-c", config).code == 0
+    of_service = ("forget", "--conversation", SHARED, "--service", "billing", "-c", config)
+    assert flywheel(*of_service, "--json").json["services"] == {"": 1, "billing": 3, "support": 2}
+    inbox = f"otlp/{LISTEN.replace(':', '-')}.sqlite"
+    assert left(tmp_path / "state", "plum") == set()
+    assert left(tmp_path / "state", "pear") >= {inbox, "calls/calls.db"}
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_has_begun_is_finished(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    flywheel("ingest", "-c", config)
+    subject = erasures.in_service(SHARED, "billing")
+    write_state(tmp_path / "state", erasures.begin, erasures.Kind.SERVICE, subject, set(), blocks=False)
+    assert flywheel("forget", "--conversation", "another", "-c", config).code == 0
+    assert left(tmp_path / "state", "plum") == set()
+    assert left(tmp_path / "state", "pear") >= {"state.db", "tasks.jsonl"}
