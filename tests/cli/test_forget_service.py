@@ -149,7 +149,8 @@ def test_a_restored_backup_has_nothing_of_the_service(flywheel: Run, config: Pat
 def test_spans_that_are_not_read_yet_are_told_apart_by_their_service(
     flywheel: Run, config: Path, tmp_path: Path
 ) -> None:
-    assert flywheel("ingest", "--source", tmp_path / "lines.jsonl", "-c", config).code == 0
+    lines = "sources=[{type: jsonl, path: lines.jsonl}]"
+    assert flywheel("ingest", "--set", lines, "-c", config).code == 0
     of_service = ("forget", "--conversation", SHARED, "--service", "billing", "-c", config)
     assert flywheel(*of_service, "--json").json["services"] == {"": 1, "billing": 3, "support": 2}
     inbox = f"otlp/{LISTEN.replace(':', '-')}.sqlite"
