@@ -101,7 +101,9 @@ async def _forget(
             if service is not None:
                 kind, subject = erasures.Kind.SERVICE, erasures.in_service(subject, service)
                 if services and service not in services and not await store.read(erasures.has_begun, kind, subject):
-                    raise typer.BadParameter(f"it has no trace of the conversation; {_shares(services)}", param_hint="--service")
+                    raise typer.BadParameter(
+                        f"it has no trace of the conversation; {_shares(services)}", param_hint="--service"
+                    )
             found = await eraser.find(kind, subject)
             if dry_run:
                 report = report_of(found, **await store.read(used_for, found))

@@ -172,8 +172,8 @@ def usable(
 def spellings(identifier: str) -> set[str]:
     """How the state may have an id: as it is, in lower case, in hex, and as a UUID.
 
-    It may be hex, also with `0x` and without leading zeros, a UUID, a decimal number, or base64, behind MLflow's `tr-`
-    or `trace:/LOCATION/`.
+    It may be hex, also with `0x` and without leading zeros, a UUID, a decimal number, or base64, behind MLflow's
+    `tr-` or `trace:/LOCATION/`.
     """
     text = identifier.strip()
     if text.startswith("trace:/"):

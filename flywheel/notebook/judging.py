@@ -53,15 +53,16 @@ def judge_replies(
     Args:
         rubric: A rubric, its file, or what is in the file.
         replies: Replies as in task files: `question` and `answer`, or `messages`, and perhaps `history`, `tools`,
-            `metadata`. Or a DataFrame with these columns, a reply for each row. Missing values (None, NaN) are left out.
+            `metadata`. Or a DataFrame with these columns, a reply for each row. Missing values (None, NaN) are left
+            out.
         judge: The section `judge` of the settings (`base_url`, `model`, `api_key_env`, …), or a configuration file,
             whose filter chain then applies as well.
         cache: A directory in which verdicts are kept: the judge is not asked about the same again. Default: none.
         progress: Whether a bar on stderr shows how many replies are judged.
 
     A reply that the judge does not decide has the outcome `undecided` and an `error`. Raises ConfigError for a wrong
-    rubric, setting or reply, which it names by its place, from 1, with the field; and JudgeError if the judge cannot be
-    used.
+    rubric, setting or reply, which it names by its place, from 1, with the field; and JudgeError if the judge cannot
+    be used.
     """
     return run_coroutine(ajudge_replies(rubric, replies, judge=judge, cache=cache, progress=progress))
 

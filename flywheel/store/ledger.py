@@ -186,8 +186,8 @@ class SourceCounts:
 @dataclass(slots=True)
 class Recorded:
     """What a batch changed. `re_extracted` counts known replies that changed. Of `erased` replies, which are counted
-    and not stored, `erased_traces` and `erased_calls` (request ids) are still where they came from. `reopened` are the
-    numbers of sources with traces to be read again, as calls that they share were released."""
+    and not stored, `erased_traces` and `erased_calls` (request ids) are still where they came from. `reopened` are
+    the numbers of sources with traces to be read again, as calls that they share were released."""
 
     new_tasks: int = 0
     new_replies: int = 0

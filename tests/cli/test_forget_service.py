@@ -99,7 +99,9 @@ def test_a_service_is_erased_and_another_one_with_the_same_id_is_left(
     assert ran.code == 0, ran.err
     assert "several services have conversations with this id: not known (1 trace), billing" in ran.out
     assert left(state, "plum") == set()
-    assert left(state, "pear") == support >= {"state.db", "tasks.jsonl", "calls/calls.db", "otlp/127.0.0.1-4399.sqlite"}
+    assert (
+        left(state, "pear") == support >= {"state.db", "tasks.jsonl", "calls/calls.db", "otlp/127.0.0.1-4399.sqlite"}
+    )
     assert flywheel(*of_service).out.startswith("nothing of it is stored")
 
     write_lines(

@@ -331,7 +331,10 @@ async def test_calls_that_a_trace_names_no_more_become_the_reply_that_was_skippe
     studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
     model, whole = trace(1, mark, ago=60)
     about = {"trace": "trace-1", "conversation": "conversation-1"}
-    silent = {**agent("a1", "What is 1 + 1?", None, **about), **{name: whole[name] for name in whole if "Time" in name}}
+    silent = {
+        **agent("a1", "What is 1 + 1?", None, **about),
+        **{name: whole[name] for name in whole if "Time" in name},
+    }
     with LogServer(tmp_path / "a.db") as server:
         both = [{"path": str(studio.path)}, {"type": "calls"}]
         config = config_of(tmp_path, server, sources=both, ingest={"calls_wait_seconds": 0.1})

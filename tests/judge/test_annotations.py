@@ -240,8 +240,8 @@ def test_label_files_are_read_in_each_encoding(tmp_path: Path, encoding: str) ->
 
 
 def test_a_decimal_comma_is_read_and_what_may_be_a_thousand_is_left_out() -> None:
-    found, left_out = use(*({"trace_id": TRACE, "score": score} for score in ("0,8", "0,125", "3,5", "1,000", "1,5,2")),
-                          accept_from=0.5)  # fmt: skip
+    scores = ("0,8", "0,125", "3,5", "1,000", "1,5,2")
+    found, left_out = use(*({"trace_id": TRACE, "score": score} for score in scores), accept_from=0.5)
     assert [label.label for _, label in found] == [Label.ACCEPT, Label.REJECT, Label.ACCEPT]
     assert left_out == {"'1,000' is neither accept nor reject": 1, "'1,5,2' is neither accept nor reject": 1}
 
