@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -38,6 +39,10 @@ OUT_OF_REACH: Final = (
 def forget(
     conversation: Annotated[str | None, typer.Option(metavar="ID", help="The conversation to erase.")] = None,
     user: Annotated[str | None, typer.Option(metavar="ID", help="Erase all conversations of this user.")] = None,
+    service: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --conversation: erase only what this service has under that id."),
+    ] = None,
     block: Annotated[
         bool, typer.Option("--block", help="With --user: refuse new conversations of the user, too.")
     ] = False,
@@ -52,6 +57,8 @@ def forget(
     if (conversation is None) == (user is None):
         raise typer.BadParameter("name one of them", param_hint="--conversation or --user")
     subject = str(user if conversation is None else conversation)
+    if service is not None and conversation is None:
+        raise typer.BadParameter("it goes with --conversation", param_hint="--service")
     if block and user is None:
         raise typer.BadParameter("a conversation is always blocked; it goes with --user", param_hint="--block")
     if subject in NO_CONVERSATION:
@@ -61,9 +68,10 @@ def forget(
     settings = load_config(config)
     require_state(settings, "erase a conversation")
     kind = Kind.CONVERSATION if user is None else Kind.USER
-    found = run_async(_forget(settings, kind, subject, block=block, dry_run=dry_run))
+    found = run_async(_forget(settings, kind, subject, service, block=block, dry_run=dry_run))
     if as_json:
-        print_json({"kind": kind.value, "blocked": block or user is None, "dry_run": dry_run, **found})
+        about = {"kind": kind.value, "service": service, "blocked": block or user is None, "dry_run": dry_run}
+        print_json({**about, **found})
     else:
         for line in _lines(found, dry_run=dry_run):
             print(escape_terminal(line, one_line=True))
@@ -71,8 +79,11 @@ def forget(
         raise typer.Exit(EXIT_LOCKED)
 
 
-async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_run: bool) -> dict[str, Any]:
-    """What was erased (`Report`), or would be, and how far that got."""
+async def _forget(
+    config: Config, kind: Kind, subject: str, service: str | None, *, block: bool, dry_run: bool
+) -> dict[str, Any]:
+    """What was erased (`Report`), or would be, how far that got, and how many traces each service has of a
+    conversation."""
     # Imported here: `flywheel --help` needs no event loop.
     import asyncio
 
@@ -85,9 +96,18 @@ async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_
         ingestion = Ingestion(store, config)
         eraser = Eraser(store, config, ingestion)
         try:
+            by_trace = await eraser.services(subject) if kind is erasures.Kind.CONVERSATION else {}
+            services = dict(sorted(Counter(name for names in by_trace.values() for name in names or {""}).items()))
+            if service is not None:
+                kind, subject = erasures.Kind.SERVICE, erasures.in_service(subject, service)
+                if services and service not in services and not await store.read(erasures.has_begun, kind, subject):
+                    raise typer.BadParameter(
+                        f"it has no trace of the conversation; {_shares(services)}", param_hint="--service"
+                    )
             found = await eraser.find(kind, subject)
             if dry_run:
-                return {"state": "found", **report_of(found, **await store.read(used_for, found))}
+                report = report_of(found, **await store.read(used_for, found))
+                return {"state": "found", "services": services, **report}
             number = await store.write(erasures.begin, kind, subject, found.conversations, blocks=block)
             until = time.monotonic() + WAIT_SECONDS
             while True:
@@ -98,10 +118,16 @@ async def _forget(config: Config, kind: Kind, subject: str, *, block: bool, dry_
                     pass
                 row = await store.read(erasures.with_id, number)
                 if row.state == erasures.ErasureState.PURGED or time.monotonic() >= until:
-                    return {"state": row.state, **(row.report or report_of(found))}
+                    return {"state": row.state, "services": services, **(row.report or report_of(found))}
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             await ingestion.close()
+
+
+def _shares(services: dict[str, int]) -> str:
+    """How many traces each service has, with what erases those of one."""
+    of_each = [f"{name or 'not known'} ({quantity(count, 'trace')})" for name, count in services.items()]
+    return f"{', '.join(of_each)}; --service NAME takes those of one, and those of none that is known"
 
 
 def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
@@ -112,6 +138,8 @@ def _lines(found: dict[str, Any], *, dry_run: bool) -> list[str]:
     many = {"reply": "replies", "line of the task file": "lines of the task file"}
     what = ", ".join(quantity(count, name, many.get(name, f"{name}s")) for name, count in counts.items() if count)
     lines = [f"{'would erase' if dry_run else 'erased'} {what}" if what else "nothing of it is stored"]
+    if len(found["services"].keys() - {""}) > 1:
+        lines.append(f"several services have conversations with this id: {_shares(found['services'])}")
     if found["rounds"]:
         lines.append(f"rounds that used it: {', '.join(found['rounds'])}")
     lines += found["advice"]

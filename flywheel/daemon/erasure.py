@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import sqlite3
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -117,12 +118,41 @@ class Eraser:
         wanted = await self._store.read(_wanted, kind, subject, erasure)
         calls = await asyncio.to_thread(self._calls_of, wanted, user)
         found, seen = Touched(conversations=wanted, calls=set(calls)), -1
+        within = await self._store.read(_within, kind, subject, erasure)
+        for conversation, service in within:
+            await self._add_of_service(found, conversation, service)
         while seen != len(found.calls) + len(found.traces):
             seen = len(found.calls) + len(found.traces)
             calls = found.calls | await asyncio.to_thread(self._resent, found.calls)
             traces = found.traces | await asyncio.to_thread(self._traces_of, wanted, user, calls)
             found = await self._store.read(erasures.touched, wanted, calls, traces)
+        found.shared = {conversation for conversation, _ in within}
         return found
+
+    async def services(self, conversation: str) -> dict[str, set[str]]:
+        """The services of each trace of a conversation, as its tasks and received spans say; none if they do not say.
+        Raises StoreError and ReceiverError."""
+        services, _ = await self._services(conversation)
+        return services
+
+    async def _services(self, conversation: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+        """The services of each trace of a conversation, and the recorded calls that its received spans name."""
+        received, calls = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+        for path in _inboxes(self._config.state_dir):
+            for trace, service, named in await asyncio.to_thread(inbox.services_of, path, conversation):
+                received[trace] |= {service} - {""}
+                calls[trace] |= set(named)
+        return await self._store.read(erasures.services_by_trace, conversation, received), calls
+
+    async def _add_of_service(self, found: Touched, conversation: str, service: str) -> None:
+        """Add what a service has of a conversation: the traces that it is in, those that may be of every service, and
+        the calls that name the conversation and are not of others' traces."""
+        services, calls = await self._services(conversation)
+        found.traces |= {trace for trace, names in services.items() if service in names or not names}
+        others = services.keys() - found.traces
+        of_others = await self._store.read(erasures.calls_of_traces, others)
+        of_others |= {call for trace in others for call in calls.get(trace, ())}
+        found.calls |= await asyncio.to_thread(self._calls_of, [conversation], "") - of_others
 
     async def carry_out(self, erasure: Row[Any]) -> None:
         """Carry out one erasure, which may have begun before. Raises FlywheelError."""
@@ -249,6 +279,16 @@ def _wanted(conn: Connection, kind: Kind, subject: str, erasure: int) -> set[str
     if kind is Kind.USER and subject:
         wanted |= erasures.conversations_of_user(conn, subject)
     return wanted | erasures.conversations_of(conn, erasure)
+
+
+def _within(conn: Connection, kind: Kind, subject: str, erasure: int) -> list[tuple[str, str]]:
+    """The conversations, each with the service whose part of it is wanted."""
+    if kind is not Kind.SERVICE:
+        return []
+    if not subject:
+        return erasures.within_services(conn, erasure)
+    conversation, service = orjson.loads(subject)
+    return [(conversation, service)]
 
 
 def _begin(conn: Connection, erasure: int, found: Touched) -> None:

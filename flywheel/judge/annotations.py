@@ -1,7 +1,8 @@
 """Annotations of other tools: what people say of a trace or a span in Langfuse, Phoenix or MLflow.
 
-A file has JSON lines, a JSON array, the answer of an API (`{"data": […]}`) or CSV with a header. An annotation has
-the fields of `Annotation` under our names or those of these tools; its others are ignored.
+A file has JSON lines, a JSON array, the answer of an API (`{"data": […]}`) or a table with a header: CSV, with
+semicolons or tabs too. An annotation has the fields of `Annotation` under our names or those of these tools; its
+others are ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import binascii
 import csv
 import io
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -17,13 +19,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
-import orjson
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from flywheel.config.section import leaves
 from flywheel.errors import ConfigError
-from flywheel.judge.labels import QUERIES, VERDICTS, PersonLabel
+from flywheel.judge.labels import QUERIES, VERDICTS, PersonLabel, decoded, lines_of
 from flywheel.records.states import Label
 
 PEOPLE: Final = frozenset({"", "HUMAN", "ANNOTATION"})
@@ -34,7 +36,16 @@ _WORDS: Final = {
     **{word: Label.ACCEPT if accepts else Label.REJECT for word, accepts in VERDICTS.items()},
     **{"correct": Label.ACCEPT, "incorrect": Label.REJECT, Label.UNSURE.value: Label.UNSURE},
 }
-_NUMBER: Final = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
+_NUMBER: Final = re.compile(r"[-+]?(\d+(\.\d*)?|0,\d+|\d+,\d\d?)(e[-+]?\d+)?")
+"""With a decimal comma too, which spreadsheets of many languages write; `1,000` may be a thousand and is none."""
+_TABLES: Final = frozenset({".csv", ".tsv"})
+_DELIMITERS: Final = (",", ";", "\t")
+_UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_HEX: Final = re.compile(r"0x[0-9a-f]{1,32}")
+_DECIMAL: Final = re.compile(r"[0-9]{1,39}")
+_TRACE: Final = re.compile(r"[0-9a-f]{32}")
+_ID_BYTES: Final = (8, 16)
+"""Of a span and of a trace."""
 
 
 class LeftOutError(ValueError):
@@ -83,7 +94,7 @@ class Annotation(BaseModel):
             raise LeftOutError(said if self.verdict or self.score else "it has neither a verdict nor a score")
         if accept_from is None:
             raise LeftOutError("it has a score; --accept-from X says from which score on a reply is accepted")
-        return Label.ACCEPT if float(score) >= accept_from else Label.REJECT
+        return Label.ACCEPT if float(score.replace(",", ".")) >= accept_from else Label.REJECT
 
 
 def read_annotations(path: Path) -> list[dict[str, Any]] | None:
@@ -93,12 +104,9 @@ def read_annotations(path: Path) -> list[dict[str, Any]] | None:
     """
     lines: Any
     try:
-        data = path.read_bytes()
-        if path.suffix.lower() == ".csv":
-            lines = list(csv.DictReader(io.StringIO(data.decode("utf-8-sig", "replace"), newline="")))
-        else:
-            lines = _values(data)
-    except (OSError, orjson.JSONDecodeError, csv.Error):
+        text = decoded(path.read_bytes())
+        lines = _rows(text) if path.suffix.lower() in _TABLES else _values(text)
+    except (OSError, ValueError, RecursionError, csv.Error):
         return None
     if any(not isinstance(line, dict) or line.keys() & {"task_id", *QUERIES} for line in lines):
         return None
@@ -107,11 +115,23 @@ def read_annotations(path: Path) -> list[dict[str, Any]] | None:
     return list(lines)
 
 
-def _values(data: bytes) -> list[Any]:
+def _rows(text: str) -> list[dict[str, Any]]:
+    """The rows of a table, whose columns are separated by what gives its header the most of them."""
+
+    def columns(delimiter: str) -> int:
+        return len(next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), ()))
+
+    delimiter = max(_DELIMITERS, key=columns)
+    return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+
+
+def _values(text: str) -> list[Any]:
+    # Python's own parser reads whole numbers of 128 bits, which ids may be. NaN is no value.
+    parse = json.JSONDecoder(parse_constant=lambda _: None).decode
     try:
-        whole = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return [orjson.loads(line) for line in data.splitlines() if line.strip()]
+        whole = parse(text)
+    except ValueError:
+        return [parse(line) for line in lines_of(text) if line.strip()]
     if isinstance(whole, dict):
         whole = whole.get("data", [whole])
     return whole if isinstance(whole, list) else [whole]
@@ -150,12 +170,25 @@ def usable(
 
 
 def spellings(identifier: str) -> set[str]:
-    """How the state may have an id: as it is, in lower case, without MLflow's `tr-`, and in hex for base64."""
+    """How the state may have an id: as it is, in lower case, in hex, and as a UUID.
+
+    It may be hex, also with `0x` and without leading zeros, a UUID, a decimal number, or base64, behind MLflow's
+    `tr-` or `trace:/LOCATION/`.
+    """
     text = identifier.strip()
-    found = {text, text.lower(), text.lower().removeprefix("tr-")}
+    if text.startswith("trace:/"):
+        text = text.rpartition("/")[2]
+    plain = text.lower().removeprefix("tr-")
+    found = {text, text.lower(), plain}
+    if _UUID.fullmatch(plain):
+        found.add(plain.replace("-", ""))
+    if _HEX.fullmatch(plain) or _DECIMAL.fullmatch(plain):
+        number = int(plain, 16 if plain.startswith("0x") else 10)
+        found |= {number.to_bytes(size).hex() for size in _ID_BYTES if number < 256**size}
     with suppress(binascii.Error, ValueError):
         standard = text.replace("-", "+").replace("_", "/").rstrip("=")
         raw = base64.b64decode(standard + "=" * (-len(standard) % 4), validate=True)
-        if len(raw) in (8, 16):
+        if len(raw) in _ID_BYTES:
             found.add(raw.hex())
+    found |= {str(UUID(each)) for each in found if _TRACE.fullmatch(each)}
     return found - {""}

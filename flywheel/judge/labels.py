@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,6 +67,16 @@ class _LineError(ValueError):
     """A line that cannot be used."""
 
 
+def decoded(data: bytes) -> str:
+    """A text in UTF-8, UTF-16 or UTF-32, as its first bytes say, without its byte order mark."""
+    return data.decode(json.detect_encoding(data), "replace").removeprefix("\ufeff")
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines, of which JSON texts may have characters that Python takes for ends of lines."""
+    return list(io.StringIO(text, newline=None))
+
+
 def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
     """Read a label file. A line is a question with an answer, a task line, or the id of a task in the state.
 
@@ -72,7 +84,7 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
     """
     attempted = f"read labels {path}"
     try:
-        texts = path.read_bytes().splitlines()
+        texts = lines_of(decoded(path.read_bytes()))
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from error
     problems: list[str] = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import date
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from flywheel.config import Config, load, parse
 from flywheel.daemon.judging.judging import TaskJudging
@@ -22,11 +24,23 @@ from flywheel.store.kernel.database import Store
 from flywheel.system.signals import run_coroutine
 
 ATTEMPTED: Final = "judge replies"
+_MISSING: Final = frozenset({"NAType", "NaTType"})
+"""Types of pandas' missing values, beside NaN."""
+
+
+class Table(Protocol):
+    """A DataFrame of pandas: `to_dict("records")` has its rows."""
+
+    def to_dict(self, orient: Any, /) -> Any: ...
+
+
+class _ValueError(ValueError):
+    """A value that JSON does not have. The text names its field."""
 
 
 def judge_replies(
     rubric: Rubric | Mapping[str, Any] | str | Path,
-    replies: Iterable[Mapping[str, Any]],
+    replies: Iterable[Mapping[str, Any]] | Table,
     *,
     judge: Config | Mapping[str, Any] | str | Path,
     cache: str | Path | None = None,
@@ -39,28 +53,31 @@ def judge_replies(
     Args:
         rubric: A rubric, its file, or what is in the file.
         replies: Replies as in task files: `question` and `answer`, or `messages`, and perhaps `history`, `tools`,
-            `metadata`.
+            `metadata`. Or a DataFrame with these columns, a reply for each row. Missing values (None, NaN) are left
+            out.
         judge: The section `judge` of the settings (`base_url`, `model`, `api_key_env`, …), or a configuration file,
             whose filter chain then applies as well.
         cache: A directory in which verdicts are kept: the judge is not asked about the same again. Default: none.
         progress: Whether a bar on stderr shows how many replies are judged.
 
     A reply that the judge does not decide has the outcome `undecided` and an `error`. Raises ConfigError for a wrong
-    rubric, reply or setting, and JudgeError if the judge cannot be used.
+    rubric, setting or reply, which it names by its place, from 1, with the field; and JudgeError if the judge cannot
+    be used.
     """
     return run_coroutine(ajudge_replies(rubric, replies, judge=judge, cache=cache, progress=progress))
 
 
 async def ajudge_replies(
     rubric: Rubric | Mapping[str, Any] | str | Path,
-    replies: Iterable[Mapping[str, Any]],
+    replies: Iterable[Mapping[str, Any]] | Table,
     *,
     judge: Config | Mapping[str, Any] | str | Path,
     cache: str | Path | None = None,
     progress: bool = False,
 ) -> list[Verdict]:
     """`judge_replies` in the caller's event loop."""
-    entries = tuple(entries_of(rows_of(_lines(replies), Path("replies"), ATTEMPTED), ATTEMPTED))
+    lines = rows_of(_lines(replies), Path("replies"), ATTEMPTED, called="reply")
+    entries = tuple(entries_of(lines, ATTEMPTED, called="reply"))
     async with _store(None) as store, _store(cache) as kept:
         judging = TaskJudging(store, _config(judge), rubric=_rubric(rubric))
         keys = [entry.key for entry in entries]
@@ -95,16 +112,52 @@ async def _record(store: Store, entries: tuple[Entry, ...]) -> None:
     await store.write(ledger.record_batch, source, Batch(None, entries), train_ratio=1.0, split_seed=0)
 
 
-def _lines(replies: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+def _rows(replies: Iterable[Mapping[str, Any]] | Table) -> Iterable[Any]:
+    """The rows of a DataFrame, whose own iterator gives the names of its columns; anything else as it is."""
+    records = getattr(replies, "to_dict", None)
+    if records is None or (isinstance(replies, Iterable) and isinstance(next(iter(replies), None), Mapping)):
+        return replies  # type: ignore[return-value]
+    with suppress(TypeError):  # of a Series
+        return records("records")  # type: ignore[no-any-return]
+    return replies  # type: ignore[return-value]
+
+
+def _lines(replies: Iterable[Mapping[str, Any]] | Table) -> Iterator[bytes]:
     """Raises ConfigError for a reply that is no JSON object."""
-    for number, reply in enumerate(replies, 1):
+    for number, given in enumerate(_rows(replies), 1):
         try:
+            if not isinstance(given, Mapping):
+                raise _ValueError(f"it is of the type {type(given).__name__}, not a mapping")
+            fields = {str(name): _plain(value, str(name)) for name, value in given.items()}
+            reply = {name: value for name, value in fields.items() if value is not None}
             text = json.dumps({name: value for name, value in reply.items() if name != "task_id"}, sort_keys=True)
             # By content: a kept verdict is never one on another reply with the same id.
             yield json.dumps({**reply, "task_id": hashlib.sha256(text.encode()).hexdigest()}).encode()
-        except (TypeError, ValueError) as error:
+        except (_ValueError, RecursionError) as error:
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             hint = "Each reply is a mapping of texts, numbers, lists and mappings."
-            raise ConfigError(ATTEMPTED, f"reply {number}: {error}", hint) from None
+            raise ConfigError(ATTEMPTED, f"reply {number}: {why}", hint) from None
+
+
+def _plain(value: Any, field: str) -> Any:
+    """A value as JSON has it, at the path `field`: arrays as lists, times as text, and missing values as None."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise _ValueError(f"`{field}` is infinite, which is not JSON serializable")
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each, f"{field}.{name}") for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{field}[{place}]") for place, each in enumerate(value)]
+    if (kind := type(value).__name__) in _MISSING:
+        return None
+    if isinstance(value, date):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+        return _plain(value.tolist(), field)
+    raise _ValueError(f"`{field}` is of the type {kind}, which is not JSON serializable")
 
 
 def _config(judge: Config | Mapping[str, Any] | str | Path) -> Config:

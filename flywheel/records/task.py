@@ -224,7 +224,7 @@ class Entry(Struct, frozen=True, gc=False):
     - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
     - `calls`: the request ids of the model calls; `missing`: those of them that were not found in the call log.
     - `root`: the conversation whose split this one takes; empty for its own.
-    - `user`: who asked, as the trace says; empty if it does not.
+    - `user`: who asked, as the trace says; empty if it does not. `service`: the service that answered.
     """
 
     span_id: str
@@ -252,6 +252,7 @@ class Entry(Struct, frozen=True, gc=False):
     target: str = ""
     structure: str = ""
     user: str = ""
+    service: str = ""
 
     @property
     def split_key(self) -> str:
@@ -374,6 +375,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         target=target,
         structure="" if skip else class_of(reply).value,
         user=storable(reply.user),
+        service=storable(reply.service),
     )
 
 

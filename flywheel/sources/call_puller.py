@@ -254,6 +254,8 @@ class CallPuller:
         self._late_to: int | None = None
         self._complete_ns = 0
         self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9)
+        self.reopened: set[int] = set()
+        """Numbers of sources with traces that are to be read again for calls that another reply has released."""
 
     @property
     def read_to_ns(self) -> int:
@@ -472,11 +474,12 @@ class CallPuller:
         self._servers = await asyncio.to_thread(self.call_log_copy.servers)
 
     async def reopen_late(self) -> set[int]:
-        """Have traces read again whose calls came after they were extracted; the numbers of their sources.
+        """Have traces read again whose calls came after they were extracted; the numbers of their sources, and those
+        of `reopened`.
 
         The first time, this looks for all calls that were missing; then for those that were pulled since.
         """
-        reopened: set[int] = set()
+        reopened, self.reopened = self.reopened, set()
         if self._late_to is None:
             state = await asyncio.to_thread(self.call_log_copy.state)
             since = datetime.now(UTC) - timedelta(days=self._settings.keep_days)

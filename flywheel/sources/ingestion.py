@@ -126,6 +126,8 @@ class SourceIngestion:
         self._warnings: tuple[str, ...] = ()
         self._scanned_at: datetime | None = None
         self._is_scan_asked_for = False
+        self._scan_errors: dict[bool, FlywheelError] = {}
+        """Why the last full scan failed (True), and the last recent re-scan. Passes do not read what these read."""
         self._counts: SourceCounts | None = None
         self._was_read = False
 
@@ -179,7 +181,8 @@ class SourceIngestion:
     async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
         """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before.
 
-        A throttled full scan pauses between batches. Raises FlywheelError.
+        A throttled full scan pauses between batches. An error is also noted as the condition of the source, until
+        such a re-scan or a full scan succeeds. Raises FlywheelError.
         """
         self.rescan_at = math.inf
         total = Recorded()
@@ -187,24 +190,36 @@ class SourceIngestion:
             return total
         if whole:
             self._is_scan_asked_for = False
-        scan = self.connector.rescan(self._source, whole=whole)
+        try:
+            await self._rescan(self.connector.rescan(self._source, whole=whole), total, throttled=whole and throttled)
+        except Exception as failure:
+            error = failure if isinstance(failure, FlywheelError) else self._defect(failure)
+            self._scan_errors[whole] = error
+            self.rescan_at = self.rescan_at if whole else time.time()
+            await self._report(total, None, None)
+            raise error from failure
+        if self._scan_errors:
+            self._scan_errors = {each: why for each, why in self._scan_errors.items() if each and not whole}
+            await self._report(total, None, None)
+        if whole and not self._is_scan_asked_for:
+            await self._note_full_scan()
+        return total
+
+    async def _rescan(self, scan: AsyncGenerator[Batch], total: Recorded, *, throttled: bool) -> None:
         while True:
             began = time.monotonic()
             async with self._lock:
                 try:
                     batch = await anext(scan, None)
                     if batch is None:
-                        break
+                        return
                     await self._record(batch, None, total)
                 except BaseException:
                     self.connector.forget()
                     await scan.aclose()
                     raise
-            if whole and throttled:
+            if throttled:
                 await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
-        if whole and not self._is_scan_asked_for:
-            await self._note_full_scan()
-        return total
 
     def count_again(self) -> None:
         """Note that replies were erased, so that the next pass counts them."""
@@ -282,8 +297,10 @@ class SourceIngestion:
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
         )
-        if recorded.erased_calls and self._calls is not None:
-            await self._calls.erase_new(recorded.erased_calls)
+        if self._calls is not None:
+            self._calls.reopened |= recorded.reopened
+            if recorded.erased_calls:
+                await self._calls.erase_new(recorded.erased_calls)
         if recorded.erased_traces and self.connector.type in _WITH_INBOX:
             await asyncio.to_thread(inbox.erase, self.path, recorded.erased_traces, rewrite=False)
         total.add(recorded)
@@ -293,6 +310,7 @@ class SourceIngestion:
         """Note the source's condition in the ledger and report the pass. `cursor` is None after an error."""
         if not self._source:
             return SourceReport(self.path, error=error)
+        of = error or next(iter(self._scan_errors.values()), None)
         try:
             if self._counts is None:
                 # Cached, because counting takes longer the more replies there are.
@@ -307,8 +325,8 @@ class SourceIngestion:
             noted = {
                 "schema": self.connector.schema,
                 "longest_read_ms": round(self.connector.longest_read_ms, 1),
-                "condition": error.condition if isinstance(error, SourceError) else "not stored" if error else "ok",
-                "error": str(error or ""),
+                "condition": of.condition if isinstance(of, SourceError) else "not stored" if of else "ok",
+                "error": str(of or ""),
                 "warning": "; ".join(self._warnings),
             }
             if noted != self._noted:
@@ -464,7 +482,10 @@ class Ingestion:
                 report = await source.read(final=final, stop=stop)
                 is_stopped = stop is not None and stop.is_set()
                 if report.error is None and not is_stopped and (sweep or source.rescan_at <= time.time()):
-                    scanned = await source.rescan(whole=sweep, throttled=False)
+                    try:
+                        scanned = await source.rescan(whole=sweep, throttled=False)
+                    except FlywheelError as error:
+                        return replace(report, error=error)
                     # This pass waits for the traces that the re-scan opened again.
                     again = await source.read(final=final, stop=stop)
                     warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))

@@ -8,6 +8,7 @@ later: its next call would send the whole history again.
 from __future__ import annotations
 
 import hmac
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,9 +22,11 @@ from sqlalchemy import (
     bindparam,
     delete,
     exists,
+    func,
     insert,
     literal,
     literal_column,
+    or_,
     select,
     true,
     update,
@@ -79,6 +82,8 @@ class Kind(StrEnum):
     SPAN = "span"
     TRACE = "trace"
     TASK = "task"
+    SERVICE = "service"
+    """what one service has of a conversation (`in_service`)"""
 
 
 class ErasureState(StrEnum):
@@ -101,6 +106,11 @@ class Pseudonyms:
     def of(self, kind: Kind, text: str) -> str:
         message = f"{kind.value}\0{text}".encode("utf-8", "surrogatepass")
         return hmac.digest(self._key, message, "sha256")[:16].hex()
+
+
+def in_service(conversation: str, service: str) -> str:
+    """The id of what one service has of a conversation: others may use the same id for conversations of their own."""
+    return json.dumps([conversation, service])
 
 
 def are_there(conn: Connection) -> bool:
@@ -143,7 +153,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
     spans = {row.span_id: pseudonyms.of(Kind.SPAN, row.span_id) for row in rows}
     traces = {row.trace_id: pseudonyms.of(Kind.TRACE, row.trace_id) for row in rows}
     keys = {key for entry in batch.entries for key in _keys_of(entry)}
-    named = {key: pseudonyms.of(Kind.CONVERSATION, key) for key in keys}
+    named = {key: pseudonyms.of(*key) for key in keys}
     there = {row.span_id for row in _TOMBSTONES.rows(conn, list(spans.values()), source)}
     of_traces = {row.trace_id for row in _TRACES.rows(conn, list(traces.values()))}
     erased = {row.pseudonym for row in _CONVERSATIONS.rows(conn, list(named.values()))}
@@ -190,17 +200,21 @@ def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[
     return {by_pseudonym[row.span_id]: row.id for row in _TOMBSTONES.rows(conn, list(by_pseudonym), source)}
 
 
-def _keys_of(entry: Entry) -> tuple[str, ...]:
-    """The conversation of an entry, and the one that it forks from."""
-    return tuple(dict.fromkeys((conversation_key(entry.conversation_id, entry.trace_id), entry.split_key)))
+def _keys_of(entry: Entry) -> list[tuple[Kind, str]]:
+    """The conversation of an entry, and the one that it forks from, as they are and within its service."""
+    keys = dict.fromkeys((conversation_key(entry.conversation_id, entry.trace_id), entry.split_key))
+    within = [(Kind.SERVICE, in_service(key, entry.service)) for key in keys if entry.service]
+    return [*((Kind.CONVERSATION, key) for key in keys), *within]
 
 
 @dataclass(slots=True)
 class Touched:
     """What belongs to some conversations: `replies` by number, `tasks` (keys by number), ids of conversations, traces
-    and spans, request ids of recorded calls, and the names of the rounds that used the tasks."""
+    and spans, request ids of recorded calls, and the names of the rounds that used the tasks. Of `shared`
+    conversations other services keep their part."""
 
     conversations: set[str] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
     replies: set[int] = field(default_factory=set)
     tasks: dict[int, str] = field(default_factory=dict)
     traces: set[str] = field(default_factory=set)
@@ -230,6 +244,39 @@ def conversations_of(conn: Connection, erasure: int) -> set[str]:
     keys = {conversation_key(row.conversation_id, row.trace_id) for row in rows}
     found = Pseudonyms(conn)
     return {key for key in keys if found.of(Kind.CONVERSATION, key) in pseudonyms}
+
+
+_SERVICE: Final = func.coalesce(tasks.c.payload["metadata"]["service"].as_string(), "")
+_SERVICES: Final = select(replies.c.trace_id, _SERVICE.label("service")).select_from(replies.join(tasks)).distinct()
+
+
+def services_by_trace(conn: Connection, conversation: str, known: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The traces that the state has of a conversation, and the `known` ones, each with the services of its tasks
+    beside those that are known. A trace without any may be of every service."""
+    here = select(replies.c.trace_id).where(
+        or_(replies.c.conversation_id == conversation, replies.c.trace_id == conversation), ~_IS_ERASED
+    )
+    found = {trace: set[str]() for trace in conn.execute(here).scalars()}
+    found |= {trace: set(services) for trace, services in known.items()}
+    for row in rows_in(conn, _SERVICES, replies.c.trace_id, sorted(found)):
+        found[row.trace_id] |= {row.service} - {""}
+    return found
+
+
+def calls_of_traces(conn: Connection, traces: Collection[str]) -> set[str]:
+    """The recorded calls that the replies of these traces name."""
+    query = select(reply_calls.c.request_id).select_from(reply_calls.join(replies))
+    return {row.request_id for row in rows_in(conn, query, replies.c.trace_id, sorted(traces))}
+
+
+def within_services(conn: Connection, erasure: int) -> list[tuple[str, str]]:
+    """The conversation and the service of an erasure that is known by its pseudonym alone, as far as tasks of it are
+    there: after a restore."""
+    wanted = conn.execute(select(erasures.c.pseudonym).where(erasures.c.id == erasure)).scalar_one()
+    there = select(tasks.c.conversation_id, _SERVICE).where(tasks.c.state != TaskState.ERASED.value).distinct()
+    pairs = [(str(conversation), str(service)) for conversation, service in conn.execute(there)]
+    pseudonyms = Pseudonyms(conn)
+    return [pair for pair in pairs if pseudonyms.of(Kind.SERVICE, in_service(*pair)) == wanted]
 
 
 def touched(
@@ -283,7 +330,16 @@ def begin(conn: Connection, kind: Kind, subject: str, wanted: Collection[str], *
     query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=again).returning(erasures.c.id)
     number = int(conn.execute(query).scalar_one())
     block(conn, number, wanted)
+    if kind is Kind.SERVICE:
+        row = {"pseudonym": pseudonyms.of(kind, subject), "erasure_id": number}
+        conn.execute(insert_or_ignore(erased_conversations).values(**row).on_conflict_do_nothing())
     return number
+
+
+def has_begun(conn: Connection, kind: Kind, subject: str) -> bool:
+    """Whether it is or was to be erased."""
+    own = erasures.c.kind == kind.value, erasures.c.pseudonym == Pseudonyms(conn).of(kind, subject)
+    return bool(conn.execute(select(exists().where(*own))).scalar_one())
 
 
 def block(conn: Connection, erasure: int, wanted: Collection[str]) -> None:
@@ -321,9 +377,11 @@ def note(conn: Connection, number: int, state: ErasureState, report: Mapping[str
 def everything_erased(conn: Connection) -> list[dict[str, Any]]:
     """All erasures as they are kept beside a backup: pseudonyms of conversations and users, and what is blocked."""
     found = conn.execute(select(erased_conversations.c.pseudonym).order_by(erased_conversations.c.pseudonym))
+    within = set(conn.execute(select(erasures.c.pseudonym).where(erasures.c.kind == Kind.SERVICE.value)).scalars())
+    kinds = {name: Kind.SERVICE.value if name in within else Kind.CONVERSATION.value for name in found.scalars()}
     users = conn.execute(select(erasures).where(erasures.c.kind == Kind.USER.value).order_by(erasures.c.id))
     return [
-        *({"kind": Kind.CONVERSATION.value, "pseudonym": name, "blocks": True} for name in found.scalars()),
+        *({"kind": kind, "pseudonym": name, "blocks": True} for name, kind in kinds.items()),
         *({"kind": row.kind, "pseudonym": row.pseudonym, "blocks": row.blocks} for row in users),
     ]
 
@@ -344,7 +402,7 @@ def adopt(conn: Connection, given: Sequence[Mapping[str, Any]]) -> None:
         said = {"blocks": erasures.c.blocks | literal(bool(each["blocks"])), "state": ErasureState.OPEN.value}
         query = added.on_conflict_do_update(index_elements=["kind", "pseudonym"], set_=said).returning(erasures.c.id)
         number = int(conn.execute(query).scalar_one())
-        if each["kind"] == Kind.CONVERSATION:
+        if each["kind"] in (Kind.CONVERSATION, Kind.SERVICE):
             row = {"pseudonym": each["pseudonym"], "erasure_id": number}
             of_one = insert_or_ignore(erased_conversations).values(**row)
             conn.execute(of_one.on_conflict_do_update(index_elements=["pseudonym"], set_={"erasure_id": number}))
@@ -392,6 +450,10 @@ def _scrub_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> No
 
 def _scrub_conversations(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> None:
     """Splits stay; what a later conversation could be compared with goes."""
+    for some in chunks(sorted(found.shared)):
+        for table in (schema.recent_bands, schema.signature_bands):
+            conn.execute(delete(table).where(table.c.key.in_(some)))
+        conn.execute(update(conversations).where(conversations.c.key.in_(some)).values(words=b""))
     keys = sorted(found.conversations | found.traces)
     for row in list(rows_in(conn, select(conversations), conversations.c.key, keys)):
         name = pseudonyms.of(Kind.CONVERSATION, row.key)

@@ -5,6 +5,7 @@ reply whose content hash is unchanged stays as it is; `reingest` handles the oth
 
 Two sources may show the same reply: its trace, and the calls alone. The source that is stored first keeps it. A
 skipped reply of a trace keeps its calls as well, unless the trace shows nothing of it: then extraction names none.
+A call that a reply does not name any more, when it is read again, is free for the others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sqlalchemy import (
     Text,
     bindparam,
     cast,
+    delete,
     exists,
     func,
     insert,
@@ -81,15 +83,20 @@ _REPLIES_WITHOUT_TASK: Final = Lookup(
 )
 
 
-def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecords) -> bool:
+def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecords, done: Recorded) -> bool:
     """Bring a known reply up to date with its entry; whether anything about it is new."""
     state = ReplyState(known.state)
     given_up = state is ReplyState.DEAD or known.skip_reason == SkipReason.UNFINISHED
     if known.content is None and not given_up and _reads_the_same(conn, known, entry):
         # An older state has no hash of the whole reply, and what it says is the same.
         _set(conn, known.id, entry)
+        _release_calls(conn, known, entry, done)
         return False
-    if known.content == entry.content or (entry.skip is SkipReason.UNFINISHED and not given_up):
+    is_released = known.skip_reason == SkipReason.RECORDED and entry.skip is not SkipReason.RECORDED
+    if known.content == entry.content and not is_released:
+        _release_calls(conn, known, entry, done)
+        return False
+    if entry.skip is SkipReason.UNFINISHED and not given_up:
         return False
     if entry.missing and _were_found(conn, known.id, entry.missing):
         # Its calls have been pruned since: what they showed stays.
@@ -99,9 +106,11 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         record(conn, replies.name, [str(known.id)], state, CHANGED, "after it was judged: it stays as it was")
         _set(conn, known.id, entry)
         return True
-    move(conn, known.id, state, ReplyState.OPEN, "its agent span arrived late" if given_up else "its trace changed")
+    why = "its agent span arrived late" if given_up else "its trace changed"
+    move(conn, known.id, state, ReplyState.OPEN, "no other reply has its calls any more" if is_released else why)
     move(conn, known.id, ReplyState.OPEN, ReplyState.CLOSED)
     _set(conn, known.id, entry)
+    _release_calls(conn, known, entry, done)
     now: int | None = None
     if entry.skip is not None:
         values = {"skip_reason": entry.skip.value, "detail": entry.detail[:500], "task_id": None}
@@ -178,7 +187,8 @@ class SourceCounts:
 @dataclass(slots=True)
 class Recorded:
     """What a batch changed. `re_extracted` counts known replies that changed. Of `erased` replies, which are counted
-    and not stored, `erased_traces` and `erased_calls` (request ids) are still where they came from."""
+    and not stored, `erased_traces` and `erased_calls` (request ids) are still where they came from. `reopened` are
+    the numbers of sources with traces to be read again, as calls that they share were released."""
 
     new_tasks: int = 0
     new_replies: int = 0
@@ -187,6 +197,7 @@ class Recorded:
     erased: int = 0
     erased_traces: set[str] = field(default_factory=set)
     erased_calls: set[str] = field(default_factory=set)
+    reopened: set[int] = field(default_factory=set)
     skipped: Counter[str] = field(default_factory=Counter)
     warnings: list[str] = field(default_factory=list)
 
@@ -278,7 +289,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     records = TaskRecords(conn, splits)
     for span, before in known.items():
         if span in entries:
-            done.re_extracted += reingest(conn, before, entries[span], records)
+            done.re_extracted += reingest(conn, before, entries[span], records, done)
     numbers = {row.id: entries[span] for span, row in known.items() if span in entries}
     if new := [entry for span, entry in entries.items() if span not in known]:
         first = _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))
@@ -415,7 +426,7 @@ def _unless_recorded(entry: Entry, owners: Mapping[str, Sequence[Row[Any]]]) -> 
             return replace(
                 entry,
                 skip=SkipReason.RECORDED,
-                detail=f"reply {owner.span_id} of {owner.path} has the same model calls",
+                detail=_recorded_in(owner.span_id, owner.path),
                 line=b"",
                 beginning=0,
                 words=(),
@@ -425,6 +436,30 @@ def _unless_recorded(entry: Entry, owners: Mapping[str, Sequence[Row[Any]]]) -> 
                 missing=(),
             )
     return entry
+
+
+def _recorded_in(span_id: str, path: str) -> str:
+    return f"reply {span_id} of {path} has the same model calls"
+
+
+def _release_calls(conn: Connection, known: Row[Any], entry: Entry, done: Recorded) -> None:
+    """Give up a reply's claims on calls that it does not name any more, and have the traces read again whose replies
+    were skipped for its sake."""
+    if entry.skip is SkipReason.RECORDED:
+        return  # It names them still: they belong to a reply of another source.
+    claimed = [row.request_id for row in _CALLS_OF_REPLIES.rows(conn, [known.id])]
+    if not (released := [call for call in claimed if call not in entry.calls]):
+        return
+    own = reply_calls.c.reply_id == known.id
+    conn.execute(delete(reply_calls).where(own, reply_calls.c.request_id.in_(released)))
+    path = conn.execute(select(sources.c.path).where(sources.c.id == known.source_id)).scalar_one()
+    skipped = select(replies.c.source_id, replies.c.trace_id).where(
+        replies.c.skip_reason == SkipReason.RECORDED.value,
+        replies.c.detail == _recorded_in(known.span_id, path)[:500],
+    )
+    for source, trace_id in conn.execute(skipped).all():
+        if reopen(conn, source, [trace_id]):
+            done.reopened.add(source)
 
 
 def _store_calls(conn: Connection, source: int, entries: Mapping[int, Entry]) -> None:

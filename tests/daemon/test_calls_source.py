@@ -172,6 +172,21 @@ async def test_an_answer_by_a_finish_function_is_the_answer(tmp_path: Path) -> N
     assert [line["answer"] for line in exported(config)] == ["It is 2."]
 
 
+async def test_a_daemon_goes_on_when_its_copy_of_the_calls_was_removed(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append(turn(1, 0))
+        async with Following(config):
+            await until(lambda: len(exported(config)) == 1, "the task")
+            for path in call_log_copy_path(config.state_dir).parent.glob("calls.db*"):
+                path.unlink(missing_ok=True)
+            server.log.append(turn(2, 100))
+            await until(lambda: len(exported(config)) == 2, "the second task")
+        assert [line["answer"] for line in exported(config)] == ["It is 2.", "It is 3."]
+        assert await read(config, outcomes) == {("converted", None): 2}
+        assert (await deep_audited(config)).problems == []
+
+
 async def test_a_daemon_follows_the_calls_and_a_reply_that_goes_on(tmp_path: Path) -> None:
     first = recorded(chat([user("What is 1 + 1?")]), completion(assistant("Let me see.")))
     nudge = [user("What is 1 + 1?"), assistant("Let me see."), REMINDER]

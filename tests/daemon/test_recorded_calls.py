@@ -324,6 +324,38 @@ async def test_traces_and_calls_together_make_every_task_once(tmp_path: Path) ->
         assert found["studio", None] >= 1, "a trace that comes in time wins"
 
 
+@pytest.mark.parametrize("follows", [False, True])
+async def test_calls_that_a_trace_names_no_more_become_the_reply_that_was_skipped_for_it(
+    tmp_path: Path, follows: bool
+) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    model, whole = trace(1, mark, ago=60)
+    about = {"trace": "trace-1", "conversation": "conversation-1"}
+    silent = {
+        **agent("a1", "What is 1 + 1?", None, **about),
+        **{name: whole[name] for name in whole if "Time" in name},
+    }
+    with LogServer(tmp_path / "a.db") as server:
+        both = [{"path": str(studio.path)}, {"type": "calls"}]
+        config = config_of(tmp_path, server, sources=both, ingest={"calls_wait_seconds": 0.1})
+        server.log.append([call(1, mark)])
+        studio.write(model)
+        await ingest(config)
+        async with open_state(config.state_dir) as store:
+            assert await store.read(outcomes) == {("studio", "unfinished"): 1, ("calls", "recorded"): 1}
+        studio.write(silent)
+        if follows:
+            async with Following(config):
+                await until(lambda: exported(config), "the task")
+        else:
+            await ingest(config)
+        async with open_state(config.state_dir) as store:
+            assert await store.read(outcomes) == {("studio", "error"): 1, ("calls", None): 1}
+            assert (await store.read(balance)).balanced
+        assert [line["main_query"] for line in exported(config).values()] == ["What is 1 + 1?"]
+        assert (await deep_audited(config)).problems == []
+
+
 @pytest.mark.parametrize("arrival", [1, 3, 4, 6])
 @pytest.mark.parametrize("point", ["before commit", "after commit"])
 async def test_a_kill_between_mirror_and_ledger_loses_and_doubles_nothing(

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import ConfigError
 from flywheel.judge.annotations import read_annotations, spellings, usable
-from flywheel.judge.labels import PersonLabel
+from flywheel.judge.labels import PersonLabel, read_labels
 from flywheel.records.states import Label
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -170,10 +171,26 @@ def test_a_score_of_one_is_no_verdict() -> None:
 def test_an_id_is_found_in_every_spelling(raw: bytes) -> None:
     text = raw.hex()
     plain = base64.b64encode(raw).decode()
+    number = int(text, 16)
     for spelling in (text, text.upper(), f"tr-{text}", f" {text}\n", plain, plain.rstrip("="),
-                     base64.urlsafe_b64encode(raw).decode()):  # fmt: skip
-        assert text in spellings(spelling)
+                     base64.urlsafe_b64encode(raw).decode(), f"0x{text}", f"0X{text.upper()}", f"{number:#x}",
+                     str(number), f"trace:/{text}", f"trace:/main.agents.traces/{text}",
+                     f"trace:/main.agents/tr-{text}"):  # fmt: skip
+        assert text in spellings(spelling), spelling
+    if len(raw) == 16:
+        uuid = str(UUID(text))
+        for spelling in (uuid, uuid.upper(), f"tr-{uuid}"):
+            assert text in spellings(spelling), spelling
+        assert uuid in spellings(text), "the state has ids as the source has them"
     assert spellings(" ") == set()
+
+
+def test_an_id_may_be_a_number_of_128_bits(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"trace_id": {int(TRACE, 16)}, "verdict": "good", "score": NaN}}\n')
+    lines = read_annotations(tmp_path / "a.jsonl")
+    assert lines is not None
+    [(said, label)], _ = use(*lines)
+    assert TRACE in spellings(said.trace) and label.label is Label.ACCEPT
 
 
 @pytest.mark.parametrize(
@@ -196,6 +213,37 @@ def test_csv_is_read_with_its_quotes(tmp_path: Path) -> None:
     writer.writerow(LANGFUSE_CSV)
     (tmp_path / "a.CSV").write_bytes(b"\xef\xbb\xbf" + table.getvalue().encode())
     assert read_annotations(tmp_path / "a.CSV") == [LANGFUSE_CSV]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["a.csv", "b.csv", "c.csv", "d.tsv", "e.jsonl", "f.json"])
+def test_tables_and_lines_are_read_in_each_encoding(tmp_path: Path, encoding: str, name: str) -> None:
+    line = {**LANGFUSE_CSV, "comment": 'sieben; "sept", sjö \u2028 seitsemän\tsju\nsept'}
+    text = json.dumps(line, ensure_ascii=False)
+    if (delimiter := {"a.csv": ",", "b.csv": ";", "c.csv": "\t", "d.tsv": "\t"}.get(name)) is not None:
+        table = io.StringIO()
+        writer = csv.DictWriter(table, list(line), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerow(line)
+        text = table.getvalue()
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    assert read_annotations(tmp_path / name) == [line]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
+def test_label_files_are_read_in_each_encoding(tmp_path: Path, encoding: str) -> None:
+    lines = [{"query": f"q{number} sjö\u2028", "answer": "a", "verdict": "good"} for number in range(2)]
+    text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "labels.jsonl").write_bytes(text.encode(encoding))
+    labels = read_labels(tmp_path / "labels.jsonl").labels
+    assert [label.exchange.query for label in labels] == [line["query"] for line in lines]
+
+
+def test_a_decimal_comma_is_read_and_what_may_be_a_thousand_is_left_out() -> None:
+    scores = ("0,8", "0,125", "3,5", "1,000", "1,5,2")
+    found, left_out = use(*({"trace_id": TRACE, "score": score} for score in scores), accept_from=0.5)
+    assert [label.label for _, label in found] == [Label.ACCEPT, Label.REJECT, Label.ACCEPT]
+    assert left_out == {"'1,000' is neither accept nor reject": 1, "'1,5,2' is neither accept nor reject": 1}
 
 
 def test_label_files_and_broken_files_are_not_of_another_tool(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import flywheel as package
 from flywheel.errors import ConfigError, JudgeError
+from flywheel.notebook import judging
 from flywheel.records.verdict import Verdict
 from tests.cli.filter_bench import CRITERIA, Bench, says
 from tests.factories.judge_server import JudgeServer
@@ -93,6 +96,105 @@ async def test_what_was_judged_before_an_interruption_is_kept(tmp_path: Path) ->
         assert judge.calls - asked < 40
 
 
+class Frame:
+    """What a DataFrame of pandas has of the interface that is used: it iterates over the names of its columns."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+        self.rows = [{name: row.get(name, math.nan) for name in self.columns} for row in rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def to_dict(self, orient: str = "dict") -> list[dict[str, Any]]:
+        assert orient == "records"
+        return self.rows
+
+
+def frame_of_pandas(rows: list[dict[str, Any]]) -> Any:
+    return pytest.importorskip("pandas").DataFrame(rows)
+
+
+def records_of_pandas(rows: list[dict[str, Any]]) -> Any:
+    return frame_of_pandas(rows).to_dict("records")
+
+
+@pytest.mark.parametrize("table", [Frame, frame_of_pandas, records_of_pandas, lambda rows: Frame(rows).rows])
+def test_a_data_frame_with_missing_values_is_judged_as_its_rows_are(tmp_path: Path, table: Any) -> None:
+    rows: list[dict[str, Any]] = [
+        {**REPLIES[0], "tools": [{"type": "function", "function": {"name": "add"}}]},
+        {**REPLIES[1], "metadata": {"user_id": "u1", "score": 0.5}},
+        {"messages": [{"role": "user", "content": "2 + 1?"}, {"role": "assistant", "content": ANSWERS[2]}]},
+    ]
+    with JudgeServer(says) as judge:
+        settings = {"base_url": judge.base_url, "model": "judge"}
+        expected = package.judge_replies(RUBRIC, rows, judge=settings, cache=tmp_path / "cache")
+        calls = judge.calls
+        found = package.judge_replies(RUBRIC, table(rows), judge=settings, cache=tmp_path / "cache")
+        assert outcomes(found) == outcomes(expected) == ["accepted", "rejected", "accepted"]
+        assert judge.calls == calls, "the same replies have the same verdicts"
+        assert package.judge_replies(RUBRIC, table([]), judge=settings) == []
+
+
+def test_values_of_numpy_and_pandas_are_those_of_python() -> None:
+    numpy, pandas = pytest.importorskip("numpy"), pytest.importorskip("pandas")
+    said = numpy.array([{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": GOOD}])
+    metadata = {
+        "turn": numpy.int64(3),
+        "scores": numpy.array([[0.5, numpy.nan]]),
+        "is_new": numpy.True_,
+        "at": pandas.Timestamp("2026-11-20T10:00:00Z"),
+        "gone": [pandas.NA, pandas.NaT, None],
+    }
+    [line] = judging._lines(pandas.DataFrame([{"messages": said, "metadata": metadata, "tools": pandas.NA}]))
+    assert json.loads(line) == {
+        "messages": said.tolist(),
+        "metadata": {
+            "turn": 3,
+            "scores": [[0.5, None]],
+            "is_new": True,
+            "at": "2026-11-20T10:00:00+00:00",
+            "gone": [None, None, None],
+        },
+        "task_id": json.loads(line)["task_id"],
+    }
+
+
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("answer", "reply 2: it is of the type str, not a mapping"),
+        (None, "reply 2: it is of the type NoneType, not a mapping"),
+        ({"main_query": {1}, "answer": "2"}, "reply 2: `main_query` is of the type set, which is not JSON"),
+        ({"answer": "2", "metadata": {"a": [1, b"x"]}}, r"reply 2: `metadata\.a\[1\]` is of the type bytes"),
+        ({"answer": "2", "metadata": {"a": math.inf}}, r"reply 2: `metadata\.a` is infinite"),
+        ({"main_query": "1 + 1?", "answer": math.nan}, "reply 2: it has no answer"),
+        ({"main_query": math.nan, "answer": "2"}, "reply 2: .*question"),
+        ({"messages": [{"role": 3}], "answer": "2"}, r"reply 2: `messages\[0\]\.role` is a number"),
+        ({"main_query": "1 + 1?", "answer": "2", "extra": nested(100_000)}, "reply 2: it is nested too deeply"),
+    ],
+)
+def test_what_a_reply_cannot_be_is_named_by_its_place_and_field(wrong: Any, why: str) -> None:
+    settings = {"base_url": "http://127.0.0.1:9", "model": "judge"}
+    with pytest.raises(ConfigError, match=why):
+        package.judge_replies(RUBRIC, [REPLIES[0], wrong], judge=settings)
+
+
+def test_a_column_or_one_reply_in_place_of_replies_is_refused() -> None:
+    pandas = pytest.importorskip("pandas")
+    settings = {"base_url": "http://127.0.0.1:9", "model": "judge"}
+    for given in (pandas.Series(ANSWERS), REPLIES[0]):
+        with pytest.raises(ConfigError, match="reply 1: it is of the type str, not a mapping"):
+            package.judge_replies(RUBRIC, given, judge=settings)
+
+
 def test_a_reply_that_cannot_be_judged_is_undecided_and_says_why() -> None:
     with JudgeServer(says, behaviour=["good", "unknown choice", "unknown choice"]) as judge:
         settings = {"base_url": judge.base_url, "model": "judge", "max_attempts": 1, "max_thread": 1}
@@ -106,10 +208,8 @@ def test_what_is_wrong_is_said() -> None:
         settings = {"base_url": judge.base_url, "model": "judge", "max_attempts": 1}
         with pytest.raises(JudgeError):
             package.judge_replies(RUBRIC, REPLIES, judge=settings)
-        with pytest.raises(ConfigError, match="line 2: it has no answer"):
+        with pytest.raises(ConfigError, match=r"reply 2: it has no answer\. Give it one in 'answer'"):
             package.judge_replies(RUBRIC, [*REPLIES[:1], {"main_query": "1 + 1?", "answer": ""}], judge=settings)
-        with pytest.raises(ConfigError, match=r"reply 1: .*not JSON serializable"):
-            package.judge_replies(RUBRIC, [{"main_query": {1}, "answer": "2"}], judge=settings)
         with pytest.raises(ConfigError, match="base_urll"):
             package.judge_replies(RUBRIC, REPLIES, judge={"base_urll": judge.base_url})
         assert package.judge_replies(RUBRIC, [], judge=settings) == []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.errors import StudioError
+from flywheel.errors import SourceError, StudioError
 from flywheel.records.task import Batch, joined
 from flywheel.records.trace import Cursor
 from flywheel.sources import studio_connector
@@ -24,7 +24,7 @@ from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import BATCH_ROWS, UNCOMMITTED
 from flywheel.sources.studio_connector import JOINED_BATCHES, QUEUED_BATCHES, StudioConnector
-from flywheel.store import checkpoints
+from flywheel.store import checkpoints, ledger
 from flywheel.store.kernel.database import Store
 from tests.sources.studio.writer import (
     DATA,
@@ -306,3 +306,32 @@ async def test_rows_are_compared_with_their_checkpoints_unless_all_of_them_have_
         due.append(source.rescan_at < math.inf)
         await ingestion.close()
     assert due == [False, True]
+
+
+async def test_damage_that_only_a_full_scan_meets_is_the_condition_of_the_source(
+    store: Store, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{name}.sqlite" for name in ("damaged", "whole")]
+    for path in paths:
+        Studio(path).write(
+            *(agent(f"a{number}", f"What is {number}? " * 30, trace=str(number)) for number in range(20))
+        )
+    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)} for path in paths]}, "t", tmp_path)
+    ingestion = Ingestion(store, config, export_tasks=False)
+
+    async def conditions() -> list[str]:
+        return [source.condition for source in await store.read(ledger.all_sources)]
+
+    assert [report.error for report in await ingestion.run(final=True)] == [None, None]
+    good = paths[0].read_bytes()
+    at = good.index(b"What is 10?") // 4096 * 4096
+    paths[0].write_bytes(good[:at] + bytes(4096) + good[at + 4096 :])
+    damaged, whole = await ingestion.run(final=True, sweep=True)
+    assert isinstance(damaged.error, SourceError) and damaged.error.condition == "damaged" and whole.error is None
+    assert await conditions() == ["damaged", "ok"]
+    assert (await ingestion.sources()[0].read()).error is None, "nothing new is to be read"
+    assert await conditions() == ["damaged", "ok"], "its rows cannot be read all the same"
+    paths[0].write_bytes(good)
+    assert [report.error for report in await ingestion.run(final=True, sweep=True)] == [None, None]
+    assert await conditions() == ["ok", "ok"]
+    await ingestion.close()

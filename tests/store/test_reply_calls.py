@@ -10,11 +10,12 @@ from sqlalchemy import Connection, select
 
 from flywheel.records.states import ReplyState, SkipReason, TaskState
 from flywheel.records.trace import Checkpoint, Reply
-from flywheel.store import ledger
+from flywheel.store import claims, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import replies, tasks, traces
 from flywheel.store.views.balance import balance
 from tests.factories.trace import batch, reply
+from tests.factories.verdict import accepted, settle
 
 TRACE, CALLS = "/traces", "/calls"
 KINDS = {TRACE: "studio", "/copy": "studio", CALLS: "calls"}
@@ -79,6 +80,56 @@ async def test_a_failed_call_alone_does_not_keep_its_trace_from_being_a_task(sto
     await store.write(put, CALLS, reply(1, calls=("a",), skip=SkipReason.ERROR, skip_detail="HTTP 500"))
     await store.write(put, TRACE, reply(2, calls=("a", "b")))
     assert await store.read(outcomes) == [("skipped", "error"), TASK]
+
+
+async def test_a_call_that_its_reply_names_no_more_is_free_for_others(store: Store) -> None:
+    unfinished = {"skip": SkipReason.UNFINISHED, "skip_detail": "its agent span is not there"}
+    failed = {"skip": SkipReason.ERROR, "skip_detail": "the agent's span has no output"}
+    await store.write(put, TRACE, reply(1, calls=("a",), **unfinished))
+    await store.write(put, TRACE, reply(1, **failed))
+    await store.write(put, CALLS, reply(2, calls=("a",)))
+    assert await store.read(outcomes) == [("skipped", "error"), TASK]
+    assert (await store.read(balance)).balanced
+
+
+async def test_calls_that_a_failed_reply_names_stay_no_task(store: Store) -> None:
+    await store.write(put, TRACE, reply(1, calls=("a", "b"), skip=SkipReason.UNFINISHED))
+    await store.write(put, TRACE, reply(1, calls=("a",), skip=SkipReason.ERROR, skip_detail="HTTP 500"))
+    await store.write(put, CALLS, reply(2, calls=("a",)), reply(3, calls=("b",)))
+    assert await store.read(outcomes) == [("skipped", "error"), RECORDED, TASK]
+
+
+@pytest.mark.parametrize("skip", [SkipReason.UNFINISHED, SkipReason.ERROR])
+async def test_a_reply_that_was_skipped_for_a_released_call_is_read_again(store: Store, skip: SkipReason) -> None:
+    kept, freed = reply(2, calls=("a",)), reply(3, calls=("b",))
+    await store.write(put, TRACE, reply(1, calls=("a", "b"), skip=SkipReason.UNFINISHED))
+    of_calls = tuple(Checkpoint(each.trace_id, (1,), 7) for each in (kept, freed))
+    await store.write(put, CALLS, kept, freed, checkpoints=of_calls)
+    assert await store.read(outcomes) == [("skipped", "unfinished"), RECORDED, RECORDED]
+    done = await store.write(put, TRACE, reply(1, calls=("a",), skip=skip))
+    assert done.reopened == {2} and set(await store.read(open_traces)) == {kept.trace_id, freed.trace_id}
+    for _ in range(2):
+        done = await store.write(put, CALLS, kept, freed, checkpoints=of_calls)
+        assert await store.read(outcomes) == [("skipped", skip.value), RECORDED, TASK]
+        assert (await store.read(pending), done.reopened) == (1, set())
+    assert (await store.read(balance)).balanced
+
+
+async def test_a_judged_reply_keeps_its_calls_as_it_keeps_its_task(store: Store) -> None:
+    await store.write(put, TRACE, reply(1, calls=("a",)))
+    (task,) = await store.write(claims.claim, 10, "r", "j")
+    await store.write(settle, task.id, accepted(), "r", "j", 60.0)
+    await store.write(put, TRACE, reply(1, answer="another"))
+    await store.write(put, CALLS, reply(2, calls=("a",)))
+    assert await store.read(outcomes) == [TASK, RECORDED]
+
+
+async def test_a_reply_that_another_source_has_keeps_its_calls(store: Store) -> None:
+    await store.write(put, TRACE, reply(1, calls=("a",)))
+    await store.write(put, CALLS, reply(2, calls=("b",)))
+    await store.write(put, TRACE, reply(1, calls=("a", "b")))
+    await store.write(put, "/copy", reply(3, calls=("a",)))
+    assert await store.read(outcomes) == [TASK, TASK, RECORDED]
 
 
 def missing(conn: Connection) -> list[str]:

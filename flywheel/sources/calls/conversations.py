@@ -260,7 +260,6 @@ class Conversations:
         self._erase_calls = erase_calls or log.erase
         self._idle_ns = idle_ns
         self._wait_ns = wait_ns
-        self._is_made = False
 
     def place(self, before_ns: int) -> int:
         """Place some of the calls that ended before `before_ns`; returns how many, 0 if none is left.
@@ -324,11 +323,9 @@ class Conversations:
             connection.execute("DELETE FROM found_replies WHERE placed_ns < ? AND due_ns IS NULL", (before_ns,))
 
     def _prepare(self, connection: Connection) -> None:
-        """Make the tables, and list calls that are new in the file."""
-        if not self._is_made:
-            for statement in _TABLES:
-                connection.execute(statement)
-            self._is_made = True
+        """Make the tables, and list calls that are new in the file. Each time, as the file may have been removed."""
+        for statement in _TABLES:
+            connection.execute(statement)
         (listed,) = connection.execute("SELECT number FROM listed").fetchone()
         listing = connection.execute(
             "INSERT INTO unplaced SELECT number, request_id, size, started_ns, ended_ns FROM calls WHERE number > ?",

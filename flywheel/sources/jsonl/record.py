@@ -302,13 +302,13 @@ class DataRow:
 
 
 def rows_of(
-    lines: Iterable[bytes], source: Path, attempted: str, *, needs_question: bool = True
+    lines: Iterable[bytes], source: Path, attempted: str, *, needs_question: bool = True, called: str = "line"
 ) -> Iterator[DataRow]:
     """The lines of a data set: tasks, conversations (`messages`), and preferences (`chosen` and `rejected`, as texts
     or as lists of messages, with or without their prompt). Empty lines are left out.
 
-    Raises ConfigError, which names the line, for a preference without both replies, and for one without a question.
-    Unless it `needs_question`, such a line is its own question.
+    Raises ConfigError, which names the line (by what it is `called`), for a preference without both replies, and for
+    one without a question. Unless it `needs_question`, such a line is its own question.
     """
     now = datetime.now(UTC)
     for number, text in enumerate(lines, 1):
@@ -317,8 +317,8 @@ def rows_of(
         try:
             yield _row(text, source, now, number, needs_question=needs_question)
         except LineError as error:
-            why = f"line {number}: {error}"
-            raise ConfigError(attempted, why, "Each line is one task, a JSON object.") from None
+            why = f"{called} {number}: {error}"
+            raise ConfigError(attempted, why, f"Each {called} is one task, a JSON object.") from None
 
 
 def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
@@ -330,14 +330,15 @@ def rows_of_file(path: Path, attempted: str) -> Iterator[DataRow]:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
 
 
-def entries_of(rows: Iterable[DataRow], attempted: str) -> list[Entry]:
+def entries_of(rows: Iterable[DataRow], attempted: str, called: str = "line") -> list[Entry]:
     """An entry for each line, in order. Lines with the same `task_id` are tasks of their own. Raises ConfigError,
-    which names the line, also for one without an answer."""
+    which names the line (by what it is `called`), also for one without an answer."""
     found: dict[str, Entry] = {}
     for row in rows:
         task, metadata = row.task, row.task["metadata"]
         if not task["answer"].strip():
-            raise ConfigError(attempted, f"line {row.number}: it has no answer", f"Give it one in {ANSWER[0]!r}.")
+            why = f"{called} {row.number}: it has no answer"
+            raise ConfigError(attempted, why, f"Give it one in {ANSWER[0]!r}.")
         key = task["task_id"]
         while key in found:
             key = f"{key}-{len(found) + 1}"

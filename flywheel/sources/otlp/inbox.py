@@ -234,6 +234,19 @@ def traces_of(inbox: Path, conversations: Collection[str], user: str, request_id
     return found
 
 
+def services_of(inbox: Path, conversation: str) -> list[tuple[str, str, Collection[str]]]:
+    """Of each span of the traces in an inbox that name a conversation: the trace, the service (empty: not known) and
+    the recorded calls that it names. Raises ReceiverError."""
+    traces = json.dumps(sorted(traces_of(inbox, [conversation], "", ())))
+    query = (
+        "SELECT traceId, coalesce(serviceName, ''), CAST(attributes AS BLOB) FROM span_table "
+        "WHERE traceId IN (SELECT value FROM json_each(?))"
+    )
+    with _using(inbox, "read") as connection:
+        rows = connection.execute(query, (traces,)).fetchall()
+    return [(str(trace), str(service), recorded_in(attributes)) for trace, service, attributes in rows]
+
+
 def erase(inbox: Path, traces: Collection[str], *, rewrite: bool = True) -> int:
     """Erase what the spans of these traces hold; returns how many had something. Raises ReceiverError.
 

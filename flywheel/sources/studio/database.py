@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote
@@ -46,6 +47,10 @@ _LONGEST_PAUSE_SECONDS: Final = 0.02
 _ID_COLUMNS: Final = 3
 _EXCERPT_BYTES: Final = 500
 _WAL_VERSION: Final = 2
+
+
+class DamageError(Exception):
+    """A file gives what no whole one can, and SQLite has not noticed it."""
 
 
 class RowPage(NamedTuple):
@@ -145,11 +150,11 @@ class Database:
         rest = f"FROM {TABLE} WHERE {where} ORDER BY rowid"
         sql = f"SELECT rowid, {', '.join(columns)} {rest}"
         while True:
-            page = self._run(lambda connection: read_page(connection, sql, values))
+            page = self._run(lambda connection: _in_order(read_page(connection, sql, values), after))
             if page.rows or not page.more:
                 return page
             if first := self._run(lambda connection: _first_row(connection, columns, rest, values)):
-                return RowPage(first, True, 0)
+                return self._run(lambda _: _in_order(RowPage(first, True, 0), after))
 
     def rows(self, columns: Sequence[str], rowids: Iterable[int]) -> Iterator[Row]:
         """The rows of these numbers that exist, in short reads. Raises StudioError."""
@@ -228,7 +233,8 @@ class Database:
                     self.longest_read_ms = max(self.longest_read_ms, (time.perf_counter() - began) * 1000)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, DamageError, UnicodeDecodeError) as error:
+            # The driver fails to decode messages of SQLite that quote damaged names.
             self.close()
             raise explained(self.path, error, self._busy_seconds) from error
         except OSError as error:
@@ -310,6 +316,14 @@ def read_page(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -
         cursor.close()
 
 
+def _in_order(page: RowPage, after: int) -> RowPage:
+    """The page. Raises DamageError if a number repeats or comes too late: reading on would never end."""
+    numbers = [after, *(row[0] for row in page.rows)]
+    if any(number >= following for number, following in pairwise(numbers)):
+        raise DamageError("row numbers are out of order")
+    return page
+
+
 def _first_row(connection: sqlite3.Connection, columns: Sequence[str], rest: str, values: Sequence[Any]) -> list[Row]:
     """The first row, without loading the values in it that are too large.
 
@@ -329,7 +343,9 @@ def _first_row(connection: sqlite3.Connection, columns: Sequence[str], rest: str
                     row.append((size, blob.read(_EXCERPT_BYTES)))
             elif place <= _ID_COLUMNS:
                 sql = f"SELECT {column} FROM {TABLE} WHERE rowid = ?"  # noqa: S608 - constants
-                row.append(connection.execute(sql, (rowid,)).fetchone()[0])
+                if (found := connection.execute(sql, (rowid,)).fetchone()) is None:
+                    raise DamageError("a row is not found by its number")
+                row.append(found[0])
             else:
                 row.append(None)
         if any(isinstance(value, tuple) for value in row):
@@ -377,9 +393,12 @@ def unreachable(path: Path, error: OSError) -> StudioError:
     return fault(path, error.strerror or str(error), "Check the path and the disk.", retry=True)
 
 
-def explained(path: Path, error: sqlite3.Error, busy_seconds: float) -> StudioError:
+def explained(
+    path: Path, error: sqlite3.Error | DamageError | UnicodeDecodeError, busy_seconds: float
+) -> StudioError:
     """An SQLite error in plain words with a remedy. `busy_seconds` is how long a lock was waited for."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    is_of_sqlite = isinstance(error, sqlite3.Error)
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF if is_of_sqlite else sqlite3.SQLITE_CORRUPT
     if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
         try:
             path.open("rb").close()

@@ -95,10 +95,10 @@ def schema_of(database: Database) -> tuple[Schema, str]:
     """The generation of a file and the fingerprint of its span table. Raises StudioError if it is not Studio's."""
     path = database.path
     table = database.ask("SELECT name, type FROM pragma_table_info(?)", (TABLE,))
-    columns = [(name.decode(), kind.decode()) for name, kind in table]
+    columns = [(shown(name), shown(kind)) for name, kind in table]
     names = [name for name, _ in columns]
     if not columns:
-        tables = [name.decode() for (name,) in database.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        tables = [shown(name) for (name,) in database.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
         held = f"it holds {', '.join(sorted(tables)[:8])}" if tables else "it holds no table"
         raise fault(
             path,

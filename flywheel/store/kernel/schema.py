@@ -93,9 +93,9 @@ erasures = Table(
     Column("finished_at", Text),
     UniqueConstraint("kind", "pseudonym"),
 )
-"""What people had erased: a conversation or a user (`kind`), by its pseudonym. `subject` is the id itself until all
-is erased, then empty. `blocks` says whether new conversations of a user are refused. `report` has counts and names of
-rounds, no texts."""
+"""What people had erased: a conversation, what one service has of it (`service`), or a user (`kind`), by its
+pseudonym. `subject` is the id itself until all is erased, then empty. `blocks` says whether new conversations of a
+user are refused. `report` has counts and names of rounds, no texts."""
 
 erased_conversations = Table(
     "erased_conversations",

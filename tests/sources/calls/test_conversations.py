@@ -371,6 +371,20 @@ def test_calls_that_were_pruned_before_they_were_placed_are_left_out(tmp_path: P
         assert handed_on(conversations) == []
 
 
+def test_placing_goes_on_in_a_new_file_when_the_file_was_removed(tmp_path: Path) -> None:
+    with CallLog(tmp_path / "calls.db") as log:
+        conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
+        first, second = (asked([user(text)], assistant("Hi"), 0) for text in ("hello", "hi"))
+        log.append([first])
+        assert conversations.place(LATER_NS) == 1
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert conversations.place(LATER_NS) == 0
+        log.append([first, second])
+        assert conversations.place(LATER_NS) == 2
+        assert {reply.id for reply in handed_on(conversations)} == {first.request_id, second.request_id}
+
+
 def test_lone_surrogates_are_stored(tmp_path: Path) -> None:
     request = {"model": "\ud83d", "user": "\ud83d", "messages": [user("\ud83d")]}
     call = recorded(request, {"error": {"message": "\ud83d"}}, status=400)

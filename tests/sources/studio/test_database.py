@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from flywheel.errors import StudioError
 from flywheel.records.trace import Cursor
 from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
+from flywheel.sources.studio.audit_reader import AuditReader
 from flywheel.sources.studio.database import Database, RowPage
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import NOW, QUICK, Ledger, by_id, read_all
@@ -136,6 +139,90 @@ def test_damaged(tmp_path: Path) -> None:
     path.write_bytes(content)
     error = refusal(path)
     assert "damaged" in error.why and not error.retryable
+
+
+def exchanged(content: bytearray, first: int, second: int) -> bytes:
+    pages = [content[start : start + 4096] for start in range(0, len(content), 4096)]
+    pages[first], pages[second] = pages[second], pages[first]
+    return b"".join(pages)
+
+
+def leaves(content: bytes) -> list[int]:
+    """The pages with the rows of the fixture `old`, in the order of the rows, as the root of the table names them."""
+    with contextlib.closing(sqlite3.connect(DATA / "old.sqlite")) as connection:
+        (number,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'span_table'").fetchone()
+    root = content[(number - 1) * 4096 :][:4096]
+    assert root[0] == 5, "the root has rows itself"
+    count = int.from_bytes(root[3:5])
+    places = [int.from_bytes(root[at : at + 2]) for at in range(12, 12 + 2 * count, 2)]
+    return [int.from_bytes(root[place : place + 4]) - 1 for place in places]
+
+
+def test_damage_that_sqlite_does_not_notice(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    content = bytearray((DATA / "old.sqlite").read_bytes())
+    first, *_, last = leaves(content)
+    path.write_bytes(exchanged(content, first, last))
+    error = refusal(path)
+    assert (error.condition, error.retryable) == ("damaged", False)
+    with pytest.raises(StudioError, match="damaged"), AuditReader(path) as audit:
+        audit.list_rows()
+
+
+def test_a_large_value_of_a_row_that_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "MAX_CELL", 3200)
+    path = tmp_path / "studio.sqlite"
+    content = bytearray((DATA / "old.sqlite").read_bytes())
+    first, *others = leaves(content)
+
+    def size_of_first_row() -> int:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return int(connection.execute("SELECT length(attributes) FROM span_table LIMIT 1").fetchone()[0])
+
+    for other in others:
+        path.write_bytes(exchanged(content, first, other))
+        if size_of_first_row() > database.MAX_CELL:
+            break
+    else:
+        pytest.fail("no page begins with a large row")
+    assert refusal(path).condition == "damaged"
+
+
+def test_a_table_that_repeats_a_page_is_not_read_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    content = bytearray((DATA / "old.sqlite").read_bytes())
+    first, *_, last = leaves(content)
+    content[last * 4096 : (last + 1) * 4096] = content[first * 4096 : (first + 1) * 4096]
+    path.write_bytes(content)
+    assert refusal(path).condition == "damaged"
+
+
+@pytest.mark.parametrize(("word", "damaged"), [(b"CREATE TABLE", b"CREA\x9aE TABLE"), (b"traceId", b"tra\x9aeId")])
+def test_damaged_names(tmp_path: Path, word: bytes, damaged: bytes) -> None:
+    path = tmp_path / "studio.sqlite"
+    path.write_bytes((DATA / "new_v2.sqlite").read_bytes().replace(word, damaged))
+    assert refusal(path).condition in ("damaged", "unknown schema")
+
+
+def test_whatever_is_damaged_is_a_condition_of_the_source(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    conditions = Counter[str]()
+    for seed in range(60):
+        random = Random(seed)
+        content = bytearray((DATA / f"{random.choice(['old', 'new_v2', 'new_oldclient'])}.sqlite").read_bytes())
+        for page in random.choices(range(len(content) // 4096), k=random.choice([1, 10])):
+            # The first 100 bytes say that it is a SQLite database.
+            at = page * 4096 + random.randrange(100 * (page == 0), 200)
+            length = random.choice([1, 20, 1000])
+            content[at : at + length] = random.randbytes(length)
+        path.write_bytes(content)
+        try:
+            read_all(path)
+            conditions["ok"] += 1
+        except StudioError as error:
+            conditions[error.condition] += 1
+    assert conditions.keys() <= {"ok", "damaged", "unknown schema", "failing"}
+    assert conditions["damaged"] > 10, conditions
 
 
 def test_cut_off(tmp_path: Path) -> None:
