@@ -212,6 +212,7 @@ def _notes(shown: dict[str, Any]) -> list[str]:
 async def _state(options: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked. One in memory for a
     file of tasks."""
+    from flywheel.daemon.configured_source import apply_model_rules
     from flywheel.daemon.judging.judging import recover
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
@@ -227,6 +228,9 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
             await store.write(claims.release_all, "not judged")
         else:
             await recover(store, options.config.state_dir, options.config.judge.prices)
+        if options.config.has_trainer:
+            # Before new tasks, which follow today's settings: a state without tasks has nothing to look at.
+            await apply_model_rules(store, options.config)
         ingestion = Ingestion(store, options.config, export_tasks=not options.dry_run)
         try:
             for source in await ingestion.run(final=True):

@@ -85,12 +85,16 @@ async def _ingest(
 ) -> tuple[dict[str, Any], Forecast | None, list[str]]:
     """The report, the forecast of the `configured` settings if they have a trainer, and errors of sources."""
     from flywheel.cli import progress_bars
+    from flywheel.daemon.configured_source import apply_model_rules
     from flywheel.daemon.forecast import forecast
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import ledger
     from flywheel.store.task_file import export_sources
 
     async with open_state(config, lock=True) as store:
+        if configured.has_trainer:
+            # Before new tasks, which follow today's settings: a state without tasks has nothing to look at.
+            await apply_model_rules(store, configured)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
             async with progress_bars.beside(progress_bars.of_sources(ingestion)):

@@ -82,6 +82,17 @@ def test_their_json_has_it_as_an_object(flywheel: Run, judge: JudgeServer, tmp_p
     assert flywheel("doctor", "--json", *changed).json["forecast"]["usable"] == 46, "as it would be, at once"
 
 
+def test_changed_settings_count_in_the_next_command(flywheel: Run, judge: JudgeServer, tmp_path: Path) -> None:
+    write(tmp_path, judge, **TRAINS)
+    assert flywheel("ingest", "--json").json["forecast"]["usable"] == 0
+    changed = ["--set", "training.inexact_prompts=use", "--set", "sources.0.models.include=[gpt-4o-mini]"]
+    assert flywheel("ingest", "--json", *changed).json["forecast"]["usable"] == 46
+    other = str(shutil.copy(DATA / "new_v2.sqlite", tmp_path))
+    told = flywheel("ingest", "--json", "--source", other, *changed).json["forecast"]
+    assert told["usable"] == 46 < told["for_training"] - 13, "of an unconfigured source, only the alias counts"
+    assert flywheel("filter", "--limit", "1", "--json").json["forecast"]["usable"] == 0
+
+
 def test_a_configuration_that_only_judges_has_none(flywheel: Run, judge: JudgeServer, tmp_path: Path) -> None:
     write(tmp_path, judge)
     assert "forecast" not in flywheel("ingest").out
