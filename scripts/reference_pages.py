@@ -74,7 +74,8 @@ AGENTJET_HEAD = """## Every key
 
 This section is generated from `flywheel/config/agentjet_keys.py` (`python -m scripts.reference_pages`); a test
 compares the two. Names are relative to the root, `ajet:` or `astuner:`; `feedback_tracing` may also be below the root
-itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge.
+itself, or at the root of the file. What a file does not set has Flywheel's default, except for the judge and
+[what is trained on](#what-is-trained-on).
 """
 
 TUNER_HEAD = """## Every key

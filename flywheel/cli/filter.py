@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,9 +36,11 @@ from flywheel.cli.quality_bar import (
 from flywheel.cli.recorded_metrics import MetricsOption, RecordedMetrics, lines_of
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 from flywheel.system.process import tune_process
+from flywheel.system.signals import use_default
 
 if TYPE_CHECKING:
     from flywheel.config import Config
+    from flywheel.daemon.forecast import Forecast
     from flywheel.daemon.judging.judging import TaskJudging
     from flywheel.daemon.judging.judging_report import Cost, TaskResult
     from flywheel.daemon.judging.rubric_diff import Compared
@@ -67,6 +71,8 @@ class _Options:
     as_json: bool
     quiet: bool
     """Show no progress, no estimate and no result."""
+    asks: bool = False
+    """Ask a person before the judge is paid for tasks that no round could train on."""
     tasks: Path | None = None
     """A file of tasks, which takes the place of the sources and of the state."""
     metrics: str | None = None
@@ -129,6 +135,7 @@ def filter_tasks(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate calls, tokens and cost without calling the judge.")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -147,8 +154,10 @@ def filter_tasks(
         typer.echo(f"flywheel: {message}", err=True)
         raise typer.Exit(EXIT_USAGE)
     settings = load_config(config, "judge replies")
+    stores_nothing, streams = dry_run or estimate or compares, (sys.stdin, sys.stdout, sys.stderr)
+    asks = not (yes or as_json) and all(each is not None and each.isatty() for each in streams)
     options = _Options(
-        settings, dry_run or estimate or compares, rubric, limit, rejudge, as_json, quiet or as_json, tasks, metrics
+        settings, stores_nothing, rubric, limit, rejudge, as_json, quiet or as_json, asks, tasks, metrics
     )
     tune_process()
     if estimate:
@@ -203,6 +212,7 @@ def _notes(shown: dict[str, Any]) -> list[str]:
 async def _state(options: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked. One in memory for a
     file of tasks."""
+    from flywheel.daemon.configured_source import apply_model_rules
     from flywheel.daemon.judging.judging import recover
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
@@ -218,6 +228,9 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
             await store.write(claims.release_all, "not judged")
         else:
             await recover(store, options.config.state_dir, options.config.judge.prices)
+        if options.config.has_trainer:
+            # Before new tasks, which follow today's settings: a state without tasks has nothing to look at.
+            await apply_model_rules(store, options.config)
         ingestion = Ingestion(store, options.config, export_tasks=not options.dry_run)
         try:
             for source in await ingestion.run(final=True):
@@ -279,6 +292,7 @@ async def _filter(options: _Options) -> _Judged:
     async with _state(options) as store:
         filtering = _filtering(store, options)
         total = await filtering.count(limit=options.limit, rejudge=options.rejudge)
+        expected = await _forecast(store, options, total)
         prices = options.config.judge.prices
         if options.dry_run and not options.quiet and 0 < total <= PREVIEWED:
             preview = await filtering.preview(limit=options.limit, rejudge=options.rejudge)
@@ -320,6 +334,7 @@ async def _filter(options: _Options) -> _Judged:
         "cost": cost_of(**usage, prices=prices).price,
         "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in shown.values()),
         "dry_run": options.dry_run,
+        "forecast": expected and expected.as_json(),
         "error": str(report.error) if report.error else None,
     }
     if metrics is not None:
@@ -327,6 +342,34 @@ async def _filter(options: _Options) -> _Judged:
         for why in metrics.wrong:
             complain(f"warning: {why}")
     return _Judged(told, report.error, [cases[task] for task in sorted(cases)], filtering.rubric.id)
+
+
+async def _forecast(store: Store, options: _Options, total: int) -> Forecast | None:
+    """Print what rounds could train on, before the judge is asked about `total` tasks; None where nothing is trained.
+    Ends the command if that is nothing, and a person does not want to go on."""
+    from flywheel.cli.tables import forecast_text
+    from flywheel.daemon.forecast import forecast
+
+    if options.tasks is not None or not options.config.has_trainer:
+        return None
+    expected = await store.read(forecast, options.config)
+    is_asked = options.asks and total > 0 and not expected.usable
+    if is_asked or not options.quiet:
+        typer.echo(forecast_text(expected))
+    if is_asked:
+        _confirm()
+    return expected
+
+
+def _confirm() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    # The event loop's own handler would not interrupt the question.
+    use_default(signal.SIGINT)
+    try:
+        if not typer.confirm("No round could train on what is judged. Ask the judge anyway?", err=True):
+            raise typer.Exit(EXIT_FAILED)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def _estimate(options: _Options) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
-from flywheel.cli.tables import print_facts, short_path, source_text
+from flywheel.cli.tables import forecast_text, print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED, ConfigError
 from flywheel.system.process import tune_process
 from flywheel.system.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from flywheel.config import Config
+    from flywheel.daemon.forecast import Forecast
 
 
 @app.command()
@@ -42,7 +43,7 @@ def ingest(
     """Read new replies from the sources and turn them into tasks."""
     from flywheel.config import JsonlSource, StudioSource, source_at
 
-    settings = load_config(config, "" if source else "read the configured sources")
+    configured = settings = load_config(config, "" if source else "read the configured sources")
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     elif settings.project is not None:
@@ -61,9 +62,9 @@ def ingest(
                 param_hint="--out" if out else "--source",
             )
     tune_process()
-    report, errors = run_async(_ingest(settings, out, sweep))
+    report, expected, errors = run_async(_ingest(settings, configured, out, sweep))
     if as_json:
-        print_json(report)
+        print_json(report | {"forecast": expected and expected.as_json()})
     else:
         shown = escape_terminal(report)
         facts = []
@@ -71,20 +72,29 @@ def ingest(
             warnings = "\n".join(f"warning: {text}" for text in each["warnings"])
             # Errors are on stderr.
             facts.append(("source", source_text({**each, "error": "", "warning": warnings})))
-        print_facts([*facts, ("tasks", f"{shown['tasks']:,} ({shown['new']:,} new) in {short_path(shown['out'])}")])
+        facts.append(("tasks", f"{shown['tasks']:,} ({shown['new']:,} new) in {short_path(shown['out'])}"))
+        print_facts(facts + ([("forecast", forecast_text(expected))] if expected else []))
     for error in errors:
         complain(error)
     if errors:
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
+async def _ingest(
+    config: Config, configured: Config, out: Path | None, sweep: bool
+) -> tuple[dict[str, Any], Forecast | None, list[str]]:
+    """The report, the forecast of the `configured` settings if they have a trainer, and errors of sources."""
     from flywheel.cli import progress_bars
+    from flywheel.daemon.configured_source import apply_model_rules
+    from flywheel.daemon.forecast import forecast
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import ledger
     from flywheel.store.task_file import export_sources
 
     async with open_state(config, lock=True) as store:
+        if configured.has_trainer:
+            # Before new tasks, which follow today's settings: a state without tasks has nothing to look at.
+            await apply_model_rules(store, configured)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
             async with progress_bars.beside(progress_bars.of_sources(ingestion)):
@@ -92,9 +102,10 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
             known = {row.id: row._asdict() for row in await store.read(ledger.all_sources)}
+            expected = await store.read(forecast, configured) if configured.has_trainer else None
         finally:
             await ingestion.close()
-    return {
+    report = {
         "sources": [
             report.as_json() | {key: known.get(report.source_id, _UNKNOWN)[key] for key in _UNKNOWN}
             for report in reports
@@ -102,7 +113,8 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
         "tasks": sum(report.counts.tasks for report in reports),
         "new": sum(report.new for report in reports),
         "out": str(out or config.task_file),
-    }, [str(report.error) for report in reports if report.error is not None]
+    }
+    return report, expected, [str(report.error) for report in reports if report.error is not None]
 
 
 _UNKNOWN: dict[str, Any] = {"condition": "not stored", "open_traces": 0, "longest_read_ms": 0.0}

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -25,7 +26,7 @@ from flywheel.cli.app import (
     require_state,
     run_async,
 )
-from flywheel.cli.tables import criterion_lines, stdout
+from flywheel.cli.tables import criterion_lines, forecast_text, stdout
 from flywheel.errors import EXIT_FAILED, ServeError, StateBusyError, TrainError
 from flywheel.system.terminal import escape_terminal, quantity
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
+    from flywheel.daemon.forecast import Forecast
     from flywheel.daemon.rounds.rounds import Rounds
     from flywheel.serving.client.adapter_swap import SwapReport
     from flywheel.store.kernel.database import Store
@@ -74,6 +76,13 @@ def train_round(
     if adapter is not None and (debug or force):
         raise typer.BadParameter("it needs no samples: leave out --debug and --force", param_hint="--adapter")
     settings = load_config(config)
+    expected = None
+    if adapter is None:
+        expected = run_async(read_state(settings, partial(_forecast, settings, target), warn=False))
+    if expected is not None and not as_json:
+        if settings.assumed:
+            typer.echo(escape_terminal(settings.assumed, one_line=True))
+        typer.echo(forecast_text(expected))
     if force and not debug:
         shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings, target), warn=False))
         _confirm(shortage, yes)
@@ -84,13 +93,20 @@ def train_round(
         run = _round(settings, force, target, files, quiet=as_json)
     report = run_async(run)
     if as_json:
-        print_json(report)
+        print_json(report | {"forecast": expected and expected.as_json()})
     else:
         if adapter is not None:
             typer.echo(escape_terminal(report["trigger"]))
         _print(escape_terminal(report))
     if report["state"] == "failed":
         raise typer.Exit(EXIT_FAILED)
+
+
+def _forecast(config: Config, target: str | None, conn: Connection) -> Forecast:
+    """What the rounds of a target could train on; of all without one, or one that there is not."""
+    from flywheel.daemon.forecast import forecast
+
+    return forecast(conn, config.by_target().get(target or "", config))
 
 
 def _shortage(conn: Connection, config: Config, target: str | None) -> str:

@@ -138,7 +138,7 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
         if config.is_given(each.key):
             origin = "--set"
         elif origin != DEFAULT:
-            origin = translated.get(re.sub(r"\.\d+", "", each.key), origin)
+            origin = translated.get(each.key, translated.get(re.sub(r"\.\d+", "", each.key), origin))
         if value is None and each.key in effective:
             value, origin = effective[each.key]
         if each.key.endswith("_env") and value is not None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from flywheel.daemon.forecast import Forecast
+
     Cell = str | Text
 
 UNBROKEN: Final = 1_000_000
@@ -302,6 +304,25 @@ def _calls_and_tokens(used: Mapping[str, Any], about: str = "") -> str:
     priced = f", {money(used['cost'])}" if used["cost"] is not None else ""
     tokens = f"{about}{quantity(used['prompt_tokens'], 'token')} sent, {used['completion_tokens']:,} received"
     return f"{quantity(used['calls'], 'call')}, {tokens}{priced}"
+
+
+def forecast_text(found: Forecast) -> str:
+    """The forecast in one or more sentences: each reason counts all training tasks that it applies to, the last
+    number those with at least one of the reasons."""
+    text = (
+        f"{quantity(found.tasks, 'task')}: {found.held_out:,} held out; of {found.for_training:,} for training"
+        f" {found.usable:,} usable."
+    )
+    if not found.reasons:
+        return text
+    reasons = "; ".join(
+        f"{each.reason}{f' (`{each.setting}`)' if each.setting else ''}: {each.tasks:,}" for each in found.reasons
+    )
+    text += f" {reasons[0].upper()}{reasons[1:]}."
+    return f"{text} {_TOGETHER[len(found.reasons)]} together: {found.left_out:,}." if found.reasons[1:] else text
+
+
+_TOGETHER: Final = ("", "", "Both", *(f"All {number}" for number in ("three", "four", "five", "six", "seven")))
 
 
 def tasks_to_judge(tasks: int, free: int) -> str:

@@ -15,14 +15,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config.agentjet_keys import COPIED, MADE, MODEL, OUTSIDE, REFUSED, UNUSED
 from flywheel.config.sage import ROOTS, by_name, names_in
-from flywheel.config.section import leaves, merged, put
+from flywheel.config.section import GivenSetting, leaves, merged, put
 from flywheel.config.training import TRACKER_PACKAGES
 from flywheel.errors import ConfigError
 from flywheel.system.files import tidied
@@ -50,6 +50,13 @@ DASHSCOPE_JUDGE: Final = {
     "backup": {"api_key_env": DASHSCOPE_KEYS[1]},
 }
 """AgentJet's judge, for a file without the address of another."""
+ASSUMED: Final[dict[str, tuple[Any, str]]] = {
+    "sources.models.include": (["*"], "replies of every model count"),
+    "training.inexact_prompts": ("use", "tasks without an exact prompt are used"),
+    "rollout.tools.uncalled": ("use", "tasks whose tools were not called are used"),
+}
+"""Keys whose default of Flywheel's would leave out tasks that AgentJet uses: the value of a file that sets none, and
+what it means."""
 PATHS: Final = frozenset({"sources.path", "ingest.output", "rollout.agent.workflow", "rollout.reward_function"})
 """Flywheel's keys that such a file sets to paths."""
 HUB_NAMES: Final = ("model.base", "sources.dataset.path")
@@ -174,7 +181,7 @@ def from_agentjet(
     is_cluster = _mapping(own.get("ray")).get("address")
     names = f"{root}.rollout.n_vllm_engine", f"{root}.rollout.tensor_model_parallel_size"
     fit_engines({} if is_cluster else made.setdefault("rollout", {}), names, shown)
-    result = merged(made, own)
+    result = _with_assumptions(merged(made, own))
     if isinstance(model := result.get("model", {}), Mapping) and not model.get("base"):
         key = f"{root}.model.path" if root else "model.base"
         raise ConfigError(
@@ -212,9 +219,53 @@ def _is_of_other_reader(key: str, kind: Any) -> bool:
     )
 
 
+def assumed_in(settings: Mapping[str, Any]) -> list[str]:
+    """The keys of `ASSUMED` that settings of Flywheel's lack; with the number of the source if there are sources."""
+    first, *others = ASSUMED
+    sources = settings.get("sources")
+    if isinstance(sources, list):
+        _, *path = first.split(".")
+        found = [f"sources.{n}.{'.'.join(path)}" for n, source in enumerate(sources) if _lacks(source, path)]
+    else:
+        found = [first] if sources is None else []
+    return found + [key for key in others if _lacks(settings, key.split("."))]
+
+
+def _with_assumptions(settings: dict[str, Any]) -> dict[str, Any]:
+    for key in assumed_in(settings):
+        settings = GivenSetting(key, ASSUMED[_without_number(key)][0]).put_into(settings)
+    return settings
+
+
+def assumptions(keys: Iterable[str]) -> str:
+    """What such a file means where it does not set these keys; empty for none."""
+    said = [
+        f"{ASSUMED[key][1]} ({key.replace('sources.', 'sources[].')}: {ASSUMED[key][0]})"
+        for key in dict.fromkeys(map(_without_number, keys))
+    ]
+    return f"as in AgentJet, where the file sets nothing: {'; '.join(said)}" if said else ""
+
+
+def _without_number(key: str) -> str:
+    return re.sub(r"\.\d+", "", key)
+
+
+def _lacks(settings: Any, path: Iterable[str]) -> bool:
+    """Whether nested mappings have no value at a path, and could have one."""
+    for part in path:
+        if not isinstance(settings, Mapping):
+            return False
+        if part not in settings:
+            return True
+        settings = settings[part]
+    return False
+
+
 def origins_in(raw: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, str, bool]]:
     """The keys of Flywheel that such a file sets by other names: each with its place in the file (empty: it is
     AgentJet's default), and whether it is a relative path."""
+    for key in assumed_in(raw):
+        yield key, "", False
     for key, value in DASHSCOPE_JUDGE.items():
         for name in value if isinstance(value, dict) else ("",):
             yield f"judge.{key}{'.' if name else ''}{name}", "", False

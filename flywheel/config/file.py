@@ -14,11 +14,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import reduce
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from flywheel.config.agentjet import MARKERS, SECTION, ProjectRoot, from_agentjet, project_root
+from flywheel.config.agentjet import (
+    MARKERS,
+    SECTION,
+    ProjectRoot,
+    assumed_in,
+    assumptions,
+    from_agentjet,
+    project_root,
+)
 from flywheel.config.deploy import DeploySettings
 from flywheel.config.export import ExportSettings
 from flywheel.config.ingest import (
@@ -53,6 +61,9 @@ from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
 from flywheel.system.files import expanded
 from flywheel.system.yaml_file import YamlDocument, explain, is_among, read_yaml
+
+TRAINING_SECTIONS: Final = frozenset({"model", "targets", "trigger", "training", "rollout", "gate"})
+"""A configuration that has none of them only judges."""
 
 
 class StateSettings(Section):
@@ -93,6 +104,7 @@ class Config(Section):
     _project: ProjectRoot | None = PrivateAttr(default=None)
     _read_from: tuple[str, YamlDocument] | None = PrivateAttr(default=None)
     _given: frozenset[str] = PrivateAttr(default=frozenset())
+    _assumed: str = PrivateAttr(default="")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -219,6 +231,16 @@ class Config(Section):
             "but their traces and recorded calls are stored. Name it there too, and there will only be a count."
             for each in only
         ]
+
+    @property
+    def assumed(self) -> str:
+        """What AgentJet's or ASTuner's file stands for where it sets nothing; empty for Flywheel's own."""
+        return self._assumed
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether there is any setting of what is trained, or how. A configuration without one only judges."""
+        return not TRAINING_SECTIONS.isdisjoint(self.model_fields_set)
 
     @property
     def target(self) -> str:
@@ -389,16 +411,17 @@ def parse(
         name += f" with --set {', '.join(setting.key for setting in settings)}"
 
     def translated(values: dict[str, Any]) -> Any:
-        is_agentjets = not MARKERS.isdisjoint(map(str, values))
         own = from_sage(values, Config.model_fields.keys(), name)
-        return from_agentjet(own, Config.model_fields.keys(), name, file) if is_agentjets else own
+        has_marker = not MARKERS.isdisjoint(map(str, values))
+        return from_agentjet(own, Config.model_fields.keys(), name, file) if has_marker else own
 
     own = translated(whole)
     keys = set[str]()
     for setting in settings:
         others = reduce(lambda values, other: other.put_into(values), (s for s in settings if s is not setting), raw)
         keys |= _own_keys(setting, others, whole, own, translated)
-    project = project_root(whole, file) if file is not None and not MARKERS.isdisjoint(map(str, whole)) else None
+    is_agentjets = not MARKERS.isdisjoint(map(str, whole))
+    project = project_root(whole, file) if file is not None and is_agentjets else None
     # Translated keys have other names and positions in the file.
     document = document if own is whole else None
     own = _with_dataset_paths(own)
@@ -409,6 +432,7 @@ def parse(
         hint = f"Correct {what}; see `flywheel docs configuration`."
         raise ConfigError(f"use configuration {name}", why, hint) from None
     config._file, config._project, config._given = file, project, frozenset(keys)
+    config._assumed = assumptions(assumed_in(whole)) if is_agentjets else ""
     config._read_from = (of_file, document) if document is not None else None
     return config
 

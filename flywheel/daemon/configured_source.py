@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+from sqlalchemy import Connection
 
 from flywheel.config import Config, JsonlSource, SourceSettings, StudioSource
 from flywheel.records.exclusion import TrainedModels
@@ -33,16 +37,33 @@ def source_of(config: Config, path: Path) -> SourceSettings | None:
 async def apply_model_rules(store: Store, config: Config) -> None:
     """Update which stored tasks rounds leave out, and their targets, if `sources[].models`, `model.alias`,
     `model.base` or `targets` have changed."""
-    settings = [config.model.alias, config.model.base, *(source.model_dump_json() for source in config.sources)]
-    settings += [f"{name}: {each.model_dump_json()}" for name, each in config.targets.items()]
-    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()
+    digest = _digest(config)
     if await store.read(noted, MODEL_RULES) == digest:
         return
-
-    def models_of(path: str) -> TrainedModels:
-        return config.models_of(source_of(config, Path(path)))
-
+    models_of, has_targets = partial(_models_of, config), bool(config.targets)
     after: int | None = 0
     while after is not None:
-        after = await store.write(samples.apply_model_rules, models_of, after, has_targets=bool(config.targets))
+        after = await store.write(samples.apply_model_rules, models_of, after, has_targets=has_targets)
     await store.write(note, MODEL_RULES, digest)
+
+
+def changes_of_model_rules(conn: Connection, config: Config) -> Iterator[samples.RuleChange]:
+    """What `apply_model_rules` would change; nothing is written."""
+    if noted(conn, MODEL_RULES) == _digest(config):
+        return
+    models_of, has_targets = partial(_models_of, config), bool(config.targets)
+    after: int | None = 0
+    while after is not None:
+        changes, after = samples.changes_by_rules(conn, models_of, after, has_targets=has_targets)
+        yield from changes
+
+
+def _digest(config: Config) -> str:
+    """A digest of the settings that `models_of` depends on."""
+    settings = [config.model.alias, config.model.base, *(source.model_dump_json() for source in config.sources)]
+    settings += [f"{name}: {each.model_dump_json()}" for name, each in config.targets.items()]
+    return hashlib.sha256("\n".join(settings).encode()).hexdigest()
+
+
+def _models_of(config: Config, path: str) -> TrainedModels:
+    return config.models_of(source_of(config, Path(path)))

@@ -48,7 +48,7 @@ from flywheel.store.kernel import database
 from flywheel.store.ledger import SourceCounts
 from flywheel.store.samples import PromptCounts
 from flywheel.store.verdicts import RecentVerdicts
-from flywheel.store.views import acceptance, erased_samples
+from flywheel.store.views import acceptance, erased_samples, left_out
 from flywheel.store.views.acceptance import AdapterAcceptance
 from flywheel.store.views.balance import balance
 from flywheel.system.lock import holder
@@ -315,7 +315,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         balance=books.ends,
         balanced=books.balanced,
         prompts=samples.count_prompts(conn),
-        left_out=_left_out(samples.count_left_out(conn, config.takes), others),
+        left_out=_left_out(left_out.count_left_out(conn, config.takes), others),
         due=claims.count_due(conn),
         judge=_judge(conn, config),
         recent_verdicts=verdicts.recent(conn, VERDICTS_SHOWN),

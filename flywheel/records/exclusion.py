@@ -42,50 +42,67 @@ class Exclusion(StrEnum):
 
 
 class Words(NamedTuple):
-    """An exclusion explained: why such tasks are excluded from rounds, and what the user can do about it."""
+    """An exclusion explained: why such tasks are excluded from rounds, what the user can do about it, the reason in a
+    few words, and the setting that includes such tasks (empty: none does)."""
 
     why: str
     remedy: str
+    few: str
+    setting: str = ""
 
 
 _USE: Final = "`training.inexact_prompts: use` takes such tasks as they are"
+_INEXACT: Final = ("no exact prompt", "training.inexact_prompts")
 WORDS: Mapping[Exclusion, Words] = MappingProxyType(
     {
         Exclusion.IMAGE: Words(
             "the prompt holds an image, of which only a reference is kept",
             "`training.images: text-only` takes its text",
+            "image in the prompt",
+            "training.images",
         ),
         Exclusion.HIDDEN: Words(
             "the model was sent a message that the trace does not show, as AgentScope's runtime reminder",
             "let the agent ask `flywheel serve`, which records its calls (serving.call_log); or create it with"
             " Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
             f" agentscope.agent; {_USE}",
+            *_INEXACT,
         ),
-        Exclusion.INEXACT: Words("the prompt differs from what the model was sent", _USE),
+        Exclusion.INEXACT: Words("the prompt differs from what the model was sent", _USE, *_INEXACT),
         Exclusion.TOOLS: Words(
             "the agent called tools, and with `rollout.agent: reply` a rollout is a single message",
             "without `rollout.agent: reply`, tools answer from recordings",
+            "tools called",
+            "rollout.agent",
         ),
         Exclusion.UNCALLED: Words(
             "the agent was offered tools and called none: no recording could answer a call. The gate asks such tasks"
             " if their answers were accepted",
             "`rollout.tools.uncalled: use` trains on such tasks, unless `rollout.agent` is `reply`",
+            "tools uncalled",
+            "rollout.tools.uncalled",
         ),
         Exclusion.UNRECORDED: Words(
             "the agent called tools, and no call of a tool that it was offered has a recorded result",
             "trace the agent's tools, or let it ask `flywheel serve`, which records its calls (serving.call_log)",
+            "no recorded tool result",
         ),
         Exclusion.MODEL: Words(
             "the answer is by a model other than the alias, its versions and its base",
             "`sources[].models.include` takes the replies of other models",
+            "answered by another model",
+            "sources[].models.include",
         ),
         Exclusion.TARGET: Words(
             "the agent is of none of the `targets`: no target has its name or the alias that it called",
             "`targets.NAME.agents` names the agents of a target",
+            "agent of no target",
+            "targets.NAME.agents",
         ),
         Exclusion.REPEATED: Words(
             "a conversation in the training split begins exactly like this held-out one",
             "nothing: the gate uses conversations that begin differently",
+            "repeated in training",
         ),
     }
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 from sqlalchemy import (
@@ -29,10 +29,8 @@ from flywheel.records import exclusion
 from flywheel.records.exclusion import (
     EVERY_TARGET,
     INEXACT_PROMPT,
-    NONE_SELECTED,
     Exclusion,
     Scope,
-    TaskScopes,
     TrainedModels,
     parsed,
 )
@@ -141,10 +139,6 @@ MOST_CANDIDATES: Final = 1 << 16
 """Samples among which a round's are chosen, at most."""
 LEFT_OUT: Final = "left out"
 """The event of a task of a round that its worker did not use."""
-_TO_COME: Final = (
-    TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.HELD, TaskState.ACCEPTED, TaskState.RESERVED,
-)  # fmt: skip
-"""States of tasks that were not used and may still be."""
 
 
 def candidates(conn: Connection, scope: Scope = EVERY_TARGET, limit: int | None = None) -> Sequence[Row[Any]]:
@@ -326,24 +320,6 @@ def held_out(conn: Connection, limit: int | None, scope: Scope = EVERY_TARGET) -
     return sorted(conn.execute(newest).scalars())
 
 
-def count_left_out(conn: Connection, takes: TaskScopes = NONE_SELECTED) -> dict[Exclusion, int]:
-    """How many tasks that rounds or gates could take otherwise are left out, by reason; a task may have several."""
-    of_either = tasks.c.state.in_([state.value for state in _TO_COME])
-    of_gate = and_(tasks.c.state == TaskState.REJECTED.value, tasks.c.split == Split.HELD_OUT.value)
-    of_task = tasks.c.excluded, tasks.c.split, tasks.c.state
-    of_target = () if takes.train.target is None else (tasks.c.target == takes.train.target,)
-    rows = conn.execute(
-        select(*of_task, func.count())
-        .where(or_(of_either, of_gate), tasks.c.excluded != "", *of_target)
-        .group_by(*of_task)
-    )
-    found: Counter[Exclusion] = Counter()
-    for text, split, state, number in rows:
-        reasons = takes.leaving_out(text, Split(split), is_rejected=state == TaskState.REJECTED)
-        found.update(dict.fromkeys(reasons, number))
-    return {each: found[each] for each in Exclusion if found[each]}
-
-
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
     """`tasks` of which so many have an `exact` prompt; the others by reason, of which a task may have several."""
@@ -369,10 +345,39 @@ def count_prompts(conn: Connection) -> PromptCounts:
 _PAGE: Final = 1000
 
 
+class TaskKind(NamedTuple):
+    """What of a task decides whether rounds take it, as in its columns."""
+
+    excluded: str
+    split: str
+    state: str
+    target: str
+
+
+class RuleChange(NamedTuple):
+    """What other `models` settings change of the task with this number."""
+
+    task: int
+    before: TaskKind
+    after: TaskKind
+
+
 def apply_model_rules(
     conn: Connection, models_of: Callable[[str], TrainedModels], after: int, *, has_targets: bool = False
 ) -> int | None:
-    """Look at some tasks behind `after` anew; the number of the last one, None if there are no more.
+    """Look at some tasks behind `after` anew; the number of the last one, None if there are no more. The other
+    arguments are those of `changes_by_rules`."""
+    changes, last = changes_by_rules(conn, models_of, after, has_targets=has_targets)
+    for number, _, now in changes:
+        conn.execute(update(tasks).where(tasks.c.id == number).values(excluded=now.excluded, target=now.target))
+    return last
+
+
+def changes_by_rules(
+    conn: Connection, models_of: Callable[[str], TrainedModels], after: int, *, has_targets: bool = False
+) -> tuple[list[RuleChange], int | None]:
+    """What `apply_model_rules` would change of some tasks behind `after`, and the number of the last one that was
+    looked at; None if there are no more.
 
     `models_of` says by the path of a source whose replies are trained on, and of which target they are tasks. What
     one of several sources takes is taken.
@@ -385,6 +390,8 @@ def apply_model_rules(
             tasks.c.model,
             tasks.c.adapter,
             tasks.c.excluded,
+            tasks.c.split,
+            tasks.c.state,
             tasks.c.target,
             # The column is empty if the response's id names the version. Lines are long: they are read for targets
             # only.
@@ -403,6 +410,7 @@ def apply_model_rules(
         if path not in known:
             known[path] = models_of(path)
         trained[row.id] = trained.get(row.id, False) or known[path].trains(row.model, row.adapter)
+    changes = []
     for row in {row.id: row for row in rows}.values():
         models = known[row.path or ""]
         target = models.target_of(row.agent, row.asked or row.model, row.adapter)
@@ -411,9 +419,10 @@ def apply_model_rules(
             found.add(Exclusion.MODEL)
         if models.targets and not target:
             found.add(Exclusion.TARGET)
-        if (now := exclusion.column(found)) != row.excluded or target != row.target:
-            conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now, target=target))
-    return rows[-1].id if rows else None
+        was = TaskKind(row.excluded, row.split, row.state, row.target)
+        if (now := was._replace(excluded=exclusion.column(found), target=target)) != was:
+            changes.append(RuleChange(row.id, was, now))
+    return changes, rows[-1].id if rows else None
 
 
 AVAILABLE_SHOWN: Final = 200

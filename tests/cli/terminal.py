@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import sys
 import termios
@@ -42,9 +43,13 @@ def in_terminal(
     home: Path,
     piped: bool = False,
     variables: Mapping[str, str] | None = None,
+    typed: bytes = b"",
+    interrupted_at: bytes = b"",
 ) -> Seen:
-    """Run `flywheel ARGUMENTS…` in `folder`; `piped`: only what goes to stderr is seen on the terminal."""
+    """Run `flywheel ARGUMENTS…` in `folder`; `piped`: only what goes to stderr is seen on the terminal. `typed` waits
+    for whoever reads from the terminal. The command is interrupted when it has shown `interrupted_at`."""
     master, slave = pty.openpty()
+    os.write(master, typed)
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
     environment: Mapping[str, str] = {**kept, "TERM": "xterm", "HOME": str(home), **(variables or {})}
@@ -65,6 +70,9 @@ def in_terminal(
         # Reading fails when the last one who could write is gone.
         while some := os.read(master, 65536):
             shown += some
+            if interrupted_at and interrupted_at in shown:
+                interrupted_at = b""
+                process.send_signal(signal.SIGINT)
     os.close(master)
     code = process.wait(SECONDS)
     coloured = shown.decode()

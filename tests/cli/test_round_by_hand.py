@@ -325,7 +325,7 @@ def test_a_running_round_is_shown_on_a_terminal(config: Path, work: Work, halfwa
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
     assert "r0001" in text
     assert "training, step 3 of 5" in text
-    assert out.startswith("r0001: rejected: no spread\n")
+    assert out.startswith("10 tasks: 4 held out; of 6 for training 6 usable.\nr0001: rejected: no spread\n")
 
 
 @pytest.mark.slow

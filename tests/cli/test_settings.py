@@ -125,6 +125,39 @@ def test_a_file_of_agentjet_has_the_origins_of_its_own_keys(flywheel: Run, tmp_p
     assert told_settings(of_the_hub)["model.base"] == ("Qwen/Qwen3-4B", f"{file}:2"), "no path"
 
 
+def test_what_agentjet_takes_is_said_with_the_settings_and_at_the_start_of_a_run(
+    flywheel: Run, tmp_path: Path
+) -> None:
+    """Of two sources of Flywheel's own, one says whose replies count."""
+    file = tmp_path / "agentjet.yaml"
+    file.write_text(
+        "feedback_tracing: {}\n"
+        "model: {base: some/model}\n"
+        "state: {dir: state}\n"
+        "serving: {urls: ['http://127.0.0.1:1']}\n"
+        "judge: {base_url: 'http://127.0.0.1:1/v1'}\n"
+        "training: {inexact_prompts: leave-out}\n"
+        "sources:\n"
+        "  - {type: jsonl, path: a.jsonl}\n"
+        "  - {type: jsonl, path: b.jsonl, models: {include: [mine]}}\n"
+    )
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.jsonl").touch()
+    found = told_settings(flywheel("config", "show", "--json", "-c", file))
+    assert found["sources.0.models.include"] == (["*"], "AgentJet's default")
+    assert found["sources.1.models.include"] == (["mine"], f"{file}:9")
+    assert found["training.inexact_prompts"] == ("leave-out", f"{file}:6")
+    assert found["rollout.tools.uncalled"] == ("use", "AgentJet's default")
+    said = (
+        "as in AgentJet, where the file sets nothing: replies of every model count (sources[].models.include: ['*']);"
+        " tasks whose tools were not called are used (rollout.tools.uncalled: use)"
+    )
+    assert said in flywheel("run", "--once", "-c", file).err
+    assert said in flywheel("round", "-c", file).out
+    file.write_text("model: {base: some/model}\nstate: {dir: other}\nsources: []\n")
+    assert "AgentJet" not in flywheel("round", "-c", file).out
+
+
 def test_a_database_of_agentjets_that_is_not_there_is_an_error(flywheel: Run, tmp_path: Path) -> None:
     text = "feedback_tracing: {base_url: ./data/db.sqlite}\nmodel: {base: some/model}\n"
     (tmp_path / "agentjet.yaml").write_text(text)

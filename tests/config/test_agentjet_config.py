@@ -21,13 +21,14 @@ from flywheel.config import (
     load,
 )
 from flywheel.config.agentjet import from_agentjet
-from flywheel.config.ingest import DatasetSettings
+from flywheel.config.ingest import DatasetSettings, ModelFilter
 from flywheel.config.sage import by_name
 from flywheel.config.section import merged, put
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.judge.client import endpoints_of
 from flywheel.judge.filters.chain import chain_of, load_chain
+from flywheel.records.exclusion import Exclusion
 from flywheel.system.process import gpus_of_machine
 from tests.cases import for_each
 
@@ -350,8 +351,57 @@ def test_both_splits_of_a_data_set_are_sources(tmp_path: Path, given: str, path:
 
 def test_defaults_are_theirs(tmp_path: Path) -> None:
     config = read(tmp_path, {"feedback_tracing": {}, "model": MODEL})
-    assert config.sources == [StudioSource()]
+    assert config.sources == [StudioSource(models=ModelFilter(include=["*"]))]
     assert (config.ingest.train_ratio, config.ingest.split_seed, config.filter.chain) == (0.7, 42, None)
+
+
+def taken(config: Config) -> tuple[Any, ...]:
+    """What such a file says of replies of other models, inexact prompts and uncalled tools."""
+    models = [each.models.include for each in config.sources]
+    return models, config.training.inexact_prompts, config.rollout.tools.uncalled
+
+
+@pytest.mark.parametrize("root", ["ajet", "astuner", ""])
+def test_what_that_program_uses_is_used(root: str, tmp_path: Path) -> None:
+    inner = {"feedback_tracing": SECTION}
+    raw = {root: {"task_reader": {"type": "tracing", **inner}}} if root else inner
+    config = read(tmp_path, raw | {"model": MODEL})
+    assert taken(config) == ([["*"]], "use", "use")
+    assert {Exclusion.HIDDEN, Exclusion.INEXACT, Exclusion.UNCALLED} <= config.takes.train.exclusions
+    assert config.models_of(config.sources[0]).trains("gpt-4o-mini", "")
+    assert config.assumed == (
+        "as in AgentJet, where the file sets nothing: replies of every model count (sources[].models.include: ['*']);"
+        " tasks without an exact prompt are used (training.inexact_prompts: use); tasks whose tools were not called"
+        " are used (rollout.tools.uncalled: use)"
+    )
+    own = read(tmp_path, {"model": MODEL})
+    assert (taken(own), own.assumed) == (([[]], "leave-out", "leave-out"), "")
+
+
+@pytest.mark.parametrize(
+    ("own", "expected", "unsaid"),
+    [
+        ({"training": {"inexact_prompts": "leave-out"}}, ([["*"]], "leave-out", "use"), "training.inexact_prompts"),
+        ({"training": {"seed": 1}}, ([["*"]], "use", "use"), ""),
+        ({"rollout": {"tools": {"uncalled": "leave-out"}}}, ([["*"]], "use", "leave-out"), "rollout.tools.uncalled"),
+        ({"rollout": {"tools": {"on_miss": "error"}}}, ([["*"]], "use", "use"), ""),
+        ({"sources": [{"path": "a", "models": {"include": []}}]}, ([[]], "use", "use"), "sources[].models.include"),
+        (
+            {"sources": [{"path": "a", "models": {"include": ["b"]}}, {"path": "c"}]},
+            ([["b"], ["*"]], "use", "use"),
+            "",
+        ),
+        ({"sources": [{"path": "a", "models": {"exclude": ["b"]}}]}, ([["*"]], "use", "use"), ""),
+    ],
+    ids=str,
+)
+def test_what_the_file_sets_itself_holds(
+    own: dict[str, Any], expected: tuple[Any, ...], unsaid: str, tmp_path: Path
+) -> None:
+    config = read(tmp_path, {"feedback_tracing": SECTION, "model": MODEL, **own})
+    assert taken(config) == expected
+    keys = {"sources[].models.include", "training.inexact_prompts", "rollout.tools.uncalled"}
+    assert {key for key in keys if key in config.assumed} == keys - {unsaid}
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from flywheel.store import deduplication, gate_tests, ledger, rounds, samples
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
+from flywheel.store.views.left_out import count_left_out
 from tests.factories.config import BOXED_RUBRIC, base_model, make_config, write_rubric
 from tests.factories.judge_server import JudgeServer
 from tests.factories.round import put_deployed
@@ -143,7 +144,7 @@ async def test_targets_are_found_when_replies_are_read_and_again_when_settings_c
     assert await store.read(targets) == [("", "")] * 4
     await apply_model_rules(store, config)
     assert await store.read(targets) == found
-    assert await store.read(samples.count_left_out) == {Exclusion.TARGET: 1}
+    assert await store.read(count_left_out) == {Exclusion.TARGET: 1}
 
 
 async def test_rounds_alternate_and_each_takes_only_samples_of_its_target(store: Store, tmp_path: Path) -> None:

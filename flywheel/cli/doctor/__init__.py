@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
 
@@ -19,6 +19,9 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, load_co
 from flywheel.cli.tables import print_facts, short_path
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, FlywheelError
 from flywheel.system.terminal import escape_terminal
+
+if TYPE_CHECKING:
+    from flywheel.daemon.forecast import Forecast
 
 
 class Result(StrEnum):
@@ -33,7 +36,7 @@ class Finding:
     """`name` is the check; `subject` is the source or server, where there are several; `remedy` says what to do.
 
     `figures` are numbers for programs, with their units in their names. `is_file` is set when a file that users write
-    is wrong: configuration, rubric or filter chain.
+    is wrong: configuration, rubric or filter chain. `forecast` is that of the check of this name.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Finding:
     subject: str = ""
     figures: Mapping[str, int] = field(default_factory=dict)
     is_file: bool = False
+    forecast: Forecast | None = None
 
     @classmethod
     def from_error(cls, name: str, error: FlywheelError, *, subject: str = "") -> Self:
@@ -84,6 +88,7 @@ def doctor(
                 "config": None if path is None else str(path.absolute()),
                 "well": not counts["failed"],
                 **{result: counts[result] for result in COLOURS},
+                "forecast": next((each.forecast.as_json() for each in findings if each.forecast), None),
                 "checks": [finding.as_json() for finding in findings],
             }
         )
@@ -114,6 +119,7 @@ async def _checks(path: Path | None, ask_judge: bool) -> AsyncIterator[Finding]:
     yield _configuration(path)
     for finding in (*data.check_state(config), *data.check_sources(config)):
         yield finding
+    yield await data.check_forecast(config)
     yield await data.check_recordings(config)
     yield data.check_rounds(config)
     for finding in judge.check_judge(config, ask=ask_judge):

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import Connection
 
 from flywheel.cli.doctor import Finding, Result
+from flywheel.cli.tables import forecast_text
 from flywheel.config import AgentProgramSettings, CallsSource, Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.config.ingest import host_and_port
+from flywheel.daemon.forecast import forecast
 from flywheel.errors import FlywheelError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.records.exclusion import Exclusion
@@ -68,6 +70,9 @@ _COUNTED: Final = {
     Exclusion.UNCALLED: "without a call",
     Exclusion.UNRECORDED: "whose calls have no recorded result",
 }
+_NOTHING_USABLE: Final = (
+    "Change the settings named, if rounds are to use such tasks; `flywheel status` explains each reason."
+)
 _NO_PARSER: Final = "Set serving.tool_call_parser to the format of the model's calls."
 _UNSURE: Final = (
     "`flywheel round --debug` shows how many rollouts miss. If many do, let them go on:"
@@ -209,6 +214,22 @@ async def check_recordings(config: Config) -> Finding:
         return await read_once(config.state_dir, _recordings, config)
     except FlywheelError as error:
         return Finding.from_error("recordings", error)
+
+
+async def check_forecast(config: Config) -> Finding:
+    """Whether rounds could train on the tasks that are there."""
+    if not config.has_trainer:
+        return Finding(
+            "forecast", Result.SKIPPED, "the configuration only judges: it has no setting of what is trained"
+        )
+    try:
+        if not found_version(config.state_dir):
+            return Finding("forecast", Result.SKIPPED, "there is no state yet")
+        found = await read_once(config.state_dir, forecast, config)
+    except FlywheelError as error:
+        return Finding.from_error("forecast", error)
+    result = Result.WARNING if found.tasks and not found.usable else Result.OK
+    return Finding("forecast", result, forecast_text(found), _NOTHING_USABLE, forecast=found)
 
 
 def check_rounds(config: Config) -> Finding:

@@ -1,0 +1,83 @@
+"""What rounds could train on of the tasks that are there, before a judge is paid for deciding about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from msgspec import Struct, to_builtins
+from sqlalchemy import Connection
+
+from flywheel.config import Config
+from flywheel.daemon.configured_source import changes_of_model_rules
+from flywheel.records.exclusion import WORDS, Exclusion
+from flywheel.records.states import Split
+from flywheel.store.views.left_out import count_kinds, still_used
+
+
+class ForecastReason(Struct, frozen=True):
+    """Training tasks that a setting leaves out (empty: no setting includes them), with the reason in a few words."""
+
+    reason: str
+    exclusions: list[Exclusion]
+    setting: str
+    tasks: int
+
+
+class Forecast(Struct, frozen=True):
+    """Tasks that rounds may still use: those that are not decided, or were accepted and not trained on, and rejected
+    ones where gate or rounds ask them. Each is `held_out` or `for_training`; of the latter, `usable` are left out for
+    no reason, and `left_out` for at least one. Each of `reasons` counts all training tasks that it applies to."""
+
+    tasks: int
+    held_out: int
+    for_training: int
+    usable: int
+    left_out: int
+    reasons: list[ForecastReason]
+
+    def as_json(self) -> dict[str, Any]:
+        made: dict[str, Any] = to_builtins(self)
+        return made
+
+
+def forecast(conn: Connection, config: Config) -> Forecast:
+    """What rounds with these settings could train on, if the judge accepted everything. Changed settings count, also
+    before a process that writes the state has applied them."""
+    kinds = count_kinds(conn)
+    for change in changes_of_model_rules(conn, config):
+        kinds[change.before] -= 1
+        kinds[change.after] += 1
+    splits: Counter[Split] = Counter()
+    by_reason: Counter[tuple[str, str]] = Counter()
+    left_out = 0
+    for split, reasons, number in still_used(kinds, config.takes):
+        splits[split] += number
+        if split is Split.TRAIN and reasons:
+            left_out += number
+            by_reason.update(dict.fromkeys({_reason(config, each) for each in reasons}, number))
+    named: dict[tuple[str, str], list[Exclusion]] = {}
+    for each in Exclusion:
+        named.setdefault(_reason(config, each), []).append(each)
+    return Forecast(
+        tasks=splits.total(),
+        held_out=splits[Split.HELD_OUT],
+        for_training=splits[Split.TRAIN],
+        usable=splits[Split.TRAIN] - left_out,
+        left_out=left_out,
+        reasons=sorted(
+            (
+                ForecastReason(few, exclusions, setting, by_reason[few, setting])
+                for (few, setting), exclusions in named.items()
+                if by_reason[few, setting]
+            ),
+            key=lambda each: (-each.tasks, each.reason),
+        ),
+    )
+
+
+def _reason(config: Config, each: Exclusion) -> tuple[str, str]:
+    """An exclusion in a few words, and its setting. Several may have the same."""
+    words = WORDS[each]
+    is_of_agent = each is Exclusion.UNCALLED and config.rollout.agent == "reply"
+    return words.few, WORDS[Exclusion.TOOLS].setting if is_of_agent else words.setting
