@@ -55,7 +55,7 @@ def test_a_round_by_hand_says_for_whom_its_candidate_waits_and_a_person_deploys_
 ) -> None:
     ran = flywheel("round", *MANUAL, "-c", config)
     assert ran.code == 0, ran.err
-    assert ran.out.startswith("r0001: passed: better: gain +0.700")
+    assert "\nr0001: passed: better: gain +0.700" in ran.out
     assert "it waits for a person: `flywheel deploy r0001`\n" in ran.out
     told = flywheel("status", *MANUAL, "-c", config)
     waits = r"^round +r0001: passed, waits for a person: `flywheel deploy r0001` until \S+ \S+ UTC$"
