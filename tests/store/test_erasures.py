@@ -22,6 +22,7 @@ from flywheel.store.kernel.database import STATE_FILE, Store
 from flywheel.store.views import balance
 from flywheel.system.purge import purge
 from tests.factories.planted import WORDS, planted_in
+from tests.factories.erased import erase_rows
 from tests.factories.state import execute
 from tests.factories.task import task_keys
 from tests.factories.trace import put_replies, reply
@@ -31,13 +32,7 @@ PLANTED = " ".join(WORDS)
 
 
 def erase(conn: Connection, kind: Kind, subject: str, *, blocks: bool = False) -> int:
-    """Erase at once what the state has; how many replies that were."""
-    wanted = {subject} if kind is Kind.CONVERSATION else erasures.conversations_of_user(conn, subject)
-    number = erasures.begin(conn, kind, subject, wanted, blocks=blocks)
-    found = erasures.touched(conn, wanted)
-    erasures.scrub(conn, found, ErasedTasks(frozenset(found.tasks.values()), (PLANTED,)))
-    erasures.note(conn, number, ErasureState.ERASED, {})
-    return len(found.replies)
+    return erase_rows(conn, kind, subject, PLANTED, blocks=blocks)
 
 
 def outspoken(line: dict[str, object]) -> Verdict:
