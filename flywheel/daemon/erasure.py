@@ -121,7 +121,7 @@ class Eraser:
             seen = len(found.calls) + len(found.traces)
             calls = found.calls | await asyncio.to_thread(self._resent, found.calls)
             traces = found.traces | await asyncio.to_thread(self._traces_of, wanted, user, calls)
-            found = await self._store.read(erasures.touched, wanted, calls, traces)
+            found = await self._store.read(erasures.touched, wanted, calls, traces, user)
         return found
 
     async def carry_out(self, erasure: Row[Any]) -> None:

@@ -82,7 +82,7 @@ class NoticeTarget(RetriedTarget):
         self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
         self._position = self._stored = 0
         self._sent_in_vain = 0
-        """The last notice of those that were sent in vain. No text is kept: it may be erased before the next attempt."""
+        """The last notice of those that were sent in vain. Their texts are not kept: they may be erased meanwhile."""
 
     def __str__(self) -> str:
         """For messages: of a URL, which may be a secret, the host."""
@@ -108,7 +108,7 @@ class NoticeTarget(RetriedTarget):
             state = notices.after, self._position, wanted, EVENTS_AT_ONCE, NOTICES_AT_ONCE
             found, end = await self._store.read(*state)
             if found:
-                alike = list(itertools.takewhile(lambda each: each.type == found[0].type, found))
+                alike = list(next(itertools.groupby(found, key=lambda notice: notice.type))[1])
                 # What was sent in vain is sent again together: its number is the same.
                 sent = [notice for notice in alike if notice.id <= self._sent_in_vain] or alike
                 await self._send(sent)

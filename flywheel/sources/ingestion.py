@@ -356,7 +356,8 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
             # The error's message may quote the text.
             why = f"the filter pii cannot redact it ({type(error).__name__}): nothing of its text is stored"
             rowid = 0 if isinstance(row, Entry) else row.rowid
-            dead.append(DeadRow(rowid, row.span_id, row.trace_id, why))
+            whose = row.conversation_id, row.user
+            dead.append(DeadRow(rowid, row.span_id, row.trace_id, why, "", *whose))
     return msgspec.structs.replace(batch, entries=tuple(entries), dead=tuple(dead))
 
 

@@ -351,6 +351,8 @@ def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:
             source_id=source,
             span_id=row.span_id,
             trace_id=row.trace_id,
+            conversation_id=storable(row.conversation_id),
+            user=users_of(conn, [row])[row.user],
             state=ReplyState.DEAD.value,
             detail=storable(row.error)[:500],
             created_at=utcnow(),

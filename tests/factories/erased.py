@@ -14,7 +14,7 @@ def erase_rows(conn: Connection, kind: Kind, subject: str, *texts: str, blocks: 
     were."""
     wanted = {subject} if kind is Kind.CONVERSATION else erasures.conversations_of_user(conn, subject)
     number = erasures.begin(conn, kind, subject, wanted, blocks=blocks)
-    found = erasures.touched(conn, wanted)
+    found = erasures.touched(conn, wanted, user=subject if kind is Kind.USER else "")
     erasures.scrub(conn, found, ErasedTasks(frozenset(found.tasks.values()), texts))
     erasures.note(conn, number, ErasureState.ERASED, {})
     return len(found.replies)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection, insert, select
+from msgspec.structs import replace
+from sqlalchemy import Connection, insert, select, text
 
-from flywheel.records.erasure import ErasedTasks
 from flywheel.records.states import Label, ReplyState, SkipReason, TaskState
 from flywheel.records.trace import DeadRow, Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
@@ -21,8 +21,8 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import STATE_FILE, Store
 from flywheel.store.views import balance
 from flywheel.system.purge import purge
-from tests.factories.planted import WORDS, planted_in
 from tests.factories.erased import erase_rows
+from tests.factories.planted import WORDS, planted_in
 from tests.factories.state import execute
 from tests.factories.task import task_keys
 from tests.factories.trace import put_replies, reply
@@ -270,3 +270,38 @@ async def test_in_any_order_each_reply_is_counted_once_and_what_is_erased_stays_
             assert not left & gone
     finally:
         await store.close()
+
+
+def shown(conn: Connection, query: str) -> list[str]:
+    return list(conn.execute(text(query)).scalars())
+
+
+async def test_a_row_that_cannot_be_read_belongs_to_whom_it_names(store: Store) -> None:
+    def row(number: int, **values: str) -> DeadRow:
+        return DeadRow(number, f"line {number}", f"hash {number}", "it is not JSON", "{torn", **values)
+
+    await store.write(
+        put_judged,
+        dead=(
+            row(1, conversation_id="secret talk"),
+            row(2, user="ann"),
+            row(3, conversation_id="talk", user="bob"),
+            # As an earlier version stored it: without the names, and without a trace.
+            DeadRow(4, "line 4", "", "it is not JSON", '{"main_query": 5, "metadata": {"user_id": "ann"'),
+            DeadRow(5, "line 5", "", "it is not JSON", '{"main_query": 5, "metadata": {"user_id": "bob"'),
+        ),
+    )
+    left = "SELECT subject FROM dead_letters WHERE excerpt <> '' ORDER BY id"
+    assert await store.write(erase, Kind.CONVERSATION, "secret talk") == 1
+    assert await store.read(shown, left) == ["line 2", "line 3", "line 4", "line 5"]
+    assert await store.write(erase, Kind.USER, "ann") == 2
+    assert await store.read(shown, left) == ["line 3", "line 5"]
+    assert await store.write(erase, Kind.USER, "bob", blocks=True) == 2
+    assert await store.read(shown, left) == []
+    assert (await store.read(balance.balance)).ends["erased"] == 5
+
+    # In another place of the file, and more of a blocked user: counted, and not stored. Another one is.
+    again = (replace(row(12, user="ann"), trace_id="hash 2"), row(13, user="bob"), row(14, user="eve"))
+    await store.write(put_judged, dead=again)
+    assert await store.read(shown, left) == ["line 14"]
+    assert (await store.read(balance.balance)).ends["erased"] == 7

@@ -27,7 +27,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
-from flywheel.sources.jsonl.record import LineError, entry_of_line
+from flywheel.sources.jsonl.record import LineError, entry_of_line, named_by
 
 log = logging.getLogger(__name__)
 
@@ -370,13 +370,18 @@ class JsonlReader:
     def _dead(self, line: Line, error: str) -> DeadRow:
         assert self._file is not None
         # The hash tells it from a line at the same place of another file with this name.
-        digest = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
+        digest = xxhash.xxh3_64_hexdigest(line.text + line.tail)
+        conversation, user = named_by(line.text if line.whole else line.text + line.tail)
+        is_private = self._private.cover(users=(user,), conversations=(conversation,), agents=())
         return DeadRow(
             rowid=line.start,
-            span_id=f"line {self._file.line_number(line.start)} ({digest})",
-            trace_id="",
-            error=error,
-            excerpt=line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
+            span_id=f"line {self._file.line_number(line.start)} ({digest[:8]})",
+            # The same wherever the line is: what is erased is recognised by it.
+            trace_id=digest,
+            error="it cannot be read, and is private" if is_private else error,
+            excerpt="" if is_private else line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
+            conversation_id="" if is_private else conversation,
+            user="" if is_private else user,
         )
 
 

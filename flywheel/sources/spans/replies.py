@@ -13,7 +13,7 @@ model may say it: it counts if no model call of the reply produced it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,8 +22,9 @@ from msgspec.structs import replace
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import TrainedModels
+from flywheel.records.privacy import named_in
 from flywheel.records.states import SkipReason
-from flywheel.records.task import Batch, Entry, entries_of, storable
+from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import (
     ChatMessage,
@@ -40,7 +41,7 @@ from flywheel.sources.spans.recorded_calls import inexact_because, question_of, 
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
-from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
+from flywheel.sources.studio.schema import SCHEMAS, Schema, attributes_text, excerpt_of
 
 INTERRUPTION_SENTENCES: Final = frozenset(
     {
@@ -96,7 +97,8 @@ def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead:
             return [entry for reply in replies for entry in _entries([reply], source, models, dead)]
         (reply,) = replies
         why = storable(f"it cannot be written as JSON: {error}")[:2000]
-        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500]))
+        whose = reply.conversation_id, reply.user
+        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500], *whose))
         return []
 
 
@@ -132,7 +134,21 @@ def replies_of(
             private |= {span.request_id: None for span in told if span.request_id}
         replies = [reply.without_content() for reply in replies]
         dead = [replace(row, error="it cannot be read, and is private", excerpt="") for row in dead]
+    elif dead:
+        conversation, user = _whose(told, rows.values())
+        dead = [replace(row, conversation_id=conversation, user=user) for row in dead]
     return replies, dead
+
+
+def _whose(spans: Sequence[Span], rows: Iterable[bytes]) -> tuple[str, str]:
+    """The conversation and the user of a trace with rows that cannot be read; else empty."""
+    conversations = [span.conversation_id for span in spans if span.conversation_id not in NO_CONVERSATION]
+    users = [user for span in spans if (user := at.user_id(span))]
+    for row in rows:
+        found = named_in(attributes_text(row))
+        conversations += found[0]
+        users += found[1]
+    return next(iter(conversations), ""), next(iter(users), "")
 
 
 def _is_private(span: Span, selection: ReplySelection) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import orjson
 import xxhash
 
+from flywheel.records.privacy import named_in
 from flywheel.records.trace import LATEST_NS, DeadRow, SpanStatus, get_path
 from flywheel.sources.spans.attributes import attributes_of, with_first_argument
 from flywheel.sources.spans.span import NOTHING, Attributes, Span, SpanKind
@@ -173,13 +174,21 @@ def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
             why = str(error) if isinstance(error, RowError) else "an id is not UTF-8"
             # The same row gets the same name in every scan.
             name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
-            dead.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500]))
+            named = (next(iter(each), "") for each in named_in(attributes_text(packed(row))))
+            dead.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500], *named))
     return dead
 
 
 def excerpt_of(data: bytes) -> str:
     """The first 500 characters of a packed row's attributes."""
     return shown(marshal.loads(data)[4])[:500]
+
+
+def attributes_text(data: bytes) -> str:
+    """The attributes of a packed row, as far as they were loaded."""
+    value = marshal.loads(data)[4]
+    value = value[1] if isinstance(value, tuple) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _own_values_1(
