@@ -105,8 +105,8 @@ class NoticeTarget(RetriedTarget):
         wanted = frozenset(self._settings.on)
         while True:
             # Read again before each attempt: what was erased since is not sent.
-            state = notices.after, self._position, wanted, EVENTS_AT_ONCE, NOTICES_AT_ONCE
-            found, end = await self._store.read(*state)
+            limits = {"limit": EVENTS_AT_ONCE, "most": NOTICES_AT_ONCE}
+            found, end = await self._store.read(notices.after, self._position, wanted, **limits)
             if found:
                 alike = list(next(itertools.groupby(found, key=lambda notice: notice.type))[1])
                 # What was sent in vain is sent again together: its number is the same.

@@ -8,7 +8,7 @@ later: its next call would send the whole history again.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -134,13 +134,15 @@ def users_of(conn: Connection, entries: Iterable[Entry | DeadRow]) -> dict[str, 
     return {user: pseudonyms.of(Kind.USER, user) if user else "" for user in users}
 
 
-def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, list[Entry | DeadRow]]:
-    """A batch without what was erased or belongs to an erased conversation, and the rows of that which are new.
+def without_erased(
+    conn: Connection, source: int, batch: Batch
+) -> tuple[Batch, list[Entry | DeadRow], list[Entry | DeadRow]]:
+    """A batch without what was erased or belongs to an erased conversation, the rows of that, and those that are new.
 
     They are stored as erased replies, so that each reply of the source is counted.
     """
     if not (batch.entries or batch.dead) or not are_there(conn):
-        return batch, []
+        return batch, [], []
     pseudonyms = Pseudonyms(conn)
     rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
     spans = {row.span_id: pseudonyms.of(Kind.SPAN, row.span_id) for row in rows}
@@ -160,7 +162,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
 
     gone = {row.span_id: row for row in rows if is_erased(row)}
     if not gone:
-        return batch, []
+        return batch, [], []
     # What is known under its own id is about to be erased.
     known = {row.span_id for row in _KNOWN.rows(conn, list(gone), source)}
     new = [row for span, row in gone.items() if spans[span] not in there and span not in known]
@@ -179,7 +181,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
         record(conn, replies.name, [str(number)], None, ReplyState.ERASED)
     entries = tuple(entry for entry in batch.entries if entry.span_id not in gone)
     dead = tuple(row for row in batch.dead if row.span_id not in gone)
-    return replace(batch, entries=entries, dead=dead), new
+    return replace(batch, entries=entries, dead=dead), list(gone.values()), new
 
 
 def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[str, int]:
@@ -219,7 +221,7 @@ def conversations_of_user(conn: Connection, user: str) -> set[str]:
     return {key for row in rows if (key := conversation_key(row.conversation_id, row.trace_id))}
 
 
-def named_in_letters(conn: Connection, wanted: Collection[str], user: str) -> set[int]:
+def named_in_letters(conn: Connection, wanted: Set[str], user: str) -> set[int]:
     """The numbers of replies that cannot be read, and whose dead letters name one of these conversations or a user
     (empty: none). What was stored without those names is found by it."""
     letters = select(replies.c.id, dead_letters.c.excerpt).select_from(

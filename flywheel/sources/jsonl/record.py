@@ -223,7 +223,7 @@ def entry_of_line(
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
-def named_by(text: bytes) -> tuple[str, str]:
+def names_in_line(text: bytes) -> tuple[str, str]:
     """The conversation and the user that a line names which is no task, as far as it can be read; else empty."""
     try:
         metadata = get_path(_parsed(text), "metadata") or {}
