@@ -28,6 +28,7 @@ from tests.factories.forgettable import (
     USER,
     QuotingJudge,
     calls,
+    data_set,
     finish,
     write_forgettable,
 )
@@ -183,7 +184,11 @@ def test_a_restore_applies_what_was_erased_since(flywheel: Run, config: Path, tm
     assert restored.code == 0, restored.err
     assert left_in(tmp_path / "state") == {}
     assert OTHER in planted_in(tmp_path / "state", [OTHER])
+    # The copy of a data set is in no backup, and is written again with what was erased.
+    (tmp_path / "state" / "datasets").mkdir()
+    write_lines(tmp_path / "state" / "datasets" / "sums.jsonl", *data_set())
     assert flywheel("ingest", "--sweep", "-c", config, "--json").json["new"] == 0
+    assert left_in(tmp_path / "state") == {}
     audit = flywheel("audit", "--deep", "--json", "-c", config)
     assert audit.code == 0, audit.out
     shutil.rmtree(tmp_path / "backup")
