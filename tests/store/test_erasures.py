@@ -302,6 +302,7 @@ async def test_a_row_that_cannot_be_read_belongs_to_whom_it_names(store: Store) 
 
     # In another place of the file, and more of a blocked user: counted, and not stored. Another one is.
     again = (replace(row(12, user="ann"), trace_id="hash 2"), row(13, user="bob"), row(14, user="eve"))
+    again += (DeadRow(15, "line 15", "", "it is not JSON", "{torn"),)
     await store.write(put_judged, dead=again)
-    assert await store.read(shown, left) == ["line 14"]
+    assert await store.read(shown, left) == ["line 14", "line 15"]
     assert (await store.read(balance.balance)).ends["erased"] == 7
