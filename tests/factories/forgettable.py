@@ -62,7 +62,8 @@ def lines() -> list[dict[str, Any] | str]:
     conversation, and say what no reply says."""
     named = json.dumps({"conversation_id": CONVERSATION, "user_id": USER})
     return [
-        f'{{"main_query": "{UNREAD} 1", "messages": 5, "metadata": {named}}}',
+        # Its ids are beyond what a dead letter shows of a line.
+        f'{{"main_query": "{UNREAD} 1", "more": "{"x" * 3000}", "messages": 5, "metadata": {named}}}',
         f'{{"main_query": "{UNREAD} 2", "messages": ["torn": {{}}], "metadata": {named}',
         OTHER_UNREAD,
         *(

@@ -13,7 +13,7 @@ model may say it: it counts if no model call of the reply produced it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,7 +22,6 @@ from msgspec.structs import replace
 
 from flywheel.records import exclusion
 from flywheel.records.exclusion import TrainedModels
-from flywheel.records.privacy import named_in
 from flywheel.records.states import SkipReason
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
@@ -41,7 +40,7 @@ from flywheel.sources.spans.recorded_calls import inexact_because, question_of, 
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
-from flywheel.sources.studio.schema import SCHEMAS, Schema, attributes_text, excerpt_of
+from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
 
 INTERRUPTION_SENTENCES: Final = frozenset(
     {
@@ -129,26 +128,25 @@ def replies_of(
     spans = with_calls(spans, calls)
     told = [*spans.values()]
     replies, dead = _replies_of(spans, dead, rows, selection, is_open=is_open, kinds=kinds)
-    if any(_is_private(span, selection) for span in (*told, *spans.values())):
+    conversations, users = _named(told, [schema.named_in(data) for data in rows.values()]) if dead else ([], [])
+    is_private = selection.private.cover(users=users, conversations=conversations, agents=())
+    if is_private or any(_is_private(span, selection) for span in (*told, *spans.values())):
         if private is not None:
             private |= {span.request_id: None for span in told if span.request_id}
         replies = [reply.without_content() for reply in replies]
         dead = [replace(row, error="it cannot be read, and is private", excerpt="") for row in dead]
     elif dead:
-        conversation, user = _whose(told, rows.values())
-        dead = [replace(row, conversation_id=conversation, user=user) for row in dead]
+        whose = {"conversation_id": next(iter(conversations), ""), "user": next(iter(users), "")}
+        dead = [replace(row, **whose) for row in dead]
     return replies, dead
 
 
-def _whose(spans: Sequence[Span], rows: Iterable[bytes]) -> tuple[str, str]:
-    """The conversation and the user of a trace with rows that cannot be read; else empty."""
-    conversations = [span.conversation_id for span in spans if span.conversation_id not in NO_CONVERSATION]
-    users = [user for span in spans if (user := at.user_id(span))]
-    for row in rows:
-        found = named_in(attributes_text(row))
-        conversations += found[0]
-        users += found[1]
-    return next(iter(conversations), ""), next(iter(users), "")
+def _named(spans: Sequence[Span], rows: Sequence[tuple[list[str], list[str]]]) -> tuple[list[str], list[str]]:
+    """The conversations and the users of a trace with rows that cannot be read."""
+    conversations = [span.conversation_id for span in spans]
+    conversations += [name for names, _ in rows for name in names]
+    users = [*map(at.user_id, spans), *(name for _, names in rows for name in names)]
+    return [name for name in conversations if name not in NO_CONVERSATION], [name for name in users if name]
 
 
 def _is_private(span: Span, selection: ReplySelection) -> bool:
