@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from flywheel.sources.studio import database
+from flywheel.sources.studio.reader import StudioReader
 from flywheel.system.process_folder import PREFIX, ProcessFolder, copies_in
 from tests import warm
 from tests.cli.conftest import Run
 from tests.factories.config import write_config
+from tests.sources.studio.reading import NOW, QUICK, Ledger
 from tests.sources.studio.writer import DATA
 
 
@@ -82,6 +84,20 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_reads_is_not
     assert left_in(state, Path(tempfile.gettempdir())) == held, "it left them"
     flywheel(*command, "-c", config)
     assert left_in(state, Path(tempfile.gettempdir())) == []
+
+
+def test_a_daemon_keeps_no_copy_between_passes(tmp_path: Path) -> None:
+    reader, ledger = StudioReader(closed_wal(tmp_path), QUICK, copies=tmp_path), Ledger()
+    seen = 0
+    for batch in reader.read(ledger.cursor, ledger, now=NOW):
+        ledger.store(batch, reader.schema)
+        seen += len(left_in(tmp_path))
+    assert seen, "it was read from a copy"
+    assert left_in(tmp_path) == []
+    ledger.rescan(reader)
+    assert left_in(tmp_path) == []
+    assert ledger.pass_(reader) == [], "nothing has changed"
+    reader.close()
 
 
 def test_who_may_not_write_the_state_copies_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
