@@ -224,9 +224,9 @@ class SourceIngestion:
 
     async def _erase_copies(self) -> None:
         """Erase from a copy of a data set what this pass has found there that is erased: it was written again."""
-        traces, self._erased_traces = self._erased_traces, set()
-        if traces:
-            await self._erase_lines(traces, ())
+        if self._erased_traces:
+            await self._erase_lines(self._erased_traces, ())
+            self._erased_traces.clear()
 
     async def erase_lines(self, traces: Collection[str], conversations: Collection[str]) -> int:
         """Erase these traces and conversations from the file, if it is a copy of a data set; returns how many lines
@@ -235,7 +235,7 @@ class SourceIngestion:
             return await self._erase_lines(traces, conversations)
 
     async def _erase_lines(self, traces: Collection[str], conversations: Collection[str]) -> int:
-        if not isinstance(self.connector, JsonlConnector) or not self.connector.is_copy or not self.path.exists():
+        if not isinstance(self.connector, JsonlConnector) or not self.connector.is_copy or not self.path.is_file():
             return 0
         return await self.connector.erase(traces, conversations)
 
@@ -454,7 +454,7 @@ class Ingestion:
                 self._sources[path] = SourceIngestion(
                     self._store,
                     JsonlConnector(
-                        path, self._jsonl_threads, models, _maker_of(source), self._config.privacy.exclude.names
+                        path, self._jsonl_threads, models, _maker_of(source, path), self._config.privacy.exclude.names
                     )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
@@ -638,9 +638,9 @@ class Ingestion:
         self._jsonl_threads.shutdown()
 
 
-def _maker_of(source: JsonlSource) -> Callable[[], None] | None:
-    """What writes the file of a source with a data set."""
-    if source.dataset is None:
+def _maker_of(source: JsonlSource, path: Path) -> Callable[[], None] | None:
+    """What writes this file of a source with a data set. Files of a directory are the user's."""
+    if source.dataset is None or path != source.path.absolute():
         return None
     given = source.dataset
     return partial(write_lines, DataSet(given.path, given.name, given.split), source.path, trainer_python(None))
