@@ -2,6 +2,7 @@
 
 from flywheel.config.deploy import DeploySettings as DeploySettings
 from flywheel.config.export import LangfuseSettings as LangfuseSettings
+from flywheel.config.file import DATA_SETS as DATA_SETS
 from flywheel.config.file import Config as Config
 from flywheel.config.file import StateSettings as StateSettings
 from flywheel.config.file import default_state_dir as default_state_dir

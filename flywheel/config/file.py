@@ -349,6 +349,10 @@ def source_at(config: Config, file: Path) -> Path | None:
     return None
 
 
+DATA_SETS: Final = "datasets"
+"""The folder of the copies of data sets, in the directory of the state."""
+
+
 def default_state_dir() -> Path:
     """`$FLYWHEEL_HOME`, else `flywheel` under the XDG state directory. Raises ConfigError."""
     home = os.environ.get("FLYWHEEL_HOME")
@@ -450,7 +454,7 @@ def _with_dataset_paths(raw: dict[str, Any]) -> dict[str, Any]:
         parts = [str(of[key]) for key in ("path", "name", "split") if of.get(key)]
         file = re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.")
         folder = (state.get("dir") if isinstance(state, dict) else None) or default_state_dir()
-        return {**source, "path": f"{folder}/datasets/{file}.jsonl"}
+        return {**source, "path": f"{folder}/{DATA_SETS}/{file}.jsonl"}
 
     made = [placed(source) for source in sources]
     return {**raw, "sources": made} if made != sources else raw

@@ -3,6 +3,9 @@
 The order makes every step repeatable: first nothing new is stored, judged or trained on; then files are rewritten, by
 what the rows say of them; then the rows go, in one transaction; then SQLite's logs are emptied. A process that dies
 in between leaves an open erasure, which the next one carries out from its beginning.
+
+`PLACES` lists where texts are: in the files of the state, in what killed processes left, and in the memory of what
+sends them. An erasure goes through it, and so does a test, which fails for a place that is not in it.
 """
 
 from __future__ import annotations
@@ -10,21 +13,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import shutil
 import sqlite3
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
 from sqlalchemy import Connection, LargeBinary, Row, cast, select
 
-from flywheel.config import Config
-from flywheel.daemon.rounds.erasure import erase_from_files, erase_from_results
+from flywheel.config import DATA_SETS, Config
+from flywheel.daemon.langfuse import LangfuseExport
+from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.rounds.erasure import ERASED_FOLDERS, erase_from_files, erase_from_results
 from flywheel.daemon.rounds.rounds import end_round_with_erased
 from flywheel.errors import StoreError
+from flywheel.judge.usage import IN_FLIGHT_FILE
 from flywheel.records.erasure import ErasedTasks
 from flywheel.records.task import NO_CONVERSATION
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
@@ -37,6 +45,8 @@ from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.database import STATE_FILE, Store, noted
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import erased_samples
+from flywheel.system.lock import STATE_LOCKS
+from flywheel.system.process_folder import PREFIX
 from flywheel.system.purge import purge
 from flywheel.system.terminal import quantity
 
@@ -95,6 +105,19 @@ def report_of(found: Touched, **done: Any) -> dict[str, Any]:
     return report
 
 
+@dataclass(frozen=True, slots=True)
+class Erasing:
+    """An erasure that is carried out: its number, what it found, the texts of the tasks, and the `qa_hash` of their
+    lines."""
+
+    number: int
+    found: Touched
+    erased: ErasedTasks
+    hashes: Set[str]
+    done: dict[str, Any] = field(default_factory=dict)
+    """Parts of the report."""
+
+
 class Eraser:
     """Carries out erasures. The caller holds the instance lock, and nothing ingests or judges meanwhile."""
 
@@ -125,7 +148,7 @@ class Eraser:
             seen = len(found.calls) + len(found.traces)
             calls = found.calls | await asyncio.to_thread(self._resent, found.calls)
             traces = found.traces | await asyncio.to_thread(self._traces_of, wanted, user, calls)
-            found = await self._store.read(erasures.touched, wanted, calls, traces)
+            found = await self._store.read(erasures.touched, wanted, calls, traces, user)
         found.shared = {conversation for conversation, _ in within}
         return found
 
@@ -162,21 +185,9 @@ class Eraser:
         of_tasks = await self._store.read(_lines, found)
         erased, hashes = ErasedTasks.of(of_tasks), {line["metadata"]["qa_hash"] for line in of_tasks}
         await self._store.write(erasures.block, erasure.id, await self._ingestion.erase_conversations(found.calls))
-        calls, pending = await self._erase_calls(found)
-        lines = await self._ingestion.erase(set(found.tasks.values()), hashes)
-        spans = await asyncio.to_thread(self._erase_spans, found)
-        used = {Path(each) for each in found.rounds.values()}
-        files = await asyncio.to_thread(erase_from_files, self._config.state_dir, erased, used) if found.tasks else 0
-        backups = await self._tell_backups()
-        done = {
-            "calls": calls,
-            "spans": spans,
-            "lines": lines,
-            "files": files,
-            "pending": pending,
-            "backups": backups,
-        }
-        await self._store.write(_end, erasure.id, found, erased, report_of(found, **done))
+        erasing = Erasing(erasure.id, found, erased, hashes)
+        for place in PLACES:
+            await place.erase(self, erasing)
         for source in self._ingestion.sources():
             source.count_again()
 
@@ -239,14 +250,45 @@ class Eraser:
         paths = [call_log_copy_path(state), *sorted((state / "serving").glob("calls-*.db"))]
         return [path for path in paths if path.is_file()]
 
-    async def _erase_calls(self, found: Touched) -> tuple[int, dict[str, int]]:
+    async def erase_left(self, _: Erasing) -> None:
+        """Remove what killed processes left. The caller's lock keeps restores out."""
+        await asyncio.to_thread(self._ingestion.remove_left)
+        await asyncio.to_thread(_remove_restoring, self._config.state_dir)
+
+    async def erase_calls(self, erasing: Erasing) -> None:
         """Erase recorded calls here and on the servers: how many were there, and how many servers still have."""
-        ids = sorted(found.calls)
-        there = await asyncio.to_thread(self._erase_here, ids)
-        if (puller := self._ingestion.calls) is None or not ids:
-            return there, {}
-        await puller.erase(ids)
-        return there, await puller.finish_erasing()
+        ids = sorted(erasing.found.calls)
+        erasing.done["calls"] = await asyncio.to_thread(self._erase_here, ids)
+        if (puller := self._ingestion.calls) is not None and ids:
+            await puller.erase(ids)
+            erasing.done["pending"] = await puller.finish_erasing()
+
+    async def erase_lines(self, erasing: Erasing) -> None:
+        erasing.done["lines"] = await self._ingestion.erase(set(erasing.found.tasks.values()), erasing.hashes)
+
+    async def erase_data_sets(self, erasing: Erasing) -> None:
+        await self._ingestion.erase_data_sets(erasing.found.traces, erasing.found.conversations)
+
+    async def erase_spans(self, erasing: Erasing) -> None:
+        inboxes, traces = _inboxes(self._config.state_dir), erasing.found.traces
+        erasing.done["spans"] = sum([await asyncio.to_thread(inbox.erase, path, traces) for path in inboxes])
+
+    async def erase_files(self, erasing: Erasing) -> None:
+        if erasing.found.tasks:
+            used = {Path(each) for each in erasing.found.rounds.values()}
+            files = await asyncio.to_thread(erase_from_files, self._config.state_dir, erasing.erased, used)
+            erasing.done["files"] = files
+
+    async def tell_backups(self, erasing: Erasing) -> None:
+        """Write beside each known backup what was erased; the folders that could not be written."""
+        known = await self._store.read(noted, backup.FOLDERS_NOTE)
+        everything = await self._store.read(erasures.everything_erased)
+        erasing.done["backups"] = await asyncio.to_thread(backup.tell, orjson.loads(known or "[]"), everything)
+
+    async def erase_rows(self, erasing: Erasing) -> None:
+        """Erase it from the state, from which it was found: after everything else."""
+        report = report_of(erasing.found, **erasing.done)
+        await self._store.write(_end, erasing.number, erasing.found, erasing.erased, report)
 
     def _erase_here(self, ids: Sequence[str]) -> int:
         there: set[str] = set()
@@ -255,14 +297,53 @@ class Eraser:
             _in_log(path, CallLog.erase, ids)
         return len(there)
 
-    def _erase_spans(self, found: Touched) -> int:
-        return sum(inbox.erase(path, found.traces) for path in _inboxes(self._config.state_dir))
 
-    async def _tell_backups(self) -> list[str]:
-        """Write beside each known backup what was erased; the folders that could not be written."""
-        known = await self._store.read(noted, backup.FOLDERS_NOTE)
-        everything = await self._store.read(erasures.everything_erased)
-        return await asyncio.to_thread(backup.tell, orjson.loads(known or "[]"), everything)
+class Place(NamedTuple):
+    """Where texts can be.
+
+    Attributes:
+        what: What has them.
+        files: Its files, as patterns below the directory of the state; `**` stands for any number of folders.
+        erase: What erases them there.
+    """
+
+    what: str
+    files: tuple[str, ...]
+    erase: Callable[[Eraser, Erasing], Awaitable[None]]
+
+
+PLACES: Final = (
+    Place(
+        "copies of a Studio database, of a data set or of a backup that killed processes left",
+        (f"{PREFIX}*/**", f"{DATA_SETS}/{PREFIX}*/**", f"{backup.RESTORING}/**"),
+        Eraser.erase_left,
+    ),
+    Place("recorded calls", ("calls/calls.db*", "serving/calls-*.db*"), Eraser.erase_calls),
+    Place("the task file, and files of AgentJet", ("tasks*.jsonl", ".tasks*.jsonl.*"), Eraser.erase_lines),
+    Place("copies of data sets", (f"{DATA_SETS}/*.jsonl", f"{DATA_SETS}/.*"), Eraser.erase_data_sets),
+    Place("received spans", ("otlp/*.sqlite*", "calls/spans.sqlite*"), Eraser.erase_spans),
+    Place("files of rounds and evaluations", tuple(f"{folder}/**" for folder in ERASED_FOLDERS), Eraser.erase_files),
+    Place("backups, which are told", (), Eraser.tell_backups),
+    Place("the state", (f"{STATE_FILE}*",), Eraser.erase_rows),
+)
+"""In the order in which they are erased."""
+WITHOUT_TEXTS: Final = (
+    *sorted(STATE_LOCKS), backup.ERASURES, IN_FLIGHT_FILE, "serving/admin.key", "serving/*aliases-*.json*",
+    "serving/adapters-*/**",
+)  # fmt: skip
+"""The other files of a state, as patterns: locks, pseudonyms, counts, keys, names and weights of adapters."""
+SENDERS: Final = (NoticeTarget, LangfuseExport)
+"""What sends texts elsewhere and tries again. They keep none: each attempt reads the state."""
+
+
+def _remove_restoring(state: Path) -> None:
+    folder = state / backup.RESTORING
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    except OSError as error:
+        hint = "Remove the folder, which a killed restore left, and run the command again."
+        raise StoreError(f"remove {folder}", f"{error.filename}: {error.strerror or error}", hint) from error
 
 
 def _inboxes(state: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 
 Each reply has a score for its acceptance, its total and each criterion, by `POST /api/public/scores`, which every
 version of Langfuse has. The id of a score follows from reply and name, and its time is the reply's. A score of the
-same id, name and day replaces another: one sent twice is one, and a new verdict replaces the last.
+same id, name and day replaces another: one sent twice is one, and a new verdict replaces the last. Each is read from
+the state just before it is sent, so that nothing is sent that was erased before it.
 https://langfuse.com/docs/evaluation/evaluation-methods/scores-via-sdk
 """
 
@@ -49,7 +50,10 @@ class LangfuseExport(RetriedTarget):
         self._attempted = f"send scores to Langfuse at {settings.server}"
         self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0, "error": ""}
         self._counts = Counter[str]()
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[int] = []
+        """Numbers of the replies whose scores are to be sent. No text is kept: it may be erased before it is sent."""
+        self._done: set[str] = set()
+        """Scores of the first of them that were sent, by their ids."""
         self._position = 0
 
     async def begin(self) -> None:
@@ -71,15 +75,14 @@ class LangfuseExport(RetriedTarget):
             raise
 
     async def _has_next(self) -> bool:
-        """Find the next scores to send, unless some are waiting."""
+        """Find the next replies whose scores are to be sent, unless some are waiting."""
         while not self._waiting:
             found, end = await self._store.read(scores.judged_after, self._position, EVENTS_AT_ONCE)
             if end == self._position:
                 return False
             self._position = end
-            traced = [(reply, verdict) for reply, verdict in found if _TRACE.fullmatch(reply.trace_id)]
-            self._waiting = [score for each in traced for score in self._scores(*each)]
-            self._counts["untraced"] += len(found) - len(traced)
+            self._waiting = [reply.id for reply, _ in found if _TRACE.fullmatch(reply.trace_id)]
+            self._counts["untraced"] += len(found) - len(self._waiting)
             if not self._waiting and (self._counts.total() or end - self._note["event"] > STORED_AFTER):
                 await self._keep_position()
         return True
@@ -116,6 +119,17 @@ class LangfuseExport(RetriedTarget):
         for each in verdict.results:
             yield score(f"criteria.{each['criterion']}", each["value"], each["reason"])
 
+    async def _next_score(self) -> dict[str, Any] | None:
+        """The next score to send, from the state as it is now; None without one."""
+        while self._waiting:
+            found = await self._store.read(scores.of_reply, self._waiting[0])
+            for score in self._scores(*found) if found is not None else ():
+                if score["id"] not in self._done:
+                    return score
+            del self._waiting[0]
+            self._done.clear()
+        return None
+
     async def _send_all(self) -> None:
         """Send what waits, in its order. Raises NotifyError where Langfuse cannot be reached or takes nothing."""
         import httpx2
@@ -128,16 +142,15 @@ class LangfuseExport(RetriedTarget):
         public, secret = keys.values()
         seconds = self._settings.timeout_seconds
         async with BoundedClient(self._settings.host, seconds=seconds, trust_env=True) as client:
-            while self._waiting:
-                score = redact_secrets(json.dumps(self._waiting[0]).encode())
+            while (score := await self._next_score()) is not None:
+                content = redact_secrets(json.dumps(score).encode())
                 try:
-                    answer = await client.post(PATH, content=score, headers=HEADERS, auth=(public, secret))
+                    answer = await client.post(PATH, content=content, headers=HEADERS, auth=(public, secret))
                 except (httpx2.HTTPError, OSError, ValueError) as error:
                     raise self._failure(" ".join(str(error).split()) or type(error).__name__) from None
                 if answer.status_code in REFUSED:
                     why = " ".join(redact_secrets(answer.text).split())[:300]
-                    name, trace = self._waiting[0]["name"], self._waiting[0]["traceId"]
-                    log.warning("Langfuse refused %s of trace %s: %s", name, trace, why)
+                    log.warning("Langfuse refused %s of trace %s: %s", score["name"], score["traceId"], why)
                 elif answer.status_code in (401, 403):
                     hint = f"Check the keys of the project in ${' and $'.join(keys)}."
                     raise self._failure(f"it refuses the keys ({answer.status_code})", hint)
@@ -145,7 +158,7 @@ class LangfuseExport(RetriedTarget):
                     after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
                     raise self._failure(f"it answered {answer.status_code}", at_least=after)
                 self._counts["refused" if answer.status_code in REFUSED else "sent"] += 1
-                del self._waiting[0]
+                self._done.add(score["id"])
                 self.succeeded()
 
     def _failure(

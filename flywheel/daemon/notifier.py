@@ -1,7 +1,8 @@
 """Sends notices (`notify`) to webhooks and commands, from the events of the state: at least once, in their order.
 
 Each target has a position of its own among the events, stored when a notice has arrived. A target that does not
-answer delays neither the others nor the daemon; it is tried again after a growing time, and after a restart.
+answer delays neither the others nor the daemon; it is tried again after a growing time, and after a restart. What is
+sent is read from the state before each attempt, so that nothing is sent that was erased before it.
 
 What is sent follows Standard Webhooks: https://github.com/standard-webhooks/standard-webhooks
 """
@@ -14,6 +15,7 @@ import binascii
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import os
@@ -21,7 +23,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -80,7 +81,8 @@ class NoticeTarget(RetriedTarget):
         self._settings = settings
         self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
         self._position = self._stored = 0
-        self._waiting: list[Notice] = []
+        self._sent_in_vain = 0
+        """The last notice of those that were sent in vain. Their texts are not kept: they may be erased meanwhile."""
 
     def __str__(self) -> str:
         """For messages: of a URL, which may be a secret, the host."""
@@ -102,18 +104,19 @@ class NoticeTarget(RetriedTarget):
             return
         wanted = frozenset(self._settings.on)
         while True:
-            found, end = await self._store.read(notices.after, self._position, wanted, EVENTS_AT_ONCE)
-            for _, alike in groupby(found, key=lambda notice: notice.type):
-                together = list(alike)
-                while together:
-                    # What was sent in vain is sent again as it was: its id is the same.
-                    sent = self._waiting or together[:NOTICES_AT_ONCE]
-                    await self._send(sent)
-                    await self._keep(sent[-1].id)
-                    together = [notice for notice in together if notice.id > self._position]
-            if end == self._position and not found:
+            # Read again before each attempt: what was erased since is not sent.
+            limits = {"limit": EVENTS_AT_ONCE, "most": NOTICES_AT_ONCE}
+            found, end = await self._store.read(notices.after, self._position, wanted, **limits)
+            if found:
+                alike = list(next(itertools.groupby(found, key=lambda notice: notice.type))[1])
+                # What was sent in vain is sent again together: its number is the same.
+                sent = [notice for notice in alike if notice.id <= self._sent_in_vain] or alike
+                await self._send(sent)
+                await self._keep(sent[-1].id)
+                continue
+            if end == self._position:
                 return
-            self._position = max(self._position, end)
+            self._position = end
             if self._position - self._stored > STORED_AFTER:
                 await self._keep(self._position)
 
@@ -129,10 +132,9 @@ class NoticeTarget(RetriedTarget):
             else:
                 await self._post(f"{self._alias}-{sent[0].id}-{sent[-1].id}", body)
         except NotifyError:
-            self._waiting = sent
+            self._sent_in_vain = sent[-1].id
             self.failed()
             raise
-        self._waiting = []
         self.succeeded()
 
     def _content(self, sent: Sequence[Notice]) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class Service:
         """Clean up after a process that died. The instance lock excludes others."""
         for target in self._targets:
             await target.begin()
+        await asyncio.to_thread(self._ingestion.remove_left)
         released, dead = await recover(self._store, self._config.state_dir, self._config.judge.prices)
         failed = await self._deployer.recover()
         for task in dead:

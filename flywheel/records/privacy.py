@@ -1,8 +1,11 @@
-"""Of whom nothing is stored, but a count."""
+"""Of whom nothing is stored, but a count; and whom a text names that cannot be parsed."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
+from typing import Final
 
 from msgspec import Struct
 
@@ -26,6 +29,32 @@ class PrivateNames(Struct, frozen=True):
 
 
 NOBODY = PrivateNames()
+
+
+_ID: Final = r'(?P<{0}>"(?:[^"\\]|\\.)*+"|-?\d+)'
+_CONVERSATION: Final = re.compile(
+    r'"(?:conversation_?id|(?:[\w.]*\.)?(?:conversation|session)\.id|session_?id)"\s*:\s*' + _ID.format("id")
+    + r'|"(?:conversation|session)"\s*:\s*\{[^{}]*?"id"\s*:\s*' + _ID.format("nested"),
+    re.IGNORECASE,
+)  # fmt: skip
+_USER: Final = re.compile(
+    r'"(?:(?:end)?user_?id|(?:[\w.]*\.)?(?:end)?user\.id)"\s*:\s*' + _ID.format("id")
+    + r'|"(?:end)?user"\s*:\s*\{[^{}]*?"id"\s*:\s*' + _ID.format("nested"),
+    re.IGNORECASE,
+)  # fmt: skip
+
+
+def named_in(text: str) -> tuple[list[str], list[str]]:
+    """The conversations and the users that JSON names, in its order, also where it is no JSON: torn, or cut off."""
+    found: tuple[list[str], list[str]] = ([], [])
+    for ids, pattern in zip(found, (_CONVERSATION, _USER), strict=True):
+        for match in pattern.finditer(text):
+            given = match["id"] or match["nested"]
+            try:
+                ids.append(str(json.loads(given, strict=False)))
+            except ValueError:  # an escape that is none
+                ids.append(given.strip('"'))
+    return found
 
 
 def is_refusal(value: object) -> bool:

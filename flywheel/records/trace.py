@@ -177,13 +177,16 @@ class ModelCall(Struct, frozen=True):
 
 
 class DeadRow(Struct, frozen=True):
-    """A row of a source that cannot be parsed. It affects no other row."""
+    """A row of a source that cannot be parsed. It affects no other row. `conversation_id` and `user` are those that
+    it names, as far as it can be read: it is erased with them."""
 
     rowid: int
     span_id: str
     trace_id: str
     error: str
     excerpt: str = ""
+    conversation_id: str = ""
+    user: str = ""
 
 
 class Cursor(Struct, frozen=True):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings
+from flywheel.config import DATA_SETS, CallsSource, Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
@@ -32,6 +33,7 @@ from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.conversations import ConversationFinder
+from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
@@ -44,6 +46,7 @@ from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.task_file import AgentJetTasks, TaskFile
 from flywheel.system.files import PRIVATE
+from flywheel.system.process_folder import remove_left
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class SourceIngestion:
         self._agentjet_tasks = agentjet_tasks
         self._calls = calls
         self._missing_calls: set[str] = set()
+        self._erased_traces: set[str] = set()
         self._lock = asyncio.Lock()
         self._source = 0
         self.has_passed = False
@@ -158,6 +162,7 @@ class SourceIngestion:
                         cursor = batch.cursor or cursor
                 if self._missing_calls:
                     await self._look_for_missing_calls()
+                await self._erase_copies()
             except Exception as failure:
                 self.connector.forget()
                 error, cursor = failure if isinstance(failure, FlywheelError) else self._defect(failure), None
@@ -232,6 +237,23 @@ class SourceIngestion:
         self._scanned_at = None
         self._is_scan_asked_for = True
 
+    async def _erase_copies(self) -> None:
+        """Erase from a copy of a data set what this pass has found there that is erased: it was written again."""
+        if self._erased_traces:
+            await self._erase_lines(self._erased_traces, ())
+            self._erased_traces.clear()
+
+    async def erase_lines(self, traces: Collection[str], conversations: Collection[str]) -> int:
+        """Erase these traces and conversations from the file, if it is a copy of a data set; returns how many lines
+        that were. Raises SourceError and StoreError."""
+        async with self._lock:
+            return await self._erase_lines(traces, conversations)
+
+    async def _erase_lines(self, traces: Collection[str], conversations: Collection[str]) -> int:
+        if not isinstance(self.connector, JsonlConnector) or not self.connector.is_copy or not self.path.is_file():
+            return 0
+        return await self.connector.erase(traces, conversations)
+
     async def _look_for_missing_calls(self) -> None:
         """Have traces read again whose calls were pulled while they were extracted without them."""
         assert self._calls is not None
@@ -303,6 +325,7 @@ class SourceIngestion:
                 await self._calls.erase_new(recorded.erased_calls)
         if recorded.erased_traces and self.connector.type in _WITH_INBOX:
             await asyncio.to_thread(inbox.erase, self.path, recorded.erased_traces, rewrite=False)
+        self._erased_traces |= recorded.erased_traces
         total.add(recorded)
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
@@ -374,7 +397,8 @@ def redacted(batch: Batch, redact: Redactor) -> Batch:
             # The error's message may quote the text.
             why = f"the filter pii cannot redact it ({type(error).__name__}): nothing of its text is stored"
             rowid = 0 if isinstance(row, Entry) else row.rowid
-            dead.append(DeadRow(rowid, row.span_id, row.trace_id, why))
+            whose = row.conversation_id, row.user
+            dead.append(DeadRow(rowid, row.span_id, row.trace_id, why, "", *whose))
     return msgspec.structs.replace(batch, entries=tuple(entries), dead=tuple(dead))
 
 
@@ -448,7 +472,7 @@ class Ingestion:
                 self._sources[path] = SourceIngestion(
                     self._store,
                     JsonlConnector(
-                        path, self._jsonl_threads, models, _maker_of(source), self._config.privacy.exclude.names
+                        path, self._jsonl_threads, models, _maker_of(source, path), self._config.privacy.exclude.names
                     )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
@@ -475,6 +499,7 @@ class Ingestion:
         `final` closes replies at once instead of waiting until their traces are quiet. `sweep` makes a full scan of
         each source instead of a recent re-scan. After `stop`, passes end at their next batch.
         """
+        await asyncio.to_thread(self.remove_left)
         free = asyncio.Semaphore(SOURCES_AT_ONCE)
 
         async def read(source: SourceIngestion) -> SourceReport:
@@ -580,6 +605,28 @@ class Ingestion:
         """Remove the lines of tasks from the task file and those beside it, see `TaskFile.erase`."""
         return await self._task_file.erase(self._store, keys, qa_hashes)
 
+    async def erase_data_sets(self, traces: Collection[str], conversations: Collection[str]) -> int:
+        """Erase traces and conversations from the copies of data sets, also of those that are no sources any more;
+        returns how many lines that were. Raises SourceError and StoreError."""
+        read = {source.path: source for source in self.sources()}
+        erased = [await source.erase_lines(traces, conversations) for source in read.values()]
+        others = sorted((self._config.state_dir / DATA_SETS).glob("*.jsonl"))
+        for path in (path for path in others if path not in read):
+            erased.append(await asyncio.to_thread(erase_lines, path, traces, conversations))
+        return sum(erased)
+
+    def remove_left(self) -> None:
+        """Remove the copies of databases and data sets that killed processes left."""
+        # Where the directory of temporary files has a long name, the files of a round are in /tmp.
+        temporary = Path(tempfile.gettempdir()), Path("/tmp")
+        for folder in {self._config.state_dir, *temporary, *self._folders_of_copies()}:
+            remove_left(folder)
+
+    def _folders_of_copies(self) -> set[Path]:
+        """The folders with copies of data sets."""
+        sources = (source for source in self._config.sources if isinstance(source, JsonlSource) and source.dataset)
+        return {self._config.state_dir / DATA_SETS, *(source.path.absolute().parent for source in sources)}
+
     async def _erase_blocked(self, calls: CallPuller) -> None:
         """Erase calls that name a conversation that was erased, or a user who is blocked. Raises CallLogError."""
         if not await self._store.read(erasures.are_there):
@@ -612,9 +659,9 @@ class Ingestion:
         self._jsonl_threads.shutdown()
 
 
-def _maker_of(source: JsonlSource) -> Callable[[], None] | None:
-    """What writes the file of a source with a data set."""
-    if source.dataset is None:
+def _maker_of(source: JsonlSource, path: Path) -> Callable[[], None] | None:
+    """What writes this file of a source with a data set. Files of a directory are the user's."""
+    if source.dataset is None or path != source.path.absolute():
         return None
     given = source.dataset
     return partial(write_lines, DataSet(given.path, given.name, given.split), source.path, trainer_python(None))

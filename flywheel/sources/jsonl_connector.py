@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
+from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.reader import JsonlReader, is_listed
 from flywheel.sources.jsonl.record import JsonlEntry
 from flywheel.sources.studio_connector import Progress
@@ -163,8 +164,9 @@ class JsonlConnector:
         make: Callable[[], None] | None = None,
         private: PrivateNames = NOBODY,
     ) -> None:
-        """`make` writes the file if it is missing."""
+        """`make` writes the file if it is missing: it is a copy, which an erasure may change."""
         self.path = path
+        self.is_copy = make is not None
         self._make = make
         self._not_made: tuple[SourceError, float] | None = None
         self.progress = Progress()
@@ -203,6 +205,13 @@ class JsonlConnector:
 
     def forget(self) -> None:
         """The reader holds no uncommitted state."""
+
+    async def erase(self, traces: Collection[str], conversations: Collection[str]) -> int:
+        """Erase lines of these traces and conversations from the copy, see `erase_lines`."""
+        erased = await self._in_thread(partial(erase_lines, self.path, traces, conversations))
+        # The file before is closed: it has the texts for as long as it is open.
+        await self.close()
+        return erased
 
     async def close(self) -> None:
         await self._in_thread(self._reader.close)

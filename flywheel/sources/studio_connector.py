@@ -33,6 +33,7 @@ from flywheel.sources.studio.reader import Checkpoints, StudioReader
 from flywheel.sources.studio.trace_completion import FOREVER_NS
 from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.kernel.database import Store
+from flywheel.system.process_folder import copies_in
 
 T = TypeVar("T")
 
@@ -170,7 +171,8 @@ class StudioConnector:
         self.progress = Progress()
         self.kinds: Counter[str] = Counter()
         """Spans by kind of the traces without an agent."""
-        self.reader = StudioReader(path, config.ingest, call_sizes=calls.sizes if calls is not None else None)
+        copies, sizes = copies_in(config.state_dir), calls.sizes if calls is not None else None
+        self.reader = StudioReader(path, config.ingest, copies=copies, call_sizes=sizes)
         self._calls = calls
         agents = config.ingest.agents
         self.selection = ReplySelection(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from flywheel import __version__
-from flywheel.errors import StoreError
+from flywheel.errors import LockedError, StoreError
 from flywheel.store.kernel.database import READ_ATTEMPTS, STATE_FILE, copy_database, found_version
 from flywheel.system.files import file_sha256, make_private, private, sync, write_json
 from flywheel.system.lock import INSTANCE_LOCK, STATE_LOCKS, instance_lock
@@ -166,6 +166,9 @@ def tell(folders: Sequence[str], erasures: Sequence[Mapping[str, Any]]) -> list[
             if found_in(folder) is None:
                 raise FileNotFoundError
             write_json(folder / ERASURES, list(erasures), mode=0o600)
+            with contextlib.suppress(LockedError), instance_lock(folder):
+                # Of one that was interrupted: nobody restores it.
+                shutil.rmtree(folder / NEXT, ignore_errors=True)
         except OSError:
             unreached.append(name)
     return unreached

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -28,20 +28,21 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    true,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.records.erasure import ERASED, ErasedTasks
+from flywheel.records.privacy import named_in
 from flywheel.records.states import ReplyState, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
 from flywheel.store import deduplication
 from flywheel.store.dead_letters import ROW, TASK
+from flywheel.store.erased_columns import SENTENCES, emptied
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import Lookup, chunks, rows_in
-from flywheel.store.kernel.database import ERASURE_KEY, JUDGE_NOTE, ROUND_NOTE, noted
+from flywheel.store.kernel.database import ERASURE_KEY, noted
 from flywheel.store.kernel.schema import (
     conversations,
     dead_letters,
@@ -62,7 +63,6 @@ from flywheel.store.kernel.schema import (
     watch_units,
 )
 from flywheel.store.kernel.transitions import move, record, utcnow
-from flywheel.store.notices import JUDGE
 
 _IS_ERASED: Final = replies.c.state == literal_column(f"'{ReplyState.ERASED.value}'")
 _TOMBSTONES: Final = Lookup(
@@ -104,6 +104,9 @@ class Pseudonyms:
         self._key = bytes.fromhex(noted(conn, ERASURE_KEY))
 
     def of(self, kind: Kind, text: str) -> str:
+        """Empty for an id that there is not: it would make all rows without one the same."""
+        if not text:
+            return ""
         message = f"{kind.value}\0{text}".encode("utf-8", "surrogatepass")
         return hmac.digest(self._key, message, "sha256")[:16].hex()
 
@@ -132,8 +135,8 @@ def _blocked_users(conn: Connection) -> set[str]:
     return set(conn.execute(of_users).scalars())
 
 
-def users_of(conn: Connection, entries: Iterable[Entry]) -> dict[str, str]:
-    """The pseudonyms of the users of some entries, by user; empty for none."""
+def users_of(conn: Connection, entries: Iterable[Entry | DeadRow]) -> dict[str, str]:
+    """The pseudonyms of the users of some entries or dead rows, by user; empty for none."""
     users = {entry.user for entry in entries}
     if not users - {""}:
         return {"": ""}
@@ -141,41 +144,41 @@ def users_of(conn: Connection, entries: Iterable[Entry]) -> dict[str, str]:
     return {user: pseudonyms.of(Kind.USER, user) if user else "" for user in users}
 
 
-def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, list[Entry | DeadRow]]:
-    """A batch without what was erased or belongs to an erased conversation, and the rows of that which are new.
+def without_erased(
+    conn: Connection, source: int, batch: Batch
+) -> tuple[Batch, list[Entry | DeadRow], list[Entry | DeadRow]]:
+    """A batch without what was erased or belongs to an erased conversation, the rows of that, and those that are new.
 
     They are stored as erased replies, so that each reply of the source is counted.
     """
     if not (batch.entries or batch.dead) or not are_there(conn):
-        return batch, []
+        return batch, [], []
     pseudonyms = Pseudonyms(conn)
     rows: tuple[Entry | DeadRow, ...] = (*batch.entries, *batch.dead)
     spans = {row.span_id: pseudonyms.of(Kind.SPAN, row.span_id) for row in rows}
     traces = {row.trace_id: pseudonyms.of(Kind.TRACE, row.trace_id) for row in rows}
-    keys = {key for entry in batch.entries for key in _keys_of(entry)}
+    keys = {key for row in rows for key in _keys_of(row)}
     named = {key: pseudonyms.of(*key) for key in keys}
     there = {row.span_id for row in _TOMBSTONES.rows(conn, list(spans.values()), source)}
-    of_traces = {row.trace_id for row in _TRACES.rows(conn, list(traces.values()))}
+    of_traces = {row.trace_id for row in _TRACES.rows(conn, sorted({*traces.values()} - {""}))}
     erased = {row.pseudonym for row in _CONVERSATIONS.rows(conn, list(named.values()))}
-    users = users_of(conn, batch.entries)
+    users = users_of(conn, rows)
     refused = _blocked_users(conn)
 
     def is_erased(row: Entry | DeadRow) -> bool:
         if spans[row.span_id] in there or traces[row.trace_id] in of_traces:
             return True
-        return isinstance(row, Entry) and (
-            users[row.user] in refused or any(named[key] in erased for key in _keys_of(row))
-        )
+        return users[row.user] in refused or any(named[key] in erased for key in _keys_of(row))
 
     gone = {row.span_id: row for row in rows if is_erased(row)}
     if not gone:
-        return batch, []
+        return batch, [], []
     # What is known under its own id is about to be erased.
     known = {row.span_id for row in _KNOWN.rows(conn, list(gone), source)}
     new = [row for span, row in gone.items() if spans[span] not in there and span not in known]
     now = utcnow()
     for row in new:
-        key = conversation_key(row.conversation_id, row.trace_id) if isinstance(row, Entry) else row.trace_id
+        key = conversation_key(row.conversation_id, row.trace_id)
         added = insert(replies).values(
             source_id=source,
             span_id=spans[row.span_id],
@@ -188,7 +191,7 @@ def without_erased(conn: Connection, source: int, batch: Batch) -> tuple[Batch, 
         record(conn, replies.name, [str(number)], None, ReplyState.ERASED)
     entries = tuple(entry for entry in batch.entries if entry.span_id not in gone)
     dead = tuple(row for row in batch.dead if row.span_id not in gone)
-    return replace(batch, entries=entries, dead=dead), new
+    return replace(batch, entries=entries, dead=dead), list(gone.values()), new
 
 
 def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[str, int]:
@@ -200,10 +203,14 @@ def erased_spans(conn: Connection, source: int, spans: Collection[str]) -> dict[
     return {by_pseudonym[row.span_id]: row.id for row in _TOMBSTONES.rows(conn, list(by_pseudonym), source)}
 
 
-def _keys_of(entry: Entry) -> list[tuple[Kind, str]]:
-    """The conversation of an entry, and the one that it forks from, as they are and within its service."""
-    keys = dict.fromkeys((conversation_key(entry.conversation_id, entry.trace_id), entry.split_key))
-    within = [(Kind.SERVICE, in_service(key, entry.service)) for key in keys if entry.service]
+def _keys_of(row: Entry | DeadRow) -> list[tuple[Kind, str]]:
+    """The conversation of an entry or a dead row, and the one that an entry forks from, as they are and within its
+    service."""
+    own = conversation_key(row.conversation_id, row.trace_id)
+    if isinstance(row, DeadRow):
+        return [(Kind.CONVERSATION, own)]
+    keys = dict.fromkeys((own, row.split_key))
+    within = [(Kind.SERVICE, in_service(key, row.service)) for key in keys if row.service]
     return [*((Kind.CONVERSATION, key) for key in keys), *within]
 
 
@@ -228,7 +235,24 @@ def conversations_of_user(conn: Connection, user: str) -> set[str]:
     """The conversations in which a user asked something, by their keys."""
     pseudonym = Pseudonyms(conn).of(Kind.USER, user)
     rows = conn.execute(select(replies.c.conversation_id, replies.c.trace_id).where(replies.c.user == pseudonym))
-    return {conversation_key(row.conversation_id, row.trace_id) for row in rows}
+    return {key for row in rows if (key := conversation_key(row.conversation_id, row.trace_id))}
+
+
+def named_in_letters(conn: Connection, wanted: Set[str], user: str) -> set[int]:
+    """The numbers of replies that cannot be read, and whose dead letters name one of these conversations or a user
+    (empty: none). What was stored without those names is found by it."""
+    letters = select(replies.c.id, dead_letters.c.excerpt).select_from(
+        replies.join(
+            dead_letters,
+            (dead_letters.c.subject == replies.c.span_id) & (dead_letters.c.source_id == replies.c.source_id),
+        )
+    )
+    found = set()
+    for row in conn.execute(letters.where(dead_letters.c.kind == ROW, dead_letters.c.excerpt != "")):
+        conversations, users = named_in(row.excerpt)
+        if not wanted.isdisjoint(conversations) or (user and user in users):
+            found.add(row.id)
+    return found
 
 
 def conversations_of(conn: Connection, erasure: int) -> set[str]:
@@ -280,13 +304,19 @@ def within_services(conn: Connection, erasure: int) -> list[tuple[str, str]]:
 
 
 def touched(
-    conn: Connection, wanted: Collection[str], calls: Collection[str] = (), traces: Collection[str] = ()
+    conn: Connection,
+    wanted: Collection[str],
+    calls: Collection[str] = (),
+    traces: Collection[str] = (),
+    user: str = "",
 ) -> Touched:
-    """What the state has of these conversations, recorded calls and traces.
+    """What the state has of these conversations, recorded calls and traces, and of rows that cannot be read and name
+    them or the user.
 
     All replies of their traces belong to it: an agent that another one calls sees the conversation, too.
     """
     found = Touched(conversations=set(wanted), calls=set(calls), traces=set(traces))
+    found.replies = named_in_letters(conn, found.conversations - NO_CONVERSATION, user)
     columns = replies.c.id, replies.c.span_id, replies.c.trace_id, replies.c.task_id
     query = select(*columns).where(replies.c.state != ReplyState.ERASED.value)
     of_calls = select(reply_calls.c.reply_id)
@@ -297,14 +327,14 @@ def touched(
         by_call = {row.reply_id for row in rows_in(conn, of_calls, reply_calls.c.request_id, sorted(found.calls))}
         rows = [
             *rows_in(conn, query, replies.c.conversation_id, ids),
-            *rows_in(conn, query, replies.c.trace_id, sorted(found.traces | found.conversations)),
-            *rows_in(conn, query, replies.c.id, sorted(by_call)),
+            *rows_in(conn, query, replies.c.trace_id, sorted((found.traces | found.conversations) - {""})),
+            *rows_in(conn, query, replies.c.id, sorted(by_call | found.replies)),
             *rows_in(conn, query, replies.c.task_id, sorted(found.tasks)),
         ]
         for row in rows:
             found.replies.add(row.id)
             found.spans.add(row.span_id)
-            found.traces.add(row.trace_id)
+            found.traces |= {row.trace_id} - {""}
             if row.task_id is not None:
                 found.tasks.setdefault(row.task_id, "")
         named = select(reply_calls.c.request_id)
@@ -435,8 +465,7 @@ def _scrub_tasks(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> No
     used = {row.text for row in rows_in(conn, select(fingerprints.c.text), fingerprints.c.text, sorted(texts))}
     for some in chunks(sorted(texts - used)):
         conn.execute(delete(embeddings).where(embeddings.c.text.in_(some)))
-    names = ("agent", "adapter", "started_at", "excluded", "model", "target", "structure")
-    empty: dict[str, Any] = {**dict.fromkeys(names, ""), "beginning": None, "payload": {}, "retry_at": None}
+    empty = {**emptied(tasks), "beginning": None, "retry_at": None}
     for number, key in found.tasks.items():
         conversation = select(tasks.c.conversation_id).where(tasks.c.id == number)
         values = {
@@ -459,7 +488,7 @@ def _scrub_conversations(conn: Connection, found: Touched, pseudonyms: Pseudonym
         name = pseudonyms.of(Kind.CONVERSATION, row.key)
         for table in (schema.recent_bands, schema.signature_bands):
             conn.execute(delete(table).where(table.c.key == row.key))
-        values = {"key": name, "like": name if row.like == row.key else row.like, "words": b""}
+        values = {**emptied(conversations), "key": name, "like": name if row.like == row.key else row.like}
         conn.execute(update(conversations).where(conversations.c.key == row.key).values(**values))
         conn.execute(update(conversations).where(conversations.c.like == row.key).values(like=name))
     for row in list(rows_in(conn, select(gate_conversations), gate_conversations.c.conversation, keys)):
@@ -474,7 +503,7 @@ def _scrub_replies(conn: Connection, found: Touched, pseudonyms: Pseudonyms) -> 
         conn.execute(delete(reply_calls).where(reply_calls.c.reply_id.in_(some)))
     for calls in chunks(sorted(found.calls)):
         conn.execute(delete(watch_units).where(watch_units.c.request_id.in_(calls)))
-    empty: dict[str, Any] = {"agent": "", "skip_reason": None, "detail": "", "content": None, "user": ""}
+    empty = {**emptied(replies), "content": None}
     for row in list(rows_in(conn, select(replies), replies.c.id, ids)):
         key = conversation_key(row.conversation_id, row.trace_id)
         _forget_letters(conn, ROW, [row.span_id], Kind.SPAN, pseudonyms, row.source_id)
@@ -501,7 +530,7 @@ def _forget_letters(
     if source is not None:
         query = query.where(dead_letters.c.source_id == source)
     for row in list(rows_in(conn, query, dead_letters.c.subject, list(subjects))):
-        values = {"subject": pseudonyms.of(of, row.subject), "error": ERASED, "excerpt": ""}
+        values = {**emptied(dead_letters), "subject": pseudonyms.of(of, row.subject)}
         conn.execute(update(dead_letters).where(dead_letters.c.id == row.id).values(**values))
         _silence(conn, dead_letters, [row.id])
 
@@ -515,19 +544,14 @@ def _silence(conn: Connection, table: Table, ids: Iterable[int]) -> None:
 
 
 def _erase_quotes(conn: Connection, erased: ErasedTasks) -> None:
-    """Erase errors that quote a text: of the judge, of sources, and what `status` says of them."""
-    for table, column, which in (
-        (schema.judge_errors, schema.judge_errors.c.error, true()),
-        (schema.meta, schema.meta.c.value, schema.meta.c.key.in_([JUDGE_NOTE, ROUND_NOTE])),
-        (schema.sources, schema.sources.c.error, true()),
-        (events, events.c.detail, events.c.kind.in_([JUDGE, schema.sources.name])),
-    ):
-        said = select(column).where(which, column != "").distinct()
+    """Erase sentences that quote a text: errors of the judge and of sources, what `status` says of them, excerpts."""
+    for column, instead, where in SENTENCES:
+        said = select(column).where(where, column != "").distinct()
         for text in [text for text in conn.execute(said).scalars() if erased.quoted_in(text)]:
-            if table is schema.judge_errors:
-                conn.execute(delete(table).where(column == text))
+            if instead is None:
+                conn.execute(delete(column.table).where(column == text))
             else:
-                conn.execute(update(table).where(column == text).values({column: ERASED}))
+                conn.execute(update(column.table).where(where, column == text).values({column.name: instead}))
 
 
 def _rename(conn: Connection, names: Mapping[str, str]) -> None:

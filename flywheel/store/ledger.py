@@ -186,9 +186,10 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class Recorded:
-    """What a batch changed. `re_extracted` counts known replies that changed. Of `erased` replies, which are counted
-    and not stored, `erased_traces` and `erased_calls` (request ids) are still where they came from. `reopened` are
-    the numbers of sources with traces to be read again, as calls that they share were released."""
+    """What a batch changed. `re_extracted` counts known replies that changed. `erased` replies are counted and not
+    stored. `erased_traces`, of these and of those that were known, and `erased_calls` (request ids) are still where
+    they came from. `reopened` are the numbers of sources with traces to be read again, as calls that they share were
+    released."""
 
     new_tasks: int = 0
     new_replies: int = 0
@@ -269,10 +270,10 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
-    batch, erased = without_erased(conn, source, batch)
+    batch, gone, erased = without_erased(conn, source, batch)
     done = Recorded(
         erased=len(erased),
-        erased_traces={row.trace_id for row in erased},
+        erased_traces={row.trace_id for row in gone},
         erased_calls={call for row in erased if isinstance(row, Entry) for call in row.calls},
         warnings=list(batch.warnings),
     )
@@ -363,6 +364,8 @@ def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:
             source_id=source,
             span_id=row.span_id,
             trace_id=row.trace_id,
+            conversation_id=storable(row.conversation_id),
+            user=users_of(conn, [row])[row.user],
             state=ReplyState.DEAD.value,
             detail=storable(row.error)[:500],
             created_at=utcnow(),

@@ -5,6 +5,7 @@ An event that happens twice, as a source that fails again after it had recovered
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -53,12 +54,15 @@ def newest_event(conn: Connection) -> int:
     return int(conn.execute(select(func.max(events.c.id))).scalar_one() or 0)
 
 
-def after(conn: Connection, number: int, wanted: Collection[NoticeType], limit: int) -> tuple[list[Notice], int]:
-    """The notices among the next `limit` events after this one, and the number of the last of these events."""
+def after(
+    conn: Connection, number: int, wanted: Collection[NoticeType], limit: int, most: int | None = None
+) -> tuple[list[Notice], int]:
+    """The notices among the next `limit` events after this one, or the first `most` of them, and the number of the
+    last of these events."""
     rows = conn.execute(select(events).where(events.c.id > number).order_by(events.c.id).limit(limit)).all()
-    found = [(row, kind) for row in rows if (kind := _type_of(row)) in wanted]
-    notices = [notice for row, kind in found if kind is not None and (notice := _notice(conn, row, kind)) is not None]
-    return notices, rows[-1].id if rows else number
+    found = ((row, kind) for row in rows if (kind := _type_of(row)) in wanted and kind is not None)
+    made = (notice for row, kind in found if (notice := _notice(conn, row, kind)) is not None)
+    return list(itertools.islice(made, most)), rows[-1].id if rows else number
 
 
 def note_judge(conn: Connection, error: str, *, spent: bool = False) -> None:

@@ -38,7 +38,16 @@ from flywheel.records.task import Batch, Entry
 from flywheel.store.kernel.bulk import CHUNK, count_rows, rows_in, sql_text
 from flywheel.store.kernel.database import Store, note, noted
 from flywheel.store.kernel.schema import replies, tasks
-from flywheel.system.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync, torn_line, whole_file
+from flywheel.system.files import (
+    PRIVATE,
+    append_lines,
+    cut_torn_line,
+    last_lines,
+    remove_temporary,
+    sync,
+    torn_line,
+    whole_file,
+)
 
 _KEY: Final = b'{"task_id":"'
 _BEGINNING_OF_A_TASK: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)
@@ -90,12 +99,16 @@ def _set_aside(path: Path) -> None:
 
 def numbered(path: Path) -> Iterator[Path]:
     """The files `tasks-1.jsonl`, `tasks-2.jsonl`, … beside a task file, by their numbers."""
-    name = re.compile(rf"{re.escape(path.stem)}-([1-9][0-9]*){re.escape(path.suffix)}")
+    name = _numbered_name(path)
     try:
         found = [(int(number[1]), each) for each in path.parent.iterdir() if (number := name.fullmatch(each.name))]
     except FileNotFoundError:
         return
     yield from (each for _, each in sorted(found))
+
+
+def _numbered_name(path: Path) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(path.stem)}-([1-9][0-9]*){re.escape(path.suffix)}")
 
 
 def is_of_agentjet(path: Path) -> bool:
@@ -304,7 +317,7 @@ class TaskFile:
         """Remove the lines of tasks by their ids, and by the `qa_hash` of lines that AgentJet wrote, from this file
         and those that were set aside; returns their number. Raises StoreError."""
         async with self._lock:
-            removed = await in_thread(_erase, [self.path, *numbered(self.path)], keys, qa_hashes)
+            removed = await in_thread(_erase, self.path, keys, qa_hashes)
             self._written, self._seen = None, await in_thread(FileState.of, self.path)
             if await store.read(noted_state) is not None:
                 await store.write(note_state, self._seen)
@@ -345,9 +358,9 @@ class TaskFile:
         return count
 
 
-def _erase(paths: Iterable[Path], keys: Set[str], qa_hashes: Set[str]) -> int:
+def _erase(task_file: Path, keys: Set[str], qa_hashes: Set[str]) -> int:
     removed = 0
-    for path in paths:
+    for path in (task_file, *numbered(task_file)):
         try:
             with path.open("rb") as file:
                 going = sum(_is_of(line, keys, qa_hashes) for line in file)
@@ -361,6 +374,9 @@ def _erase(paths: Iterable[Path], keys: Set[str], qa_hashes: Set[str]) -> int:
             hint = "Make it and its folder writable, and run the command again."
             raise StoreError(f"erase tasks from {path}", error.strerror or str(error), hint) from error
         removed += going
+    with contextlib.suppress(FileNotFoundError):
+        number = _numbered_name(task_file)
+        remove_temporary(task_file.parent, lambda name: name == task_file.name or number.fullmatch(name))
     return removed
 
 

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -50,6 +51,20 @@ def file_identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
+
+
+TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}", re.DOTALL)
+"""The temporary names of `whole_file`; `name` is that of the file."""
+
+
+def remove_temporary(folder: Path, names: Callable[[str], object] = lambda name: True) -> int:
+    """Remove what `whole_file` left in a folder when its process was killed, of files with these names; how many
+    files that were. Nobody may be writing them."""
+    found = [(path, match["name"]) for path in folder.iterdir() if (match := TEMPORARY.fullmatch(path.name))]
+    left = [path for path, name in found if names(name)]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return len(left)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ if __name__ == "__main__":
     number, config, conversation = sys.argv[1:]
     trap = trapped(int(number))
     os.replace, os.rename, os.unlink = trap(os.replace), trap(os.rename), trap(os.unlink)  # type: ignore[assignment]
+    # A temporary file is whole then, and has no other name.
+    os.fsync = trap(os.fsync)
     Store.write = trap(Store.write)  # type: ignore[method-assign]
     CallLog.erase = trap(CallLog.erase)  # type: ignore[method-assign]
     inbox.erase = trap(inbox.erase)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.daemon.erasure import PLACES, WITHOUT_TEXTS
 from flywheel.serving.calls.call_log import CallLog, call_log_copy_path
 from tests import warm
 from tests.cli.conftest import Run
@@ -20,10 +22,13 @@ from tests.factories.documented_json import compare, documented
 from tests.factories.forgettable import (
     CONVERSATION,
     LEFT,
+    LEFT_BY_KILLED,
     OTHER,
+    OTHER_UNREAD,
     USER,
     QuotingJudge,
     calls,
+    data_set,
     finish,
     write_forgettable,
 )
@@ -36,6 +41,7 @@ STORES = {
     "state.db", "tasks.jsonl", "calls/calls.db", "serving/calls-8000.db", "otlp/127.0.0.1-4399.sqlite",
     "rounds/r0001/spec.json", "rounds/r0001/rollouts.jsonl", "rounds/r0001/worker.log",
     "evaluations/e1/spec.json", "evaluations/e1/answers.jsonl", "evaluations/e1/worker.log",
+    "datasets/sums.jsonl", "datasets/before.jsonl", *LEFT_BY_KILLED,
 }  # fmt: skip
 
 
@@ -70,25 +76,54 @@ def test_nothing_of_it_is_left_in_any_store(flywheel: Run, config: Path, tmp_pat
         assert stores_with(before, word) >= STORES, "the search does not find what is there"
     dry = flywheel("forget", "--conversation", CONVERSATION, "-c", config, "--dry-run", "--json").json
     compare(dry, documented("forget"), "forget")
-    assert (dry["replies"], dry["tasks"], dry["calls"], dry["rounds"]) == (4, 4, 2, ["r0001"])
+    assert (dry["replies"], dry["tasks"], dry["calls"], dry["rounds"]) == (8, 5, 2, ["r0001"])
     assert left_in(state) == before
     (adapter,) = dry["adapters"]
-    assert (adapter["adapter"], adapter["samples"], adapter["erased"]) == ("r0001", 5, 4)
+    assert (adapter["adapter"], adapter["samples"], adapter["erased"]) == ("r0001", 6, 5)
 
     ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
     assert ran.code == 0, ran.err
-    assert ran.out.startswith("erased 4 replies, 4 tasks, 2 recorded calls, 1 span, 4 lines of the task file")
-    assert "r0001: it was trained on texts that were erased since (4 of 5 samples, 80.0%)" in ran.out
+    assert ran.out.startswith("erased 8 replies, 5 tasks, 2 recorded calls, 1 span, 5 lines of the task file")
+    assert "r0001: it was trained on texts that were erased since (5 of 6 samples, 83.3%)" in ran.out
     assert "Studio's database" in ran.out and "weights" in ran.out
     assert left_in(state) == {}
-    there = planted_in(state, [OTHER], decode=spelled)
+    there = planted_in(state, [OTHER, OTHER_UNREAD], decode=spelled)
+    assert there[OTHER_UNREAD] >= {"state.db", "datasets/sums.jsonl", "datasets/before.jsonl"}
     assert there[OTHER] >= LEFT | {"state.db", "calls/calls.db", "serving/calls-8000.db"}, "others lost something"
 
     again = flywheel("forget", "--conversation", CONVERSATION, "-c", config, "--json").json
     assert (again["replies"], again["tasks"], again["calls"], again["state"]) == (0, 0, 0, "purged")
     audit = flywheel("audit", "--deep", "--json", "-c", config)
     assert audit.code == 0, audit.out
-    assert audit.json["erased"] == 4
+    assert audit.json["erased"] == 8
+
+
+def place_of(file: str) -> list[str]:
+    """What a file of a state is, by the list that `forget` goes through."""
+    known = {pattern: place.what for place in PLACES for pattern in place.files}
+    known |= dict.fromkeys(WITHOUT_TEXTS, "no texts")
+    return sorted({what for pattern, what in known.items() if re.fullmatch(translated(pattern), file)})
+
+
+def translated(pattern: str) -> str:
+    parts = re.split(r"(\*\*|\*)", pattern)
+    return "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
+
+
+@pytest.mark.slow
+def test_each_file_of_a_state_is_in_the_list_of_places_and_each_place_is_emptied(
+    flywheel: Run, config: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    found = set().union(*left_in(state).values())
+    of_places = {file: place_of(file) for file in found}
+    assert {file: places for file, places in of_places.items() if len(places) != 1} == {}
+    planted = {what for [what] in of_places.values()}
+    assert planted == {place.what for place in PLACES if place.files}, "nothing shows that this place is emptied"
+    assert flywheel("forget", "--conversation", CONVERSATION, "-c", config).code == 0
+    assert left_in(state) == {}
+    files = {path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()}
+    assert {file for file in files if len(place_of(file)) != 1} == set(), "it is in no place, or in two"
 
 
 @pytest.mark.slow
@@ -149,7 +184,11 @@ def test_a_restore_applies_what_was_erased_since(flywheel: Run, config: Path, tm
     assert restored.code == 0, restored.err
     assert left_in(tmp_path / "state") == {}
     assert OTHER in planted_in(tmp_path / "state", [OTHER])
+    # The copy of a data set is in no backup, and is written again with what was erased.
+    (tmp_path / "state" / "datasets").mkdir()
+    write_lines(tmp_path / "state" / "datasets" / "sums.jsonl", *data_set())
     assert flywheel("ingest", "--sweep", "-c", config, "--json").json["new"] == 0
+    assert left_in(tmp_path / "state") == {}
     audit = flywheel("audit", "--deep", "--json", "-c", config)
     assert audit.code == 0, audit.out
     shutil.rmtree(tmp_path / "backup")
@@ -208,7 +247,7 @@ def test_a_daemon_carries_it_out(flywheel: Run, config: Path, tmp_path: Path) ->
         wait_for(lambda: "state in" in (tmp_path / "daemon.log").read_text(), "the daemon")
         ran = flywheel("forget", "--conversation", CONVERSATION, "-c", config)
         assert ran.code == 0, ran.out + (tmp_path / "daemon.log").read_text()
-        assert ran.out.startswith("erased 4 replies")
+        assert ran.out.startswith("erased 8 replies")
         assert left_in(state) == {}
     finally:
         daemon.terminate()
@@ -236,5 +275,5 @@ def test_kill_9_at_every_step_and_run_again(flywheel: Run, config: Path, tmp_pat
         assert ran.code == 0, f"step {step}: {ran.err}"
         assert left_in(tmp_path / "state") == {}, f"step {step}"
         books = execute(tmp_path / "state" / "state.db", "SELECT state, count(*) FROM replies GROUP BY state")
-        assert dict(books) == {"converted": 1, "erased": 4}
+        assert dict(books) == {"converted": 1, "dead": 2, "erased": 8}
     assert step > 10, "it was killed nowhere"

@@ -26,12 +26,14 @@ from flywheel.records.task import task_id
 from flywheel.records.trace import Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store import claims, verdicts
+from flywheel.store.erasures import Kind
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.bulk import count_rows
 from flywheel.store.kernel.database import Store
 from tests import warm
 from tests.cli.conftest import Run
 from tests.factories.config import make_config
+from tests.factories.erased import erase_rows
 from tests.factories.judge_server import JudgeServer
 from tests.factories.local_server import JsonHandler, LocalServer
 from tests.factories.state import open_state, running_daemon
@@ -256,6 +258,30 @@ async def test_what_does_not_arrive_is_sent_later_and_nothing_twice_in_the_store
     assert (len(server.scores), await noted(store, config)) == (6, (6, 0, 0))
     shown = (await store.read(snapshot, config)).langfuse
     assert shown is not None and shown.error == ""
+
+
+async def test_what_was_erased_since_an_attempt_is_not_sent(
+    store: Store, tmp_path: Path, server: Langfuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, server, {"comments": True})
+    export = await begun(store, config)
+    await store.write(put, 1, 2)
+    server.statuses = [200, 500]
+    with pytest.raises(NotifyError):
+        await export.deliver()
+    assert [request["traceId"] for request in server.requests] == [trace(1), trace(1)]
+    assert "it is right" not in repr(vars(export)), "the texts are in the state alone"
+    await store.write(erase_rows, Kind.CONVERSATION, "conversation-1")
+    monkeypatch.setattr(export, "_not_before", 0.0)
+    # The next one is erased while the first of its scores is sent.
+    server.go_on.clear()
+    sending = asyncio.create_task(export.deliver())
+    await until(lambda: len(server.requests) == 3, "the first score of the second reply")
+    await store.write(erase_rows, Kind.CONVERSATION, "conversation-2")
+    server.go_on.set()
+    await sending
+    assert [request["traceId"] for request in server.requests[2:]] == [trace(2)]
+    assert await noted(store, config) == (2, 0, 0)
 
 
 async def test_it_waits_as_long_as_it_is_asked_to(

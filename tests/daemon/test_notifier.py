@@ -25,14 +25,18 @@ from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
 from flywheel.store import deployments, ledger, notices, rounds
 from flywheel.store.dead_letters import TASK, dead_letter
+from flywheel.store.erasures import Kind
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import create, move
 from tests.cli.conftest import Run
 from tests.factories.config import make_config
+from tests.factories.erased import erase_rows
 from tests.factories.judge_server import JudgeServer
 from tests.factories.local_server import JsonHandler, LocalServer
 from tests.factories.state import open_state, running_daemon
+from tests.factories.task import task_keys
+from tests.factories.trace import put_replies, reply
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -256,6 +260,54 @@ async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
     with pytest.raises(NotifyError):
         await target.deliver()
     assert target._not_before - now == 3600.0
+
+
+async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
+    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": ["dead_letters", "judge_failing"]}))
+    said = "What is 1 plus 1, and why is it so?"
+
+    def fill(conn: Connection) -> None:
+        put_replies(conn, reply(1, conversation_id="secret talk"), reply(2, conversation_id="secret talk"))
+        first, second = task_keys(conn)
+        letter(conn, first, f"it quotes: {said}")
+        # Of another type: sent on its own, after the first.
+        notices.note_judge(conn, f"it cannot read: {said}")
+        letter(conn, second, f"it quotes: {said}")
+
+    await store.write(fill)
+    webhook.statuses = [500]
+    with pytest.raises(NotifyError):
+        await target.deliver()
+    assert [said in str(told) for told in webhook.told] == [True]
+    assert said not in repr(vars(target)), "the texts are in the state alone"
+    await store.write(erase_rows, Kind.CONVERSATION, "secret talk", said)
+    monkeypatch.setattr(target, "_not_before", 0.0)
+    await target.deliver()
+    assert [said in str(told) for told in webhook.told] == [True, False, False, False]
+    assert len({headers["webhook-id"] for headers, _ in webhook.got[:2]}) == 1, "it is the same notice"
+
+
+async def test_what_is_erased_while_notices_are_sent_is_not_sent(
+    store: Store, tmp_path: Path, webhook: Webhook
+) -> None:
+    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": ["dead_letters", "rejected"]}))
+    said = "What is 1 plus 1, and why is it so?"
+
+    def fill(conn: Connection) -> None:
+        put_replies(conn, reply(1, conversation_id="secret talk"))
+        ended(conn, "r0001", RoundState.REJECTED, "no evidence")
+        letter(conn, *task_keys(conn), f"it quotes: {said}")
+
+    await store.write(fill)
+    webhook.go_on.clear()
+    sending = asyncio.create_task(target.deliver())
+    await until(lambda: len(webhook.got) == 1, "the first notice")
+    await store.write(erase_rows, Kind.CONVERSATION, "secret talk", said)
+    webhook.go_on.set()
+    await sending
+    assert [said in str(told) for told in webhook.told] == [False, False]
 
 
 async def test_the_next_process_goes_on_where_the_last_one_ended(

@@ -17,6 +17,7 @@ from flywheel.sources.otlp.inbox import COLUMNS, Inbox, inbox_path
 from flywheel.store import labels
 from flywheel.store.kernel import schema
 from flywheel.system.files import append_jsonl, write_json
+from flywheel.system.process_folder import LOCK
 from tests.factories.config import write_config, write_rubric
 from tests.factories.judge_server import JudgeServer
 from tests.factories.planted import WORDS
@@ -30,6 +31,13 @@ USER: Final = f"user {WORDS[1]}"
 BEGAN: Final = time.time_ns() - 3600 * 10**9
 LISTEN: Final = "127.0.0.1:4399"
 PLANTED: Final = " ".join(WORDS)
+UNREAD: Final = f"{WORDS[1]} in a line that is broken"
+OTHER_UNREAD: Final = '{"main_query": "another broken line", "messages": 5}'
+LEFT_BY_KILLED: Final = (
+    ".tasks.jsonl.0123abcd", "datasets/.sums.jsonl.0123abcd", "rounds/r0002/.spec.json.0123abcd",
+    "fw-process-left/database.sqlite", "datasets/fw-process-left/lines.jsonl", ".restoring/state.db",
+)  # fmt: skip
+"""What processes leave that are killed while they write a file, read a copy or restore a backup."""
 OTHER: Final = "What is 20 plus 3?"
 LEFT: Final = {"rounds/r0001/rollouts.jsonl", "evaluations/e1/answers.jsonl", "tasks.jsonl"}
 """Files that still have the other conversation."""
@@ -49,9 +57,15 @@ class QuotingJudge(JudgeServer):
         return said
 
 
-def lines() -> list[dict[str, Any]]:
-    """Of a task file: three replies of the conversation, and one of another."""
+def lines() -> list[dict[str, Any] | str]:
+    """Of a task file: three replies of the conversation, and one of another. Three lines cannot be read: two name the
+    conversation, and say what no reply says."""
+    named = json.dumps({"conversation_id": CONVERSATION, "user_id": USER})
     return [
+        # Its ids are beyond what a dead letter shows of a line.
+        f'{{"main_query": "{UNREAD} 1", "more": "{"x" * 3000}", "messages": 5, "metadata": {named}}}',
+        f'{{"main_query": "{UNREAD} 2", "messages": ["torn": {{}}], "metadata": {named}',
+        OTHER_UNREAD,
         *(
             {
                 "task_id": f"line {number}",
@@ -112,10 +126,21 @@ def calls() -> list[RecordedCall]:
     ]
 
 
+def data_set() -> list[dict[str, Any] | str]:
+    """Of the copy of a data set: a reply of the conversation between two lines that cannot be read."""
+    row = {"question": f"{PLANTED} in a data set?", "answer": f"{PLANTED} \\boxed{{7}}"}
+    torn = f'{{"question": "{UNREAD} 3", "metadata": {{"conversation_id": {json.dumps(CONVERSATION)}'
+    return [torn, {**row, "metadata": {"conversation_id": CONVERSATION}}, OTHER_UNREAD]
+
+
 def write_forgettable(folder: Path, judge: JudgeServer) -> Path:
     """The configuration; `finish` does the rest when its sources are ingested and judged."""
     state = folder / "state"
     write_lines(folder / "lines.jsonl", *lines())
+    (state / "datasets").mkdir(parents=True)
+    # As Flywheel wrote them: of one that is a source, and of one that was.
+    for name in ("sums", "before"):
+        write_lines(state / "datasets" / f"{name}.jsonl", *data_set())
 
     async def fill() -> None:
         inbox = Inbox(inbox_path(state, LISTEN))
@@ -129,7 +154,11 @@ def write_forgettable(folder: Path, judge: JudgeServer) -> Path:
             log.append(calls())
     return write_config(
         folder,
-        sources=[{"type": "jsonl", "path": "lines.jsonl"}, {"type": "otlp", "listen": LISTEN}],
+        sources=[
+            {"type": "jsonl", "path": "lines.jsonl"},
+            {"type": "jsonl", "dataset": {"path": "./sums"}},
+            {"type": "otlp", "listen": LISTEN},
+        ],
         filter={"rubric": write_rubric(folder).name},
         judge={"base_url": judge.base_url, "model": "judge"},
         trigger={"min_samples": 100_000},
@@ -157,6 +186,11 @@ def finish(folder: Path) -> list[str]:
         write_json(directory / "spec.json", round_spec(train=tasks).model_dump(mode="json"))
         append_jsonl(directory / name, answers)
         (directory / "worker.log").write_text(f"it failed at {PLANTED}\n")
+    for name in LEFT_BY_KILLED:
+        (state / name).parent.mkdir(exist_ok=True)
+        (state / name).write_text(PLANTED)
+    for parent in (state, state / "datasets"):
+        (parent / "fw-process-left" / LOCK).touch()
     return keys
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection, insert, select
+from msgspec.structs import replace
+from sqlalchemy import Connection, insert, select, text
 
-from flywheel.records.erasure import ErasedTasks
 from flywheel.records.states import Label, ReplyState, SkipReason, TaskState
 from flywheel.records.trace import DeadRow, Reply
 from flywheel.records.verdict import CriterionResult, Outcome, Verdict
@@ -21,6 +21,7 @@ from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import STATE_FILE, Store
 from flywheel.store.views import balance
 from flywheel.system.purge import purge
+from tests.factories.erased import erase_rows
 from tests.factories.planted import WORDS, planted_in
 from tests.factories.state import execute
 from tests.factories.task import task_keys
@@ -31,13 +32,7 @@ PLANTED = " ".join(WORDS)
 
 
 def erase(conn: Connection, kind: Kind, subject: str, *, blocks: bool = False) -> int:
-    """Erase at once what the state has; how many replies that were."""
-    wanted = {subject} if kind is Kind.CONVERSATION else erasures.conversations_of_user(conn, subject)
-    number = erasures.begin(conn, kind, subject, wanted, blocks=blocks)
-    found = erasures.touched(conn, wanted)
-    erasures.scrub(conn, found, ErasedTasks(frozenset(found.tasks.values()), (PLANTED,)))
-    erasures.note(conn, number, ErasureState.ERASED, {})
-    return len(found.replies)
+    return erase_rows(conn, kind, subject, PLANTED, blocks=blocks)
 
 
 def outspoken(line: dict[str, object]) -> Verdict:
@@ -275,3 +270,39 @@ async def test_in_any_order_each_reply_is_counted_once_and_what_is_erased_stays_
             assert not left & gone
     finally:
         await store.close()
+
+
+def shown(conn: Connection, query: str) -> list[str]:
+    return list(conn.execute(text(query)).scalars())
+
+
+async def test_a_row_that_cannot_be_read_belongs_to_whom_it_names(store: Store) -> None:
+    def row(number: int, **values: str) -> DeadRow:
+        return DeadRow(number, f"line {number}", f"hash {number}", "it is not JSON", "{torn", **values)
+
+    await store.write(
+        put_judged,
+        dead=(
+            row(1, conversation_id="secret talk"),
+            row(2, user="ann"),
+            row(3, conversation_id="talk", user="bob"),
+            # As an earlier version stored it: without the names, and without a trace.
+            DeadRow(4, "line 4", "", "it is not JSON", '{"main_query": 5, "metadata": {"user_id": "ann"'),
+            DeadRow(5, "line 5", "", "it is not JSON", '{"main_query": 5, "metadata": {"user_id": "bob"'),
+        ),
+    )
+    left = "SELECT subject FROM dead_letters WHERE excerpt <> '' ORDER BY id"
+    assert await store.write(erase, Kind.CONVERSATION, "secret talk") == 1
+    assert await store.read(shown, left) == ["line 2", "line 3", "line 4", "line 5"]
+    assert await store.write(erase, Kind.USER, "ann") == 2
+    assert await store.read(shown, left) == ["line 3", "line 5"]
+    assert await store.write(erase, Kind.USER, "bob", blocks=True) == 2
+    assert await store.read(shown, left) == []
+    assert (await store.read(balance.balance)).ends["erased"] == 5
+
+    # In another place of the file, and more of a blocked user: counted, and not stored. Another one is.
+    again = (replace(row(12, user="ann"), trace_id="hash 2"), row(13, user="bob"), row(14, user="eve"))
+    again += (DeadRow(15, "line 15", "", "it is not JSON", "{torn"),)
+    await store.write(put_judged, dead=again)
+    assert await store.read(shown, left) == ["line 14", "line 15"]
+    assert (await store.read(balance.balance)).ends["erased"] == 7

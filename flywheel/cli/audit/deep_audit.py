@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +40,7 @@ from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import ledger, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import LedgerSnapshot, StoredReply
+from flywheel.system.process_folder import copies_in
 from flywheel.system.terminal import quantity
 
 
@@ -143,9 +146,10 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
             before = await store.read(ledger.reply_numbers, number) if number is not None else set()
             try:
                 if isinstance(source.connector, StudioConnector):
+                    scan = partial(AuditReader, source.path, copies_in(config.state_dir))
                     met = await _DatabaseComparison(
                         store, source.connector.selection, audit, number, _call_log_copy(ingestion)
-                    ).run()
+                    ).run(scan)
                 elif await asyncio.to_thread(is_listed, source.path):
                     met = before
                 else:
@@ -181,9 +185,9 @@ class _DatabaseComparison:
         """The calls of replies that are not in the copy of the call logs, by span."""
         self._met: set[int] = set()
 
-    async def run(self) -> set[int]:
+    async def run(self, begin: Callable[[], AuditReader]) -> set[int]:
         """Compare all traces; returns the numbers of the replies in the ledger that were found in the source."""
-        with await asyncio.to_thread(AuditReader, self._audit.path) as scan:
+        with await asyncio.to_thread(begin) as scan:
             await asyncio.to_thread(scan.list_rows)
             groups = scan.groups()
             doubtful: set[str] = set()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,7 @@ import orjson
 from sqlalchemy import Connection, Row, select, update
 
 from flywheel.daemon import evaluation_log
-from flywheel.errors import StoreError
+from flywheel.errors import LockedError, StoreError
 from flywheel.records.erasure import ERASED, REMOVED, ErasedTasks, tasks_named_in, without
 from flywheel.records.round import (
     ADAPTER_DIR,
@@ -36,7 +35,15 @@ from flywheel.serving.client.weight_verification import can_prove
 from flywheel.store import rounds as store_rounds
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import adapters, events, round_samples, rounds, tasks
-from flywheel.system.files import json_line, torn_line, whole_file, write_atomic, write_json
+from flywheel.system.files import (
+    TEMPORARY,
+    json_line,
+    remove_temporary,
+    torn_line,
+    whole_file,
+    write_atomic,
+    write_json,
+)
 from flywheel.system.lock import alone_in
 from flywheel.training.data.rollout import system_prompts_of
 from flywheel.training.data.rollout_file import write_index
@@ -45,11 +52,11 @@ from flywheel.training.data.round_directory import CHECKPOINTS_DIR, SYNC_DIR, cl
 ROUNDS_DIR: Final = "rounds"
 TRACKING_DIR: Final = "tracking"
 """Where trackers have their files unless `tracking.dir` says otherwise."""
+ERASED_FOLDERS: Final = (ROUNDS_DIR, evaluation_log.FOLDER, TRACKING_DIR)
+"""Of the trackers, the gate's decisions on this machine have sentences."""
 EMPTIED: Final = b"The log was removed: it could quote tasks whose texts were erased.\n"
 WITHOUT_TEXTS: Final = frozenset({ADAPTER_DIR, CANDIDATE_DIR, CHECKPOINTS_DIR, SYNC_DIR})
 """Folders that have weights and no tasks."""
-_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}")
-"""What `whole_file` leaves of a file if its process is killed."""
 
 
 def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path]) -> int:
@@ -59,10 +66,24 @@ def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path
     Raises LockedError and StoreError, as `erase_from_round`; what is left is done when it is run again.
     """
     found = set(used)
-    # Of the trackers, the gate's decisions on this machine have sentences.
-    for folder in (state_dir / name for name in (ROUNDS_DIR, evaluation_log.FOLDER, TRACKING_DIR)):
+    for folder in (state_dir / name for name in ERASED_FOLDERS):
         found |= {each for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else set()
-    return sum(erase_from_round(each, erased, used=each in used) for each in sorted(found))
+    there = [each for each in sorted(found) if each.is_dir()]
+    return sum(_remove_left(each) + erase_from_round(each, erased, used=each in used) for each in there)
+
+
+def _remove_left(directory: Path) -> int:
+    """Remove what killed processes left beside the files of a round, unless it runs: nothing says whose it is. A
+    running round has no texts of erased tasks."""
+    if not any(TEMPORARY.fullmatch(path.name) for path in _files(directory)):
+        return 0
+    try:
+        with alone_in(directory):
+            return sum(remove_temporary(each) for each in _folders(directory))
+    except LockedError:
+        return 0
+    except OSError as error:
+        raise _unwritable(directory, error) from error
 
 
 def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False) -> int:
@@ -75,13 +96,17 @@ def erase_from_round(directory: Path, erased: ErasedTasks, *, used: bool = False
     """
     if not directory.is_dir() or not (used or _names(directory, erased)):
         return 0
-    attempted = f"erase tasks from the files in {directory}"
     try:
-        with alone_in(directory, attempted):
+        with alone_in(directory, f"erase tasks from the files in {directory}"):
             return _erase(directory, erased)
     except OSError as error:
-        why = f"{error.filename or directory}: {error.strerror or error}"
-        raise StoreError(attempted, why, "Let this user write there, and run it again.", retryable=True) from error
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: Path, error: OSError) -> StoreError:
+    why = f"{error.filename or directory}: {error.strerror or error}"
+    hint = "Let this user write there, and run it again."
+    return StoreError(f"erase tasks from the files in {directory}", why, hint, retryable=True)
 
 
 UNPROVABLE: Final = "its probe was made of prompts whose texts were erased, and the others are too few to prove it"
@@ -152,11 +177,7 @@ def tasks_of(directory: Path) -> set[str]:
 def _erase(directory: Path, erased: ErasedTasks) -> int:
     # No worker goes on with it: the round has other tasks now.
     clear(directory, is_over=True)
-    changed = 0
-    for path in _files(directory):
-        if _TEMPORARY.fullmatch(path.name):
-            path.unlink()
-            changed += 1
+    changed = sum(remove_temporary(each) for each in _folders(directory))
     log = directory / LOG_FILE
     if log.exists() and log.read_bytes() != EMPTIED:
         write_atomic(log, EMPTIED)
@@ -169,14 +190,17 @@ def _erase(directory: Path, erased: ErasedTasks) -> int:
     return changed + sum(_erase_from_object(path, erased, prompts) for path in objects if path.name == SPEC_FILE)
 
 
-def _files(directory: Path) -> Iterator[Path]:
+def _folders(directory: Path) -> Iterator[Path]:
+    """The directory, and what is below it and can have texts."""
+    yield directory
     for path in sorted(directory.iterdir()):
-        if path.is_symlink():
-            continue
-        if path.is_dir() and path.name not in WITHOUT_TEXTS:
-            yield from _files(path)
-        elif path.is_file():
-            yield path
+        if path.is_dir() and not path.is_symlink() and path.name not in WITHOUT_TEXTS:
+            yield from _folders(path)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for folder in _folders(directory):
+        yield from (path for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink())
 
 
 def _json_files(directory: Path) -> tuple[list[Path], list[Path]]:

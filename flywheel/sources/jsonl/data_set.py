@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Final, Self
 
 from flywheel.errors import ConfigError, SourceError, TrainError
 from flywheel.sources.jsonl.data_set_process import FILES
+from flywheel.system.process_folder import ProcessFolder
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -67,13 +67,14 @@ def trainer_python(given: str | Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def lines_of(dataset: DataSet, python: Path, attempted: str) -> Iterator[Iterable[bytes]]:
-    """The lines of a data set. Raises ConfigError if it cannot be read."""
+def lines_of(dataset: DataSet, python: Path, attempted: str, parent: Path | None = None) -> Iterator[Iterable[bytes]]:
+    """The lines of a data set, of which there may be a copy in a folder of `parent` meanwhile. Raises ConfigError if
+    it cannot be read."""
     path = Path(dataset.path).expanduser()
     with contextlib.ExitStack() as stack:
         if not dataset.is_lines:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flywheel-data-"))
-            _load(dataset, python, path := Path(folder) / "lines.jsonl", attempted)
+            folder = stack.enter_context(ProcessFolder(parent))
+            _load(dataset, python, path := folder / "lines.jsonl", attempted)
         try:
             lines: Iterable[bytes] = stack.enter_context(path.open("rb"))
         except OSError as error:
@@ -87,8 +88,8 @@ def write_lines(dataset: DataSet, path: Path, python: Path) -> None:
     attempted = f"write the data set {dataset.path} to {path}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with lines_of(dataset, python, attempted) as lines, tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "lines"
+        with lines_of(dataset, python, attempted, path.parent) as lines, ProcessFolder(path.parent) as folder:
+            made = folder / "lines"
             with made.open("wb") as file:
                 file.writelines(line.rstrip(b"\n") + b"\n" for line in lines)
                 file.flush()

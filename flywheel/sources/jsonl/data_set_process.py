@@ -31,11 +31,13 @@ def _write(path: str, name: str | None, split: str, output: Path) -> dict[str, A
         return {"why": f"{error}. It ran with {sys.executable}", "is_missing": False}
     disable_progress_bars()
     file = Path(path)
+    # Of files here, no copy stays; of the Hub's, its own cache has one.
+    cache = {"cache_dir": str(output.with_name("cache"))} if file.exists() else {}
     try:
         if file.is_file():
-            rows = load_dataset(FILES[file.suffix], data_files=path, split=split)
+            rows = load_dataset(FILES[file.suffix], data_files=path, split=split, **cache)
         else:
-            rows = load_dataset(path, name, split=split)
+            rows = load_dataset(path, name, split=split, **cache)
         with output.open("w", encoding="utf-8") as lines:
             lines.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     except Exception as error:

@@ -27,7 +27,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
-from flywheel.sources.jsonl.record import LineError, entry_of_line
+from flywheel.sources.jsonl.record import LineError, entry_of_line, names_in_line
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,16 @@ class Line:
     text: bytes
     tail: bytes
     whole: bool = True
+
+
+def dead_trace(line: Line) -> str:
+    """What stands for the trace of a line that cannot be read: the same wherever the line is."""
+    return xxhash.xxh3_64_hexdigest(line.text + line.tail)
+
+
+def named_by(line: Line) -> tuple[str, str]:
+    """The conversation and the user that a line names which cannot be read; else empty."""
+    return names_in_line(line.text if line.whole else line.text + line.tail)
 
 
 def fingerprint(text: bytes) -> str:
@@ -370,13 +380,16 @@ class JsonlReader:
     def _dead(self, line: Line, error: str) -> DeadRow:
         assert self._file is not None
         # The hash tells it from a line at the same place of another file with this name.
-        digest = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
+        digest, (conversation, user) = dead_trace(line), named_by(line)
+        is_private = self._private.cover(users=(user,), conversations=(conversation,), agents=())
         return DeadRow(
             rowid=line.start,
-            span_id=f"line {self._file.line_number(line.start)} ({digest})",
-            trace_id="",
-            error=error,
-            excerpt=line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
+            span_id=f"line {self._file.line_number(line.start)} ({digest[:8]})",
+            trace_id=digest,
+            error="it cannot be read, and is private" if is_private else error,
+            excerpt="" if is_private else line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
+            conversation_id="" if is_private else conversation,
+            user="" if is_private else user,
         )
 
 

@@ -26,7 +26,7 @@ from flywheel.records import exclusion
 from flywheel.records.chat import chat_of, images_of, is_refusal, text_of, unread_in
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
-from flywheel.records.privacy import NOBODY, PrivateNames
+from flywheel.records.privacy import NOBODY, PrivateNames, named_in
 from flywheel.records.states import SkipReason
 from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
@@ -282,6 +282,17 @@ def entry_of_line(
         follows=False,
     )
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
+
+
+def names_in_line(text: bytes) -> tuple[str, str]:
+    """The conversation and the user that a line names which is no task, as far as it can be read; else empty."""
+    try:
+        metadata = get_path(_parsed(text), "metadata") or {}
+        return _text(metadata, "conversation_id", int), _text(metadata, "user_id", int)
+    except (LineError, AttributeError):
+        conversations, users = named_in(text.decode("utf-8", "replace"))
+        # Metadata are the last key of the lines that programs write.
+        return next(reversed(conversations), ""), next(reversed(users), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from flywheel.records import exclusion
 from flywheel.records.chat import Message, blocks_of, images_of, is_refusal, text_of, texts_in, unread_in
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
-from flywheel.records.task import Batch, Entry, entries_of, storable
+from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import (
     ChatMessage,
@@ -96,7 +96,8 @@ def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead:
             return [entry for reply in replies for entry in _entries([reply], source, models, dead)]
         (reply,) = replies
         why = storable(f"it cannot be written as JSON: {error}")[:2000]
-        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500]))
+        whose = reply.conversation_id, reply.user
+        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500], *whose))
         return []
 
 
@@ -127,12 +128,25 @@ def replies_of(
     spans = with_calls(spans, calls)
     told = [*spans.values()]
     replies, dead = _replies_of(spans, dead, rows, selection, is_open=is_open, kinds=kinds)
-    if any(_is_private(span, selection) for span in (*told, *spans.values())):
+    conversations, users = _named(told, [schema.named_in(data) for data in rows.values()]) if dead else ([], [])
+    is_private = selection.private.cover(users=users, conversations=conversations, agents=())
+    if is_private or any(_is_private(span, selection) for span in (*told, *spans.values())):
         if private is not None:
             private |= {span.request_id: None for span in told if span.request_id}
         replies = [reply.without_content() for reply in replies]
         dead = [replace(row, error="it cannot be read, and is private", excerpt="") for row in dead]
+    elif dead:
+        whose = {"conversation_id": next(iter(conversations), ""), "user": next(iter(users), "")}
+        dead = [replace(row, **whose) for row in dead]
     return replies, dead
+
+
+def _named(spans: Sequence[Span], rows: Sequence[tuple[list[str], list[str]]]) -> tuple[list[str], list[str]]:
+    """The conversations and the users of a trace with rows that cannot be read."""
+    conversations = [span.conversation_id for span in spans]
+    conversations += [name for names, _ in rows for name in names]
+    users = [*map(at.user_id, spans), *(name for _, names in rows for name in names)]
+    return [name for name in conversations if name not in NO_CONVERSATION], [name for name in users if name]
 
 
 def _is_private(span: Span, selection: ReplySelection) -> bool:

@@ -33,8 +33,9 @@ class TraceGroup(NamedTuple):
 class AuditReader:
     """A scan of one database; creating it opens the file. One thread at a time may use it. Raises StudioError."""
 
-    def __init__(self, path: Path) -> None:
-        self.database = Database(path)
+    def __init__(self, path: Path, copies: Path | None = None) -> None:
+        """`copies` is that of `Database`."""
+        self.database = Database(path, copies=copies)
         self._at = 0
         self._traces: dict[bytes, array[int]] = {}
         self._unnamed: array[int] = array("q")

@@ -3,7 +3,8 @@
 Studio loses spans when a reader delays its commits. Therefore no statement stays open: a page is read for a few
 milliseconds and its statement is closed, however many rows there are. The file is never opened as immutable, never
 checkpointed, and nothing is created beside it. A file in WAL mode that no process has open has no `-wal` and `-shm`
-files, and SQLite would create them: such a file is copied to a temporary directory and the copy is read.
+files, and SQLite would create them: such a file is copied to a private folder for as long as it is read, in the state
+directory where there is one, and the copy is read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shutil
 import sqlite3
 import stat
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.errors import StudioError
+from flywheel.system.process_folder import ProcessFolder
 
 T = TypeVar("T")
 Row = Sequence[Any]
@@ -98,8 +99,10 @@ undisturbed: Final = _Undisturbed()
 class Database:
     """A connection to one file, opened when it is first needed. One thread at a time may use it."""
 
-    def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
+    def __init__(self, path: Path, *, copies: Path | None = None, busy_seconds: float = BUSY_SECONDS) -> None:
+        """`copies` is the folder of copies; by default that of temporary files."""
         self.path = path
+        self._copies = copies
         self.longest_read_ms = 0.0
         self._busy_seconds = busy_seconds
         self._connection: sqlite3.Connection | None = None
@@ -107,7 +110,7 @@ class Database:
         self._connected = 0
         self._written: tuple[int, int] = (0, 0)
         self._seen: tuple[object, ...] = ()
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._copy: ProcessFolder | None = None
         self._copied: object = None
 
     def __enter__(self) -> Self:
@@ -197,9 +200,10 @@ class Database:
         return identity, *self._seen
 
     def rest(self) -> None:
-        """Close a file in WAL mode between passes, so that its last writer can fold the log in when it ends."""
+        """Close a file in WAL mode between passes, so that its last writer can fold the log in when it ends. A copy
+        is removed: it has texts."""
         try:
-            if self._connection is not None and self._copy is None and self._is_wal():
+            if self._connection is not None and self._is_wal():
                 self.close()
         except OSError:
             # The file is gone. The next read reports it.
@@ -210,7 +214,7 @@ class Database:
             self._connection.close()
             self._connection = None
         if self._copy is not None:
-            self._copy.cleanup()
+            self._copy.remove()
             self._copy = None
 
     def _run(self, query: Callable[[sqlite3.Connection], T]) -> T:
@@ -269,8 +273,8 @@ class Database:
 
     def _private_copy(self) -> Path:
         self._copied = self._state()
-        self._copy = tempfile.TemporaryDirectory(prefix="flywheel-studio-")
-        target = Path(self._copy.name) / "database.sqlite"
+        self._copy = ProcessFolder(self._copies)
+        target = self._copy.path / "database.sqlite"
         shutil.copyfile(self.path, target)
         if self._beside("-wal").exists():
             shutil.copyfile(self._beside("-wal"), target.with_name("database.sqlite-wal"))

@@ -160,11 +160,12 @@ class StudioReader:
         path: Path,
         settings: IngestSettings,
         *,
+        copies: Path | None = None,
         busy_seconds: float = BUSY_SECONDS,
         call_sizes: CallSizes | None = None,
     ) -> None:
         self.path = path
-        self.database = Database(path, busy_seconds=busy_seconds)
+        self.database = Database(path, copies=copies, busy_seconds=busy_seconds)
         self.schema: Schema | None = None
         """The generation of the database when it was last read."""
         self.due_ns = FOREVER_NS

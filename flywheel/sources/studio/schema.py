@@ -17,6 +17,7 @@ from typing import Any, Final
 import orjson
 import xxhash
 
+from flywheel.records.privacy import named_in
 from flywheel.records.trace import LATEST_NS, DeadRow, SpanStatus, get_path
 from flywheel.sources.spans.attributes import attributes_of, with_first_argument
 from flywheel.sources.spans.span import NOTHING, Attributes, Span, SpanKind
@@ -24,6 +25,8 @@ from flywheel.sources.studio.database import MAX_CELL, TABLE, Database, Row, fau
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 hash_of: Final = xxhash.xxh3_64_intdigest
+_CONVERSATIONS: Final = ("conversationId", "run_id")
+"""The columns of both generations with the id of a conversation."""
 DIGEST_BITS: Final = 2**63 - 1
 
 
@@ -82,6 +85,13 @@ class Schema:
                     # The other values were not loaded.
                     why, excerpt = f"{column} {_type_of(value)}", value
             return DeadRow(rowid, shown(row[1]), shown(row[2]), why, shown(excerpt)[:500])
+
+    def named_in(self, data: bytes) -> tuple[list[str], list[str]]:
+        """The conversations and the users that a packed row names, as far as it can be read."""
+        values = dict(zip(self.columns, marshal.loads(data), strict=True))
+        conversations, users = named_in(_attributes_text(values["attributes"]))
+        column = next(values[name] for name in _CONVERSATIONS if name in values)
+        return [*([column.decode(errors="replace")] if isinstance(column, bytes) else []), *conversations], users
 
     def ended_ns(self, value: Any) -> int:
         """An end time as nanoseconds since 1970; 0 if it cannot be parsed."""
@@ -173,13 +183,20 @@ def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
             why = str(error) if isinstance(error, RowError) else "an id is not UTF-8"
             # The same row gets the same name in every scan.
             name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
-            dead.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500]))
+            named = (next(iter(each), "") for each in named_in(_attributes_text(row[5])))
+            dead.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500], *named))
     return dead
 
 
 def excerpt_of(data: bytes) -> str:
     """The first 500 characters of a packed row's attributes."""
     return shown(marshal.loads(data)[4])[:500]
+
+
+def _attributes_text(value: Any) -> str:
+    """The attributes of a row, as far as they were loaded."""
+    value = value[1] if isinstance(value, tuple) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else ""
 
 
 def _own_values_1(

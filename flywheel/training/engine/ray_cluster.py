@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from flywheel.config.training import RaySettings
 from flywheel.errors import FlywheelError, ProcessLostError, TrainError
 from flywheel.serving.adapter_files import WEIGHTS_FILE
 from flywheel.system import log as logs
+from flywheel.system.process_folder import ProcessFolder
 from flywheel.system.signals import POLL_SECONDS, check_stopped
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.engine.adapter_files import AdapterFiles
@@ -95,7 +95,7 @@ OBJECT_STORE_BYTES = 1 << 30
 """At most; memory is taken as it is used. Adapters pass through it, the next one of a step when the one before is
 gone: of rank 16 for a 4B model, 132 MB each. Rollouts are small."""
 SHORT_PATH = 20
-"""Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-PID-XXXXXXXX`, the
+"""Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-process-XXXXXXXX`, the
 session's name and `/sockets/plasma_store` take up to 86."""
 GRACE_SECONDS = 8.0
 CONNECT_SECONDS = 30.0
@@ -136,16 +136,15 @@ def session(settings: Config) -> Iterator[None]:
             # A token for this session only; by default Ray writes one for all sessions into the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             parent = tempfile.gettempdir()
-            directory = tempfile.mkdtemp(
-                prefix=f"fw-{os.getpid()}-", dir=parent if len(parent) <= SHORT_PATH else "/tmp"
-            )
+            # Its logs, and what it spills, can have texts.
+            directory = ProcessFolder(Path(parent if len(parent) <= SHORT_PATH else "/tmp"))
             ray.init(
                 address="local",
                 num_cpus=settings.rollout.engines + settings.training.workers,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=directory,
+                _temp_dir=str(directory.path),
                 configure_logging=False,
             )
         yield
@@ -156,8 +155,8 @@ def session(settings: Config) -> Iterator[None]:
             ray.shutdown()
         if not settings.ray.address:
             end_processes([*ours, *({*psutil.Process().children(recursive=True)} - before)])
-        if directory:
-            shutil.rmtree(directory, ignore_errors=True)
+        if directory is not None:
+            directory.remove()
 
 
 def _connect(settings: RaySettings) -> None:

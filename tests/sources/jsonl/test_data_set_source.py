@@ -10,7 +10,10 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.sources.ingestion import Ingestion
+from flywheel.store.erasures import Kind
 from flywheel.store.kernel.database import Store
+from tests.factories.erased import erase_rows
+from tests.factories.state import open_state
 
 
 def config_of(folder: Path, sources: list[dict[str, Any]]) -> Config:
@@ -76,3 +79,46 @@ async def test_a_data_set_that_cannot_be_read_is_the_sources_error(tmp_path: Pat
     [error], splits = await ingested(config)
     assert f"cannot write the data set {tmp_path}/wrong.csv to {config.state_dir}/datasets/wrong.csv.jsonl" in error
     assert not splits and list((config.state_dir / "datasets").iterdir()) == []
+
+
+async def test_lines_are_erased_from_the_copy_alone_and_the_others_keep_their_numbers(tmp_path: Path) -> None:
+    def written(path: Path) -> bytes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ({"question": f"{name}?", "answer": "1", "metadata": {"conversation_id": name}} for name in "abc")
+        spoken = [json.dumps(line) for line in lines]
+        path.write_bytes("\n".join(["{torn", *spoken, "", "{torn at the end"]).encode())
+        return path.read_bytes()
+
+    copy, named, other = (tmp_path / name for name in ("state/datasets/x.jsonl", "named.jsonl", "other.jsonl"))
+    before = [written(path) for path in (copy, named, other)]
+    config = config_of(
+        tmp_path,
+        [{"dataset": {"path": "./x"}}, {"path": "named.jsonl", "dataset": {"path": "./y"}}, {"path": "other.jsonl"}],
+    )
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    try:
+        assert await ingestion.erase_data_sets((), {"b", "none"}) == 2
+        assert await ingestion.erase_data_sets((), {"b", "none"}) == 0, "it may be done again"
+    finally:
+        await ingestion.close()
+        await store.close()
+    assert other.read_bytes() == before[2], "a file of the user is only read"
+    for path, was in ((copy, before[0]), (named, before[1])):
+        assert path.read_bytes().split(b"\n") == [b"" if b'"b?"' in line else line for line in was.split(b"\n")]
+
+
+async def test_what_is_erased_is_taken_out_of_a_copy_that_is_written_again(tmp_path: Path) -> None:
+    copy = tmp_path / "state" / "datasets" / "x.jsonl"
+    copy.parent.mkdir(parents=True)
+    line = {"question": "secret?", "answer": "1", "metadata": {"conversation_id": "talk"}}
+    text = rows("other", 2) + json.dumps(line) + "\n"
+    copy.write_text(text)
+    config = config_of(tmp_path, [{"dataset": {"path": "./x"}}])
+    await ingested(config)
+    async with open_state(config.state_dir) as store:
+        assert await store.write(erase_rows, Kind.CONVERSATION, "talk") == 1
+    copy.write_text("\n" + text)
+    errors, _ = await ingested(config)
+    assert not errors
+    assert copy.read_text() == "\n" + rows("other", 2) + "\n"

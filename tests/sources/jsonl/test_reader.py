@@ -15,9 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flywheel.errors import SourceError
+from flywheel.records.privacy import PrivateNames
+from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl import reader as line_reader
 from flywheel.sources.jsonl.reader import MAX_LINE, JsonlReader, files_of
 from flywheel.sources.jsonl.record import entry_of_line
+from tests.cases import for_each
 from tests.sources.jsonl.reading import Stored, asked, line
 
 
@@ -278,6 +281,47 @@ def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path, stor
     path.write_bytes(b"hokum\n")
     stored.read()
     assert len({row.span_id for row in stored.dead}) == 2
+
+
+OTHERS = '"tools": [{"user_id": "x"}], "user_id": "y"'
+
+
+@for_each(
+    "text, whose",
+    [
+        (f'{{"messages": 5, "metadata": {{"user_id": 7, "conversation_id": "a\\"é"}}, {OTHERS}}}', ('a"é', "7")),
+        ('{"metadata": {"conversation_id": "a\\"\\ud83e\\udd8a", "user_id": "ann"', ('a"🦊', "ann")),
+        ('{"main_query": "said: \\"user_id\\": \\"x\\"", "metadata": {"user_id": "cut o', ("", "")),
+        ("no JSON", ("", "")),
+        ("[7]", ("", "")),
+        ('{"metadata": 7}', ("", "")),
+    ],
+)
+def test_a_bad_line_belongs_to_whom_it_names(text: str, whose: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f"{text}\n")
+    stored = Stored(path)
+    stored.read()
+    [row] = stored.dead
+    assert (row.conversation_id, row.user) == whose
+    # In another place it has another name, and stands for the same trace.
+    path.write_text(f"\n{text}\n")
+    again = Stored(path)
+    again.read()
+    assert again.dead[0].span_id != row.span_id
+    assert again.dead[0].trace_id == row.trace_id != ""
+
+
+def test_nothing_is_kept_of_a_bad_line_of_somebody_who_is_excluded(path: Path, stored: Stored) -> None:
+    append(path, b'{"messages": 5, "metadata": {"user_id": "ann", "conversation_id": "c"}}\n')
+    for names in (PrivateNames(users=frozenset({"ann"})), PrivateNames(conversations=frozenset({"c"}))):
+        reader = JsonlReader(path, private=names)
+        stored.cursor = Cursor()
+        stored.read(reader)
+        reader.close()
+        row = stored.dead.pop()
+        assert (row.error, row.excerpt) == ("it cannot be read, and is private", "")
+        assert (row.conversation_id, row.user) == ("", "")
 
 
 def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlReader, stored: Stored) -> None:

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings, parse
+from flywheel.records.privacy import PrivateNames
 from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor, Reply, ReplySelection
 from flywheel.sources import studio_connector
@@ -95,6 +96,25 @@ def test_a_bad_row_costs_itself(studio: Studio, bad: dict[str, Any], why: str) -
     assert len(row.excerpt) <= 500
     assert sorted(by_id(replies)) == ["after", "before"]
     assert batches[-1].cursor.rowid == 3
+
+
+def test_a_bad_row_belongs_to_whom_it_or_its_trace_names(studio: Studio) -> None:
+    torn = '{"user": {"id": "ann"}, "gen_ai": {"input": ['
+    studio.write(
+        span("alone", "invoke_agent", torn, trace="1", conversation="secret talk"),
+        span("bad", "invoke_agent", "{torn", trace="2", conversation=""),
+        span("other", "chat", {"enduser": {"id": "bob"}}, trace="2", conversation="talk", parent="bad"),
+    )
+    _, dead, _ = read_all(studio.path)
+    assert {row.span_id: (row.conversation_id, row.user) for row in dead} == {
+        "alone": ("secret talk", "ann"),
+        "bad": ("talk", "bob"),
+    }
+    for names in (PrivateNames(users=frozenset({"ann"})), PrivateNames(conversations=frozenset({"secret talk"}))):
+        _, dead, _ = read_all(studio.path, selection=ReplySelection(private=names))
+        assert [(row.excerpt, row.conversation_id, row.user) for row in dead if row.span_id == "alone"] == [
+            ("", "", "")
+        ]
 
 
 @pytest.mark.parametrize("name", ["old", "new_v1", "new_v2", "new_oldclient"])
