@@ -204,6 +204,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         detail=plain_text(told.skip_detail),
         structure="" if told.skip else class_of(told).value,
         user=plain_text(told.user),
+        service=plain_text(told.service),
     )
 
 

@@ -16,6 +16,7 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.store import gate_tests, ledger, samples, splits
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import recent_bands, signature_bands, tasks
+from flywheel.store.views import left_out
 from flywheel.store.views.lineage import why
 from tests.factories.trace import batch, reply
 from tests.sources.studio.writer import DATA
@@ -141,7 +142,7 @@ async def gate_of(store: Store) -> set[str]:
         lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id.in_(ids))).scalars().all()
     )
     assert len(ids) == await store.read(samples.count_held_out)
-    assert sum((await store.read(samples.count_left_out)).values()) == 2
+    assert sum((await store.read(left_out.count_left_out)).values()) == 2
     return {payload["metadata"]["span_id"] for payload in rows}
 
 

@@ -40,7 +40,7 @@ from tests.factories.web import client
 from tests.factories.wheel import comparison
 from tests.serving.fake_vllm import PROBE, FakeVllm
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.slow, pytest.mark.training]
 """Adapters are made by PEFT."""
 
 Make = Callable[..., Path]
@@ -151,7 +151,6 @@ def test_vllm_refuses_them_too(make: Make, options: dict[str, Any]) -> None:
         PEFTHelper.from_local_dir(str(make(**options)), None).validate_legal(LoRAConfig(max_lora_rank=64))
 
 
-@pytest.mark.slow
 def test_rslora_is_served_with_its_own_scale(make: Make, config: Config) -> None:
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -10,6 +10,7 @@ from tests.factories.task import round_task
 from tests.sources.studio.reading import FIXTURE, line_of, replies
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_only_prompts_without_a_hidden_message_are_as_long_as_what_was_sent() -> None:
     from transformers import AutoTokenizer

@@ -40,6 +40,7 @@ def test_the_columns_are_those_that_verl_documents(exported: Exported, load: Loa
     assert json.loads(about["tools_json"]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1"])
 @pytest.mark.parametrize("history_with_tools", [False, True])
 def test_every_prompt_is_rendered(exported: Exported, load: Load, template: str, history_with_tools: bool) -> None:
