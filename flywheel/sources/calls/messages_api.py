@@ -73,8 +73,6 @@ def _add(messages: list[ChatMessage], message: Item) -> None:
     thoughts: list[str] = []
     for block in _objects(content):
         match block.get("type"):
-            case "text" if block.get("text"):
-                parts.append({"type": "text", "text": _text(block["text"])})
             case "image":
                 parts.append(_image(block))
             case "thinking":
@@ -83,6 +81,8 @@ def _add(messages: list[ChatMessage], message: Item) -> None:
                 calls.append(_tool_call(block))
             case "tool_result" if role == "user":
                 messages += _result(block)
+            case "tool_result" | "text":
+                parts += _text_part(block)
     if role == "user" and not parts:
         return
     is_text = len(parts) == 1 and parts[0]["type"] == "text"
@@ -94,8 +94,16 @@ def _add(messages: list[ChatMessage], message: Item) -> None:
     messages.append(made)
 
 
+def _text_part(block: Item) -> list[Item]:
+    """The part that a text becomes, or a result that does not stand in a message of the user."""
+    if block["type"] == "text":
+        return [{"type": "text", "text": text}] if (text := _text(block.get("text"))) else []
+    # vLLM writes a list of blocks as Python does.
+    return [{"type": "text", "text": f"Tool result: {block.get('content') or ''}"}]
+
+
 def _result(block: Item) -> list[ChatMessage]:
-    """The messages of a tool's result: its texts, and its images as the user's."""
+    """The messages of a tool's result: its texts, its images as the user's, and the tools that it has found."""
     content = block.get("content")
     blocks = _objects(content)
     texts = [_text(part.get("text")) for part in blocks if part.get("type") == "text"]
@@ -103,6 +111,9 @@ def _result(block: Item) -> list[ChatMessage]:
     made: list[ChatMessage] = [{"role": "tool", "tool_call_id": _text(block.get("tool_use_id")), "content": text}]
     if images := [_image(part) for part in blocks if part.get("type") == "image"]:
         made.append({"role": "user", "content": images})
+    named = (part.get("tool_name") or part.get("name") for part in blocks if part.get("type") == "tool_reference")
+    if tools := [{"type": "tool_reference", "name": name} for name in named if name]:
+        made.append({**made[0], "content": tools})
     return made
 
 

@@ -139,6 +139,7 @@ _RENDERED: Final = {
     "output_text": "text",
     "refusal": "refusal",
     "thinking": "thinking",
+    "tool_reference": "name",
 }
 """The parts of a content that vLLM renders as text, and their keys."""
 
