@@ -21,7 +21,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from flywheel.records import exclusion
-from flywheel.records.chat import Message, blocks_of, images_of, is_refusal, text_of, texts_in, unread_in
+from flywheel.records.chat import Message, blocks_of, chat_of, images_of, is_refusal, text_of, texts_in, unread_in
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import SkipReason
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
@@ -242,7 +242,7 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     parts = [*calls.unread(), *(f"a part of type {kind} in the answer" for kind in unread_in(output or {}))]
     unread = dict.fromkeys(f"{part} was not read" for part in parts)
     of_models = calls.of_models(selection.models)
-    if skip in (SkipReason.ERROR, SkipReason.NESTED) and all(
+    if skip in (SkipReason.ERROR, SkipReason.NO_ANSWER, SkipReason.NESTED) and all(
         map(_shows_nothing, tree.agents_above(agent) or [agent])
     ):
         # Its calls are not claimed: a source of calls shows the reply.
@@ -418,7 +418,9 @@ def _skip(
     if agent.status is SpanStatus.ERROR:
         return SkipReason.ERROR, error_text(agent)
     if output is None:
-        return SkipReason.ERROR, error_text(agent) or "the agent's span has no output"
+        return (
+            (SkipReason.ERROR, why) if (why := error_text(agent)) else (SkipReason.NO_ANSWER, _missing(agent, calls))
+        )
     # AgentScope 2.x stops for tools that a person must allow, or that are executed elsewhere.
     pause = agent.attributes.agentscope.agent
     pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
@@ -427,6 +429,25 @@ def _skip(
     if not has_query:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"
     return None, ""
+
+
+def _missing(agent: Span, calls: Trajectory) -> str:
+    """What of the answer the spans of an agent that did not fail do not record."""
+    recorded = (agent.attributes.gen_ai.output.messages, agent.attributes.output)
+    if any(at.value_of(raw) not in (None, {}, []) for raw in recorded):
+        return "the output of the agent's span holds no message"
+    if at.has_messages(agent):
+        return "the agent's span has no output (gen_ai.output.messages)"
+    if not calls.models:
+        return (
+            "the agent's span has no messages (gen_ai.input.messages, gen_ai.output.messages), and there is no model"
+            " call below it: does the instrumentation capture content?"
+        )
+    said = next((said for said in reversed(calls.answers) if said), None)
+    if said is None:
+        return "neither the agent's span nor its model calls have an output (gen_ai.output.messages)"
+    asked = [call["function"]["name"] for message in chat_of(said) for call in message.get("tool_calls", ())]
+    return f"its last model call asked for {', '.join(asked)}" if asked else "its last model call answered nothing"
 
 
 def _shows_nothing(agent: Span) -> bool:

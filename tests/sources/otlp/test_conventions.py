@@ -127,8 +127,13 @@ async def test_an_agent_that_ended_without_an_answer(client: httpx2.AsyncClient,
     call = span(2, {KIND: "LLM", **messages("input", asked("Hello")), **messages("output", wanted)}, parent=1)
     replies = await read(client, inbox, chain(1, 0, "AGENT"), call, chain(3, 0, "AGENT", trace=2))
     assert [(reply.query, reply.skip, reply.skip_detail) for reply in replies] == [
-        ("Hello", SkipReason.ERROR, "the agent's span has no output"),
-        ("", SkipReason.ERROR, "the agent's span has no output"),
+        ("Hello", SkipReason.NO_ANSWER, "its last model call asked for f"),
+        (
+            "",
+            SkipReason.NO_ANSWER,
+            "the agent's span has no messages (gen_ai.input.messages, gen_ai.output.messages), and there is no model"
+            " call below it: does the instrumentation capture content?",
+        ),
     ]
 
 
@@ -378,5 +383,5 @@ async def test_an_agent_that_records_nothing_has_no_answer_of_an_agent_that_is_i
 ) -> None:
     spans = chain(1, 0, "AGENT"), chain(2, 1, "TOOL"), chain(3, 2, "AGENT"), llm(4, 3)
     replies = by_id(await read(client, inbox, *spans))
-    assert (replies[f"{1:016x}"].answer, replies[f"{1:016x}"].skip) == ("", SkipReason.ERROR)
+    assert (replies[f"{1:016x}"].answer, replies[f"{1:016x}"].skip) == ("", SkipReason.NO_ANSWER)
     assert replies[f"{3:016x}"].skip is SkipReason.NESTED

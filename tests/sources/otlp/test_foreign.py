@@ -156,7 +156,7 @@ async def test_agents_whose_spans_show_no_reply_leave_their_calls_to_the_call_lo
         span(3, {**CHAT, "gen_ai.response.id": f"chatcmpl-{request_id(3)}"}, parent=2),
     )
     found = {int(reply.span_id, 16): (reply.skip, reply.calls) for reply in replies}
-    assert found == {1: (SkipReason.ERROR, ()), 2: (SkipReason.NESTED, ())}
+    assert found == {1: (SkipReason.NO_ANSWER, ()), 2: (SkipReason.NESTED, ())}
 
 
 async def test_a_reply_that_failed_or_is_another_agent_s_keeps_its_calls(

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply
 from tests.sources.studio.reading import extracted
-from tests.sources.studio.writer import agent, chat, message, part, tool
+from tests.sources.studio.writer import agent, chat, message, part, span, tool
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": [{"text": "Stock of 77?"}]}
 CALL = {"role": "assistant", "content": [{"toolUse": {"toolUseId": "c1", "name": "stock", "input": {"sku": 77}}}]}
@@ -47,6 +48,28 @@ def test_a_part_of_the_prompt_that_was_not_read_is_said_with_its_message(tmp_pat
     )
     assert reply.prompt_reason == f"a part of type hologram at messages[{place}] was not read"
     assert (reply.query, reply.answer) == ("Stock of 77?", "There are 41.")
+
+
+@pytest.mark.parametrize(
+    ("output", "answers", "missing"),
+    [
+        ({"odd": 1}, [], "the output of the agent's span holds no message"),
+        (None, [], "neither the agent's span nor its model calls have an output"),
+        (None, [message("assistant")], "its last model call answered nothing"),
+        (
+            None,
+            [message("assistant", {"type": "tool_call", "id": "c1", "name": "f"})],
+            "its last model call asked for f",
+        ),
+    ],
+)
+def test_what_is_missing_of_an_answer_is_said(
+    tmp_path: Path, output: Any, answers: list[dict[str, Any]], missing: str
+) -> None:
+    own = span("a", "invoke_agent", {"gen_ai": {"output": {"messages": output}} if output else {}}, ended=9)
+    reply = extracted(tmp_path, chat("m", [USER], answers, parent="a", began=1, ended=2), own)["a"]
+    assert reply.skip is SkipReason.NO_ANSWER
+    assert reply.skip_detail.startswith(missing)
 
 
 PAGE = {"type": "web_search_result", "title": "Stock", "url": "https://x/77", "encrypted_content": "AAA"}

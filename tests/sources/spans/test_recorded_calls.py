@@ -241,7 +241,7 @@ def test_an_agent_that_was_found_in_the_calls_alone_is_a_reply(tmp_path: Path) -
     task = line(entry)
     assert (task["main_query"], task["answer"], entry.skip) == ("What is 1 + 1?", "2", None)
     assert [each["content"] for each in task["prompt"]] == ["You do sums.", "What is 1 + 1?", REMINDER]
-    assert entries(tmp_path, *(), calls=[])["a"].skip is SkipReason.ERROR, "its calls were pruned"
+    assert entries(tmp_path, *(), calls=[])["a"].skip is SkipReason.NO_ANSWER, "its calls were pruned"
 
 
 contents = st.none() | st.booleans() | st.integers() | st.text() | st.floats()

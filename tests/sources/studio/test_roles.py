@@ -245,14 +245,14 @@ def test_errors_and_missing_texts(tmp_path: Path) -> None:
     )
     assert skips(found) == {
         "failed": SkipReason.ERROR,
-        "silent": SkipReason.ERROR,
+        "silent": SkipReason.NO_ANSWER,
         "mute": SkipReason.NO_QUERY,
         "unasked": SkipReason.NO_QUERY,
         "empty": None,
         "shown": None,
     }
     assert found["failed"].skip_detail == "it broke"
-    assert found["silent"].skip_detail == "the agent's span has no output"
+    assert found["silent"].skip_detail == "the agent's span has no output (gen_ai.output.messages)"
     assert found["shown"].images == ("https://x/y.png",)
 
 
