@@ -59,6 +59,10 @@ Readline puts COLUMNS and LINES into the environment that a worker of a divided 
 for name in filter(OF_THE_MACHINE.match, list(os.environ)):
     del os.environ[name]
 
+# In the background of a shell, a run ignores SIGINT, and so would each process that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Torch's threads wait asleep, as in a round. Spinning, they take the cores from the other worker's tests.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 

@@ -36,7 +36,6 @@ from flywheel.cli.quality_bar import (
 from flywheel.cli.recorded_metrics import MetricsOption, RecordedMetrics, lines_of
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 from flywheel.system.process import tune_process
-from flywheel.system.signals import use_default
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -362,6 +361,8 @@ async def _forecast(store: Store, options: _Options, total: int) -> Forecast | N
 
 
 def _confirm() -> None:
+    from flywheel.system.signals import use_default
+
     before = signal.getsignal(signal.SIGINT)
     # The event loop's own handler would not interrupt the question.
     use_default(signal.SIGINT)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,15 +52,17 @@ def file_identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}", re.DOTALL)
-"""The temporary names of `whole_file`; `name` is that of the file."""
+def temporary_of(name: str) -> str:
+    """The name of the file that `whole_file` writes under this temporary name; empty for any other name."""
+    own, _, random = name.rpartition(".")
+    is_temporary = own[:1] == "." and len(random) == 8 and all(each in "0123456789abcdef" for each in random)
+    return own[1:] if is_temporary else ""
 
 
 def remove_temporary(folder: Path, names: Callable[[str], object] = lambda name: True) -> int:
     """Remove what `whole_file` left in a folder when its process was killed, of files with these names; how many
     files that were. Nobody may be writing them."""
-    found = [(path, match["name"]) for path in folder.iterdir() if (match := TEMPORARY.fullmatch(path.name))]
-    left = [path for path, name in found if names(name)]
+    left = [path for path in folder.iterdir() if (name := temporary_of(path.name)) and names(name)]
     for path in left:
         path.unlink(missing_ok=True)
     return len(left)

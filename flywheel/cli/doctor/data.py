@@ -32,7 +32,6 @@ from flywheel.sources.studio.schema import schema_of
 from flywheel.store.kernel.database import found_version, read_once
 from flywheel.store.samples import count_with_tools, recorded_lines
 from flywheel.system.lock import holder
-from flywheel.system.process_folder import copies_in
 from flywheel.system.terminal import byte_size, duration, quantity
 from flywheel.training.data.groups import MIN_COMPLETE_SHARE
 from flywheel.training.data.round_progress import read_steps
@@ -157,7 +156,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                 {"files": len(files), "bytes": size},
             )
         case _:
-            with Database(path, copies=copies_in(config.state_dir)) as database:
+            with Database(path) as database:
                 database.identity()
                 schema, _ = schema_of(database)
                 spans, size = database.last_rowid(), path.stat().st_size

@@ -36,9 +36,9 @@ from flywheel.store import rounds as store_rounds
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import adapters, events, round_samples, rounds, tasks
 from flywheel.system.files import (
-    TEMPORARY,
     json_line,
     remove_temporary,
+    temporary_of,
     torn_line,
     whole_file,
     write_atomic,
@@ -75,7 +75,7 @@ def erase_from_files(state_dir: Path, erased: ErasedTasks, used: Collection[Path
 def _remove_left(directory: Path) -> int:
     """Remove what killed processes left beside the files of a round, unless it runs: nothing says whose it is. A
     running round has no texts of erased tasks."""
-    if not any(TEMPORARY.fullmatch(path.name) for path in _files(directory)):
+    if not any(temporary_of(path.name) for path in _files(directory)):
         return 0
     try:
         with alone_in(directory):
