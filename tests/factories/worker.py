@@ -186,7 +186,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 def left_behind(pid: int, directory: Path) -> list[Path]:
     """What the worker left where temporary files go (Ray needs a short path, so that need not be TMPDIR)."""
-    return [path for parent in (Path("/tmp"), temporary(directory)) for path in parent.glob(f"fw-{pid}-*")]
+    parents = Path("/tmp"), temporary(directory)
+    return [path.parent for parent in parents for path in parent.glob(f"{PREFIX}*/session_*_{pid}")]
 
 
 def end(process: subprocess.Popen[str], directory: Path) -> None:
