@@ -418,9 +418,10 @@ def _skip(
     if agent.status is SpanStatus.ERROR:
         return SkipReason.ERROR, error_text(agent)
     if output is None:
-        return (
-            (SkipReason.ERROR, why) if (why := error_text(agent)) else (SkipReason.NO_ANSWER, _missing(agent, calls))
-        )
+        why = error_text(agent)
+        if not why and calls.models and calls.answers[-1] is None:
+            why = error_text(calls.models[-1])
+        return (SkipReason.ERROR, why) if why else (SkipReason.NO_ANSWER, _missing(agent, calls))
     # AgentScope 2.x stops for tools that a person must allow, or that are executed elsewhere.
     pause = agent.attributes.agentscope.agent
     pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
