@@ -350,7 +350,7 @@ async def test_calls_that_a_trace_names_no_more_become_the_reply_that_was_skippe
         else:
             await ingest(config)
         async with open_state(config.state_dir) as store:
-            assert await store.read(outcomes) == {("studio", "error"): 1, ("calls", None): 1}
+            assert await store.read(outcomes) == {("studio", "no_answer"): 1, ("calls", None): 1}
             assert (await store.read(balance)).balanced
         assert [line["main_query"] for line in exported(config).values()] == ["What is 1 + 1?"]
         assert (await deep_audited(config)).problems == []
