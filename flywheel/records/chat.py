@@ -137,6 +137,25 @@ def _media(kind: str, **source: Any) -> Block:
     return {"type": kind, "source": source}
 
 
+def _data(media_type: Any, **source: Any) -> Block:
+    """Data of a media type, such as `image/png`."""
+    return _media("image" if str(media_type).startswith("image/") else "file", **source)
+
+
+def _fields(*keys: str) -> Callable[[Block], Block]:
+    """What reads these fields of a block as one text, a line each."""
+    return lambda block: _text("\n".join(_plain(block.get(key)) for key in keys))
+
+
+def _calling(call_id: str, arguments: str) -> Callable[[Block], list[Block]]:
+    """What reads a block that is a call, with its id and its arguments under these keys."""
+    return lambda block: [_call(block.get(call_id), block.get("name"), block.get(arguments))]
+
+
+def _output_of_responses(block: Block) -> list[Block]:
+    return [_result(block.get("call_id"), None, block.get("output"))]
+
+
 def _shown(block: Block, key: str, kind: str = "file") -> list[Block]:
     """Media of DashScope's interface, which are an address, or of Bedrock's, which have a source."""
     value = block[key]
@@ -148,7 +167,7 @@ def _inline(data: Any) -> list[Block]:
     kind = get_path(data, "mimeType") or get_path(data, "mime_type")
     address = get_path(data, "fileUri") or get_path(data, "file_uri")
     source = {"url": address} if address else {"data": get_path(data, "data")}
-    return [_media("image" if str(kind).startswith("image/") else "file", **source)]
+    return [_data(kind, **source)]
 
 
 def _gemini_call(block: Block, call: Any) -> list[Block]:
@@ -187,18 +206,12 @@ def _document(block: Block) -> list[Block]:
     return [*titles, _media("file", **source)] if isinstance(source, dict) else [*titles, _unread("document")]
 
 
-def _found_page(block: Block) -> list[Block]:
-    """A page that a search has found. Its text is encrypted."""
-    return [_text("\n".join(_plain(block.get(key)) for key in ("title", "url"))), _unread("web_search_result")]
-
-
 def _resource(block: Block) -> list[Block]:
     """A resource of the Model Context Protocol: a text, or data."""
     resource = block.get("resource")
     if isinstance(text := get_path(resource, "text"), str):
         return [_text(text)]
-    kind, data = get_path(resource, "mimeType"), get_path(resource, "blob")
-    return [_media("image" if str(kind).startswith("image/") else "file", data=data)]
+    return [_data(get_path(resource, "mimeType"), data=get_path(resource, "blob"))]
 
 
 def _file_of_responses(block: Block) -> list[Block]:
@@ -225,23 +238,21 @@ _BY_TYPE: Final[Mapping[str, Callable[[Block], list[Block]]]] = {
     "function_call": lambda block: [
         _call(block.get("call_id") or block.get("id"), block.get("name"), block.get("arguments"))
     ],
-    "custom_tool_call": lambda block: [_call(block.get("call_id"), block.get("name"), block.get("input"))],
-    "function_call_output": lambda block: [_result(block.get("call_id"), None, block.get("output"))],
-    "custom_tool_call_output": lambda block: [_result(block.get("call_id"), None, block.get("output"))],
+    "custom_tool_call": _calling("call_id", "input"),
+    "function_call_output": _output_of_responses,
+    "custom_tool_call_output": _output_of_responses,
     # Anthropic's Messages API.
     "redacted_thinking": lambda block: [_thought("")],
-    "server_tool_use": lambda block: [_call(block.get("id"), block.get("name"), block.get("input"))],
-    "mcp_tool_use": lambda block: [_call(block.get("id"), block.get("name"), block.get("input"))],
+    "server_tool_use": _calling("id", "input"),
+    "mcp_tool_use": _calling("id", "input"),
     "document": _document,
-    "search_result": lambda block: [
-        _text("\n".join(_plain(block.get(key)) for key in ("title", "source"))),
-        *_blocks(block.get("content")),
-    ],
-    "web_search_result": _found_page,
-    "web_fetch_result": lambda block: [_text(block.get("url")), *_blocks(block.get("content"))],
+    "search_result": lambda block: [_fields("title", "source")(block), *_blocks(block.get("content"))],
+    # The text of a page that a search has found is encrypted.
+    "web_search_result": lambda block: [_fields("title", "url")(block), _unread("web_search_result")],
+    "web_fetch_result": lambda block: [_fields("url")(block), *_blocks(block.get("content"))],
     # The Model Context Protocol.
     "resource": _resource,
-    "resource_link": lambda block: [_text("\n".join(_plain(block.get(key)) for key in ("name", "uri")))],
+    "resource_link": lambda block: [_fields("name", "uri")(block)],
     # JSON, as Bedrock, Strands and others have it among the parts of a result.
     "json": lambda block: [_text(next((block[key] for key in ("json", "data", "value") if key in block), None))],
     # The Vercel AI SDK.

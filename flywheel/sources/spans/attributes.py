@@ -230,18 +230,13 @@ def read_conversation(span: Span) -> Conversation:
     unread: dict[str, str] = {}
     written = items_of(span.attributes.gen_ai.input.messages)
     items = [*map(bytes, written or items_of(_argument(span, span.attributes.input.kwargs.messages)))]
-    if not all(b'"role"' in item for item in items):
-        # Items that are no messages may belong to one message together.
+    if not items or any(item[:1] == b"{" and b'"role"' not in item for item in items):
+        # It is no list, or has items of the Responses API, of which several can be one message.
         items = [json.dumps(message).encode() for message in input_messages(span)]
     for place, item in enumerate(items):
         said, kinds = _chat_item(item) if len(item) <= _CACHED_BYTES else _chat_item.__wrapped__(item)
         chat += said
         unread = dict.fromkeys(kinds, f"messages[{place}]") | unread
-    if not chat:
-        messages = input_messages(span)
-        chat = [each for message in messages for each in chat_of(message)]
-        places = [(kind, place) for place, message in enumerate(messages) for kind in unread_in(message)]
-        unread = {kind: f"messages[{place}]" for kind, place in reversed(places)}
     return Conversation(chat, tuple(f"a part of type {kind} at {where}" for kind, where in unread.items()))
 
 

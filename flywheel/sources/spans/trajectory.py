@@ -45,8 +45,8 @@ class Trajectory:
         """What each model call answered."""
         self.tools: list[ToolUse] = []
         self._aside: list[int] = []
-        """Places of model calls that only prepared later ones: the agent had them fill a structure, such as a search
-        query or a summary, and none of it is part of its conversation with the user."""
+        """Places of model calls, never the last, that only prepared later ones: the agent had them fill a structure,
+        such as a search query or a summary, and none of it is part of its conversation with the user."""
         for span in own:
             if span.kind is SpanKind.LLM:
                 if span.attributes.input.kwargs.structured_model != NOTHING:
@@ -121,8 +121,7 @@ class Trajectory:
 
     def returned(self) -> Message | None:
         """The answer of the last model call; None if it called a tool or said nothing."""
-        answers = [answer for place, answer in enumerate(self.answers) if place not in self._aside]
-        answer = answers[-1] if answers else None
+        answer = self.answers[-1] if self.answers else None
         said = chat_of(answer)[-1] if answer else {}
         return answer if said.get("content") and "tool_calls" not in said else None
 
@@ -186,7 +185,7 @@ class Trajectory:
 
     def refuses(self, answer: str) -> bool:
         """Whether the answer is the refusal of the last model call."""
-        said = next((said for place, said in reversed([*enumerate(self.answers)]) if place not in self._aside), None)
+        said = self.answers[-1] if self.answers else None
         return said is not None and is_refusal(said) and text_of(said).strip() == answer.strip()
 
     @property
@@ -197,8 +196,7 @@ class Trajectory:
 
     def reasoning_of(self, answer: str) -> str:
         """The reasoning before the reply's answer, if the model call that gave it is recorded; else empty."""
-        last = next((span for place, span in reversed([*enumerate(self.models)]) if place not in self._aside), None)
-        call = last.call if last is not None else None
+        call = self.models[-1].call if self.models else None
         if call is None or call.is_interrupted or not call.answers:
             return ""
         said = call.answers[0]
