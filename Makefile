@@ -5,7 +5,7 @@
 # `make gpu-check` lets two small models go through a round, a server and a swap on a GPU, and writes docs/benchmarks/gpu.md.
 # The circles of tests: `make test-quick` runs what needs no vLLM, Ray, torch, browser or Python process of its own (TESTS: of these
 # folders), `make test` each promise once on real parts, `make test-extended` their variants, `make test-all` everything, including
-# the long demos, ten minutes beside Studio and new examples (SHARD=1/3: the first of three parts). `make test-soak` runs these ten
+# the long demos, ten minutes beside Studio and new examples (of both, SHARD=1/3 runs the first of three parts). `make test-soak` runs these ten
 # minutes alone. `make check-lowest` runs the attacks of the tests with the lowest
 # versions that pyproject.toml permits, in .venv-lowest; `make test-litellm` tests with LiteLLM's proxy. `make docs` builds the documentation as a site, `make
 # screenshots` its images of the page. All of them install into .venv what is missing, as the last `make install` there
@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
 RUN := $(PYTEST) -n 2 --no-loadscope-reorder --durations=10 --durations-min=1
 
-# The part of `make test-all` to run, such as 1/3. Default: all.
+# The part of `make test-extended` or `make test-all` to run, such as 1/3. Default: all.
 SHARD :=
 
 LOWEST := .venv-lowest
@@ -112,7 +112,7 @@ test-quick: $(READY)
 	$(RUN) -m "not (slow or e2e or extended or long or gpu)" $(TESTS)
 
 test-extended: $(READY)
-	$(RUN) --leftovers report -m "extended and not (long or gpu)"
+	$(RUN) --leftovers report -m "extended and not (long or gpu)" $(if $(SHARD),--shard $(SHARD))
 
 test-soak: $(READY)
 	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) tests/sources/studio/test_manners.py
