@@ -68,7 +68,7 @@ def forget(
     settings = load_config(config)
     require_state(settings, "erase a conversation")
     kind = Kind.CONVERSATION if user is None else Kind.USER
-    found = run_async(_forget(settings, kind, subject, service, block=block, dry_run=dry_run))
+    found = run_async(_forget(settings, kind, subject, service, block=block, dry_run=dry_run, is_quiet=as_json))
     if as_json:
         about = {"kind": kind.value, "service": service, "blocked": block or user is None, "dry_run": dry_run}
         print_json({**about, **found})
@@ -80,10 +80,10 @@ def forget(
 
 
 async def _forget(
-    config: Config, kind: Kind, subject: str, service: str | None, *, block: bool, dry_run: bool
+    config: Config, kind: Kind, subject: str, service: str | None, *, block: bool, dry_run: bool, is_quiet: bool
 ) -> dict[str, Any]:
-    """What was erased (`Report`), or would be, how far that got, and how many traces each service has of a
-    conversation."""
+    """What was erased (`Report`), or would be, how far that got, how many traces each service has of a conversation,
+    and what its traces have besides, which is said before it is erased."""
     # Imported here: `flywheel --help` needs no event loop.
     import asyncio
 
@@ -105,9 +105,13 @@ async def _forget(
                         f"it has no trace of the conversation; {_shares(services)}", param_hint="--service"
                     )
             found = await eraser.find(kind, subject)
+            others = await store.read(erasures.others_in_traces, found)
+            if not is_quiet:
+                for line in _shared_traces(others):
+                    print(escape_terminal(line, one_line=True), flush=True)
+            about = {"services": services, "other_runs": others}
             if dry_run:
-                report = report_of(found, **await store.read(used_for, found))
-                return {"state": "found", "services": services, **report}
+                return {"state": "found", **about, **report_of(found, **await store.read(used_for, found))}
             number = await store.write(erasures.begin, kind, subject, found.conversations, blocks=block)
             until = time.monotonic() + WAIT_SECONDS
             while True:
@@ -118,10 +122,25 @@ async def _forget(
                     pass
                 row = await store.read(erasures.with_id, number)
                 if row.state == erasures.ErasureState.PURGED or time.monotonic() >= until:
-                    return {"state": row.state, "services": services, **(row.report or report_of(found))}
+                    return {"state": row.state, **about, **(row.report or report_of(found))}
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             await ingestion.close()
+
+
+def _shared_traces(others: list[dict[str, str]]) -> list[str]:
+    """What its traces have besides, as a client gave several runs the same trace ids, a line each."""
+    from flywheel.records.task import NO_CONVERSATION
+
+    def name(run: dict[str, str]) -> str:
+        return (
+            f"span {run['span']}" if run["conversation"] in NO_CONVERSATION else f"conversation {run['conversation']}"
+        )
+
+    return [
+        f"its trace {each['trace']} also has {name(each)} of {each['started_at'][:19]}: it is erased as well"
+        for each in others
+    ]
 
 
 def _shares(services: dict[str, int]) -> str:

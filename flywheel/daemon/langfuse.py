@@ -28,6 +28,7 @@ from flywheel.secrets import redact_secrets
 from flywheel.store import notices, scores
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
+from flywheel.store.reply_names import run_of
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,12 @@ class LangfuseExport(RetriedTarget):
         """The scores of a reply, as Langfuse takes them."""
 
         def score(name: str, value: float, reason: str, kind: str = "NUMERIC") -> dict[str, Any]:
+            span = run_of(reply.span_id, reply.trace_id).span_id
             of = f"{reply.trace_id}\0{reply.span_id}\0{name}"
             return {
                 "id": OWN_SCORES + hashlib.sha256(of.encode()).hexdigest()[:32],
                 "traceId": reply.trace_id,
-                **({"observationId": reply.span_id} if _SPAN.fullmatch(reply.span_id) else {}),
+                **({"observationId": span} if _SPAN.fullmatch(span) else {}),
                 "name": f"flywheel.{name}",
                 "value": value,
                 "dataType": kind,

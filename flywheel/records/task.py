@@ -152,9 +152,13 @@ def qa_hash(query: str, answer: str) -> str:
     return hashlib.sha256(f"{query}\n{answer}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def task_id(trace_id: str, span_id: str) -> str:
-    """The key of a reply's task. The file's path is not in it: a moved or migrated database keeps its tasks."""
-    return "t-" + hashlib.sha256(f"{trace_id}\0{span_id}".encode()).hexdigest()[:20]
+def task_id(trace_id: str, span_id: str, start: str = "") -> str:
+    """The key of a reply's task. The file's path is not in it: a moved or migrated database keeps its tasks.
+
+    `start` tells a reply from the one that was stored first with its trace and its span.
+    """
+    of = f"{trace_id}\0{span_id}\0{start}" if start else f"{trace_id}\0{span_id}"
+    return "t-" + hashlib.sha256(of.encode()).hexdigest()[:20]
 
 
 def conversation_key(conversation_id: str, trace_id: str) -> str:
@@ -281,7 +285,7 @@ class Batch(Struct, frozen=True):
     re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
     by kind of the traces without an agent. `call_references` are the request ids that the traces name,
     `calls` those of their calls that were pulled. `private_calls` are the request ids that private traces name: these
-    calls are to be erased.
+    calls are to be erased. `left_out` has, by trace, how many spans fit several runs with its id.
     """
 
     cursor: Cursor | None
@@ -297,6 +301,7 @@ class Batch(Struct, frozen=True):
     call_references: tuple[str, ...] = ()
     calls: dict[str, ModelCall] = {}
     private_calls: tuple[str, ...] = ()
+    left_out: dict[str, int] = {}
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -308,6 +313,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
         checkpoints=tuple(checkpoint for batch in batches for checkpoint in batch.checkpoints),
         warnings=tuple(warning for batch in batches for warning in batch.warnings),
         private_calls=tuple(call for batch in batches for call in batch.private_calls),
+        left_out={trace: count for batch in batches for trace, count in batch.left_out.items()},
         rows=sum(batch.rows for batch in batches),
     )
 

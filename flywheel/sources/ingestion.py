@@ -44,9 +44,11 @@ from flywheel.store import erasures, ledger
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
+from flywheel.store.reply_names import with_repeated_starts
 from flywheel.store.task_file import AgentJetTasks, TaskFile
 from flywheel.system.files import PRIVATE
 from flywheel.system.process_folder import remove_left
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,8 @@ class SourceIngestion:
         self._scan_errors: dict[bool, FlywheelError] = {}
         """Why the last full scan failed (True), and the last recent re-scan. Passes do not read what these read."""
         self._counts: SourceCounts | None = None
+        self._repeated: int | None = None
+        """Replies with trace and span of an earlier one."""
         self._was_read = False
 
     async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
@@ -327,6 +331,8 @@ class SourceIngestion:
             await asyncio.to_thread(inbox.erase, self.path, recorded.erased_traces, rewrite=False)
         self._erased_traces |= recorded.erased_traces
         total.add(recorded)
+        if self._repeated is not None:
+            self._repeated += recorded.repeated
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
     async def _report(self, total: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
@@ -344,7 +350,7 @@ class SourceIngestion:
                     # Reported as long as the database has no agent's reply, also by a pass without new spans.
                     self._warnings = (_no_agent_spans(self.connector),) if self.connector.kinds else self._warnings
                 else:
-                    self._warnings = tuple(dict.fromkeys(total.warnings))
+                    self._warnings = tuple(dict.fromkeys((*total.warnings, *await self._repeated_ids())))
             noted = {
                 "schema": self.connector.schema,
                 "longest_read_ms": round(self.connector.longest_read_ms, 1),
@@ -359,6 +365,26 @@ class SourceIngestion:
             return SourceReport(self.path, self._source, error=error or failure)
         schema = self.connector.schema
         return SourceReport(self.path, self._source, schema, self._counts, total.new_tasks, self._warnings, error)
+
+    async def _repeated_ids(self) -> list[str]:
+        """The warning about clients whose ids repeat, if there are any."""
+        if not isinstance(self.connector, StudioConnector) or self.connector.type == ledger.CALLS:
+            return []
+        if self._repeated is None:
+            self._repeated = await self._store.read(with_repeated_starts, self._source)
+        left_out = sum(self.connector.left_out.values())
+        what = []
+        if self._repeated:
+            what.append(f"{quantity(self._repeated, 'reply', 'replies')} with trace and span ids of earlier ones")
+        if left_out:
+            what.append(f"{quantity(left_out, 'span')} left out, as each fits several runs with its trace id")
+        return [f"{' and '.join(what)}: {_SEEDED}"] if what else []
+
+
+_SEEDED: Final = (
+    "the client's random numbers are probably seeded (`random.seed`), so that each run gives its spans the same ids. "
+    "Seed a generator of its own (`random.Random(seed)`), or give the tracer an IdGenerator."
+)
 
 
 def redacted(batch: Batch, redact: Redactor) -> Batch:

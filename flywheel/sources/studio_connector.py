@@ -171,6 +171,8 @@ class StudioConnector:
         self.progress = Progress()
         self.kinds: Counter[str] = Counter()
         """Spans by kind of the traces without an agent."""
+        self.left_out: dict[str, int] = {}
+        """How many spans fit several runs with the id of their trace, by trace."""
         copies, sizes = copies_in(config.state_dir), calls.sizes if calls is not None else None
         self.reader = StudioReader(path, config.ingest, copies=copies, call_sizes=sizes)
         self._calls = calls
@@ -347,6 +349,7 @@ class StudioConnector:
                 break
             batch = await asyncio.wrap_future(item)
             self.kinds.update(batch.kinds)
+            self.left_out |= batch.left_out
             group.append(batch)
             size += sum(len(entry.line) for entry in batch.entries)
         return group

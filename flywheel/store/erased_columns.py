@@ -30,7 +30,7 @@ from flywheel.store.kernel.schema import (
 from flywheel.store.notices import JUDGE
 
 EMPTIED: Final[Mapping[Column[Any], Any]] = {
-    **dict.fromkeys((replies.c.agent, replies.c.detail, replies.c.user), ""),
+    **dict.fromkeys((replies.c.agent, replies.c.detail, replies.c.user, replies.c.started_at), ""),
     replies.c.skip_reason: None,
     **dict.fromkeys((tasks.c[name] for name in ("agent", "adapter", "started_at", "excluded", "model")), ""),
     **dict.fromkeys((tasks.c.target, tasks.c.structure), ""),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hmac
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final
 
@@ -34,6 +36,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.records.erasure import ERASED, ErasedTasks
 from flywheel.records.privacy import named_in
+from flywheel.records.repeated_ids import runs_of
 from flywheel.records.states import ReplyState, TaskState
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, conversation_key
 from flywheel.records.trace import DeadRow
@@ -63,6 +66,7 @@ from flywheel.store.kernel.schema import (
     watch_units,
 )
 from flywheel.store.kernel.transitions import move, record, utcnow
+from flywheel.store.reply_names import run_of
 
 _IS_ERASED: Final = replies.c.state == literal_column(f"'{ReplyState.ERASED.value}'")
 _TOMBSTONES: Final = Lookup(
@@ -344,6 +348,43 @@ def touched(
     used = select(rounds.c.name, rounds.c.dir).join(round_samples, round_samples.c.round_id == rounds.c.id).distinct()
     found.rounds = {row.name: row.dir for row in rows_in(conn, used, round_samples.c.task_id, sorted(found.tasks))}
     return found
+
+
+def others_in_traces(conn: Connection, found: Touched) -> list[dict[str, str]]:
+    """What is erased with a conversation because it has the same trace ids: other conversations, and runs that named
+    none. Each has `trace`, `span`, `conversation` and `started_at`."""
+    columns = replies.c.id, replies.c.span_id, replies.c.trace_id, replies.c.conversation_id, replies.c.started_at
+    own, rest = defaultdict[str, list[Row[Any]]](list), []
+    for row in rows_in(conn, select(*columns), replies.c.id, sorted(found.replies)):
+        if conversation_key(row.conversation_id, row.trace_id) in found.conversations:
+            own[row.trace_id].append(row)
+        else:
+            rest.append(row)
+
+    def is_other(row: Row[Any]) -> bool:
+        if row.conversation_id not in NO_CONVERSATION:
+            return True
+        same = {run_of(each.span_id, each.trace_id).span_id for each in own[row.trace_id]}
+        times = [_ns(each.started_at) for each in own[row.trace_id] if each.started_at]
+        near = [run for run in runs_of([*times, _ns(row.started_at)]) if run[0] <= _ns(row.started_at) <= run[1]]
+        return run_of(row.span_id, row.trace_id).span_id in same or not any(
+            first <= time <= last for first, last in near for time in times
+        )
+
+    return [
+        {
+            "trace": row.trace_id,
+            "span": run_of(row.span_id, row.trace_id).span_id,
+            "conversation": row.conversation_id,
+            "started_at": row.started_at,
+        }
+        for row in sorted(rest, key=lambda row: row.id)
+        if own[row.trace_id] and row.started_at and is_other(row)
+    ]
+
+
+def _ns(time: str) -> int:
+    return int(datetime.fromisoformat(time).timestamp()) * 10**9
 
 
 def begin(conn: Connection, kind: Kind, subject: str, wanted: Collection[str], *, blocks: bool) -> int:

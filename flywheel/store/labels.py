@@ -21,8 +21,9 @@ from flywheel.records.states import Label
 from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import labels, replies, sources, tasks, verdicts
+from flywheel.store.kernel.schema import labels, replies, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
+from flywheel.store.reply_names import is_of_span, run_of
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, OF_JUDGES
 
 LONGEST_COMMENT: Final = 2_000
@@ -194,14 +195,17 @@ def _task_of(conn: Connection, said: Annotation) -> str:
     spans, traces = spellings(said.span), spellings(said.trace)
     if not spans and not traces:
         raise LeftOutError("it names neither a trace nor a span")
-    # Spans are indexed within a source.
-    where = replies.c.trace_id.in_(traces) if traces else replies.c.source_id.in_(select(sources.c.id))
-    of_trace = select(replies.c.span_id, tasks.c.key).select_from(replies.outerjoin(tasks)).where(where)
-    rows = conn.execute(of_trace if traces else of_trace.where(replies.c.span_id.in_(spans))).all()
+    where = replies.c.trace_id.in_(traces) if traces else or_(*map(is_of_span, spans))
+    columns = replies.c.span_id, replies.c.trace_id, tasks.c.key
+    rows = conn.execute(select(*columns).select_from(replies.outerjoin(tasks)).where(where)).all()
     if not rows:
         raise LeftOutError(f"no reply of its {'trace' if traces else 'span'} is in the state")
-    own = [row for row in rows if row.span_id in spans]
+    own = [row for row in rows if run_of(row.span_id, row.trace_id).span_id in spans]
     keys = {row.key for row in own or rows if row.key is not None}
+    if len({row.key for row in own}) > 1:
+        raise LeftOutError(
+            "its ids are those of several replies: the client gives spans of different runs the same ids"
+        )
     if len(keys) > 1 or (spans and not own and len({row.span_id for row in rows}) > 1):
         raise LeftOutError("its trace has several replies, and it does not name the span of one of them")
     if not keys:

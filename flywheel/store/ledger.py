@@ -45,6 +45,7 @@ from flywheel.store.erasures import erased_spans, users_of, without_erased
 from flywheel.store.kernel.bulk import Lookup, first_free, insert_many, rows_in
 from flywheel.store.kernel.schema import replies, reply_calls, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import move, record, utcnow
+from flywheel.store.reply_names import named, run_of
 from flywheel.store.splits import Splits
 from flywheel.store.task_records import TaskRecords, enriched, make_due
 from flywheel.store.verdicts import PERSON
@@ -144,7 +145,7 @@ def _is_free(conn: Connection, task: int) -> bool:
 
 
 def _set(conn: Connection, reply: int, entry: Entry) -> None:
-    names = ("content", "trace_id", "conversation_id", "agent")
+    names = ("content", "trace_id", "conversation_id", "agent", "started_at")
     values = {name: getattr(entry, name) for name in names}
     values["user"] = users_of(conn, [entry])[entry.user]
     conn.execute(update(replies).where(replies.c.id == reply).values(**values))
@@ -169,7 +170,7 @@ def line_of(conn: Connection, key: str) -> bytes:
 _KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
 _REPLY_COLUMNS: Final = (
     "id", "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail", "task_id",
-    "content", "user", "created_at",
+    "content", "user", "started_at", "created_at",
 )  # fmt: skip
 
 
@@ -186,13 +187,14 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class Recorded:
-    """What a batch changed. `re_extracted` counts known replies that changed. `erased` replies are counted and not
-    stored. `erased_traces`, of these and of those that were known, and `erased_calls` (request ids) are still where
-    they came from. `reopened` are the numbers of sources with traces to be read again, as calls that they share were
-    released."""
+    """What a batch changed. Of new replies, `repeated` share trace and span with an earlier one. `re_extracted`
+    counts known replies that changed. `erased` replies are counted and not stored. `erased_traces`, of these and of
+    those that were known, and `erased_calls` (request ids) are still where they came from. `reopened` are the numbers
+    of sources with traces to be read again, as calls that they share were released."""
 
     new_tasks: int = 0
     new_replies: int = 0
+    repeated: int = 0
     re_extracted: int = 0
     dead: int = 0
     erased: int = 0
@@ -205,6 +207,7 @@ class Recorded:
     def add(self, other: Recorded) -> None:
         self.new_tasks += other.new_tasks
         self.new_replies += other.new_replies
+        self.repeated += other.repeated
         self.re_extracted += other.re_extracted
         self.dead += other.dead
         self.erased += other.erased
@@ -270,7 +273,7 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
-    batch, gone, erased = without_erased(conn, source, batch)
+    batch, gone, erased = without_erased(conn, source, named(conn, source, batch))
     done = Recorded(
         erased=len(erased),
         erased_traces={row.trace_id for row in gone},
@@ -296,6 +299,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
         first = _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))
         numbers |= dict(enumerate(new, first))
         done.new_replies = len(new)
+        done.repeated = sum(bool(run_of(entry.span_id, entry.trace_id).start) for entry in new)
         done.skipped = Counter(entry.skip.value for entry in new if entry.skip)
     if has_calls:
         _store_calls(conn, source, numbers)
@@ -347,6 +351,7 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
                 None if skip else task_numbers[entry.key],
                 entry.content,
                 users[entry.user],
+                entry.started_at,
                 now,
             )
         )
@@ -425,7 +430,10 @@ def _without_recorded(conn: Connection, source: int, entries: Sequence[Entry]) -
 def _unless_recorded(entry: Entry, owners: Mapping[str, Sequence[Row[Any]]]) -> Entry:
     for owner in (row for call in entry.calls for row in owners.get(call, ())):
         # A copy of the same trace is the same reply.
-        if (owner.trace_id, owner.span_id) != (entry.trace_id, entry.span_id) and entry.skip is None:
+        is_copy = owner.trace_id == entry.trace_id and run_of(owner.span_id, owner.trace_id) == run_of(
+            entry.span_id, entry.trace_id
+        )
+        if not is_copy and entry.skip is None:
             return replace(
                 entry,
                 skip=SkipReason.RECORDED,

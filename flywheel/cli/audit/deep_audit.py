@@ -26,8 +26,8 @@ from flywheel.judge.filters.pii import Redactor
 from flywheel.records.privacy import PrivateNames
 from flywheel.records.request_id import recorded_in
 from flywheel.records.states import ReplyState
-from flywheel.records.task import Batch
-from flywheel.records.trace import Checkpoint, Cursor, ReplySelection
+from flywheel.records.task import Batch, Entry
+from flywheel.records.trace import Checkpoint, Cursor, DeadRow, ReplySelection
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader, is_listed
@@ -40,6 +40,7 @@ from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import ledger, task_file
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import LedgerSnapshot, StoredReply
+from flywheel.store.reply_names import named
 from flywheel.system.process_folder import copies_in
 from flywheel.system.terminal import quantity
 
@@ -202,11 +203,12 @@ class _DatabaseComparison:
 
     async def _compare(self, scan: AuditReader, group: TraceGroup, *, is_last: bool) -> set[str]:
         """Compare some traces; returns those with differences, which are counted only if the comparison `is_last`."""
-        extracted = await asyncio.to_thread(self._extracted, scan, group)
-        spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
+        batch = await asyncio.to_thread(self._extracted, scan, group)
         if self._source is None:
-            self._audit.not_read_yet += len(spans)
+            self._audit.not_read_yet += len(batch.entries) + len(batch.dead) + len(group.unnamed)
             return set()
+        extracted = self._contents(await self._store.read(named, self._source, batch), group)
+        spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
         held = await self._store.read(ledger.snapshot, self._source, list(extracted), spans)
         await self._restore_pruned(extracted, held)
         is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
@@ -225,14 +227,13 @@ class _DatabaseComparison:
             if not self._agrees(rows, extracted[trace_id], held, held.checkpoints.get(trace_id), read_to, is_last)
         }
 
-    def _extracted(self, scan: AuditReader, group: TraceGroup) -> dict[str, dict[str, int | None]]:
-        """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
-        contents: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
+    def _extracted(self, scan: AuditReader, group: TraceGroup) -> Batch:
+        """What some traces bring as they are now, without the lines of their tasks."""
+        entries: list[Entry] = []
+        dead: list[DeadRow] = []
         traces = tuple((rows, False) for rows in group.traces.values())
         # Calls may be larger than the rows that name them: those of one trace at a time.
         some = [(trace,) for trace in traces] if self._call_log_copy is not None else [traces]
-        # A dead row names its trace in printable form.
-        printable = {shown(trace.encode()): trace for trace in contents}
         for each in some:
             raw = Batch(None, traces=each)
             if self._call_log_copy is not None:
@@ -241,12 +242,21 @@ class _DatabaseComparison:
                 }
                 raw = replace(raw, calls=self._call_log_copy.calls_of(call_references))
             batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
-            for row in batch.dead:
-                contents[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
-            for entry in batch.entries:
-                contents[entry.trace_id][entry.span_id] = entry.content
-                if entry.missing:
-                    self._missing[entry.span_id] = entry.missing
+            entries += [replace(entry, line=b"") for entry in batch.entries]
+            dead += batch.dead
+        return Batch(None, entries=tuple(entries), dead=tuple(dead))
+
+    def _contents(self, batch: Batch, group: TraceGroup) -> dict[str, dict[str, int | None]]:
+        """By trace and name, the content hash of each reply; None for a dead row."""
+        contents: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
+        # A dead row names its trace in printable form.
+        printable = {shown(trace.encode()): trace for trace in contents}
+        for row in batch.dead:
+            contents[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
+        for entry in batch.entries:
+            contents[entry.trace_id][entry.span_id] = entry.content
+            if entry.missing:
+                self._missing[entry.span_id] = entry.missing
         return contents
 
     async def _restore_pruned(self, extracted: dict[str, dict[str, int | None]], held: LedgerSnapshot) -> None:
@@ -310,7 +320,7 @@ def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
     """Whether the stored cursor belongs to this file; otherwise the next pass reads all of it again."""
     if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
         return False
-    return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
+    return not cursor.rowid or scan.database.id_at(scan.schema.columns[0], cursor.rowid) == cursor.anchor
 
 
 async def _compare_file(

@@ -11,7 +11,8 @@ import hashlib
 import json
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +21,15 @@ import aiosqlite
 
 from flywheel.config import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
+from flywheel.records.repeated_ids import SAME_START_NS, runs_of
 from flywheel.records.request_id import recorded_in
+from flywheel.records.trace import LATEST_NS
 from flywheel.system.files import file_identity, make_private_database, sync
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
+Refusal = tuple[str, int]
+"""Trace id and start (nanoseconds since 1970) of a span that refuses recording."""
 
 BUSY_SECONDS: Final = 5.0
 PURGE_MS: Final = 20
@@ -70,8 +75,12 @@ _DEFINITION: Final = ", ".join(" ".join(column) for column in COLUMN_TYPES.items
 _SCHEMA: Final = (
     f"CREATE TABLE IF NOT EXISTS span_table ({_DEFINITION})",
     "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
-    # Hashes of the ids of private traces: their spans may arrive in any order, and are sent again.
+    # Hashes of the ids of traces of which nothing is stored any more, and of traces with runs that refuse recording,
+    # each with its first and last start: spans may arrive in any order, and are sent again.
     "CREATE TABLE IF NOT EXISTS private_traces (number INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL UNIQUE)",
+    "CREATE TABLE IF NOT EXISTS private_runs (number INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL, "
+    "first_ns INTEGER NOT NULL, last_ns INTEGER NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS private_run ON private_runs (hash)",
     "CREATE TABLE IF NOT EXISTS private_calls (number INTEGER PRIMARY KEY AUTOINCREMENT, "
     "request_id TEXT NOT NULL UNIQUE)",
 )
@@ -81,8 +90,15 @@ _PRAGMAS: Final = tuple(
 MAX_REMEMBERED: Final = 100_000
 """Private traces, and calls of such, that are remembered, the newest. A span that arrives later is stored as that of
 any trace."""
+_ID: Final = (
+    # A span whose id another one has gets a row of its own. The primary key is looked up once.
+    "CASE WHEN EXISTS (SELECT 1 FROM span_table WHERE id = ?1 AND (traceId <> ?2 OR "  # noqa: S608 - constants
+    f"abs(CAST(startTimeUnixNano AS INTEGER) - CAST(?{COLUMNS.index('startTimeUnixNano') + 1} AS INTEGER)) "
+    f">= {SAME_START_NS})) THEN ?1 || '@' || ?2 || '@' || ?{COLUMNS.index('startTimeUnixNano') + 1} ELSE ?1 END"
+)
 _STORE: Final = (
-    f"INSERT INTO span_table ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "  # noqa: S608 - constants
+    f"INSERT INTO span_table ({', '.join(COLUMNS)}) "  # noqa: S608 - constants
+    f"VALUES ({_ID}, {', '.join(f'?{place}' for place in range(2, len(COLUMNS) + 1))}) "
     f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
 )
 # Rows of a private trace stay, without content: a reader finds its place by them.
@@ -96,6 +112,11 @@ _BLANK: Final = (
         if name not in _KEPT
     )
     + " WHERE traceId = ?"
+)
+_STARTED: Final = "CAST(startTimeUnixNano AS INTEGER)"
+_PRIVATE_RUNS: Final = (
+    "SELECT number, first_ns, last_ns FROM private_runs WHERE hash = ?1 UNION ALL "  # noqa: S608 - a constant
+    f"SELECT 0, 0, {LATEST_NS} FROM private_traces WHERE hash = ?1"
 )
 # The last row is never deleted: SQLite would reuse its number for another span, which a reader beyond that number
 # would never read.
@@ -135,11 +156,11 @@ class Inbox:
         async with self._lock, self._explained("open"):
             await self._connected()
 
-    async def store(self, rows: Sequence[Row], private: Collection[str] = ()) -> None:
+    async def store(self, rows: Sequence[Row], private: Collection[Refusal] = ()) -> None:
         """Insert or update the rows in one transaction, which is on disk on return. Raises ReceiverError.
 
-        Rows of the traces in `private` are not stored, nor those that arrive later; what was stored of them before is
-        overwritten.
+        Rows of the runs that `private` spans belong to (`runs_of`) are not stored, nor those that arrive later; what
+        was stored of them before is overwritten.
         """
         transaction = asyncio.create_task(self._store(rows, private))
         try:
@@ -153,7 +174,7 @@ class Inbox:
         async with self._lock:
             await self._disconnect()
 
-    async def _store(self, rows: Sequence[Row], private: Collection[str]) -> None:
+    async def _store(self, rows: Sequence[Row], private: Collection[Refusal]) -> None:
         async with self._lock, self._explained("write to"):
             connection = await self._connected()
             await connection.execute("BEGIN IMMEDIATE")
@@ -280,27 +301,66 @@ def _using(inbox: Path, attempt: str) -> Iterator[sqlite3.Connection]:
 
 
 async def _without_private(
-    connection: aiosqlite.Connection, rows: Sequence[Row], private: Collection[str]
+    connection: aiosqlite.Connection, rows: Sequence[Row], private: Collection[Refusal]
 ) -> list[Row]:
-    """Those of the rows whose traces are not private. What is stored of traces in `private` is overwritten; they are
-    remembered, as are the recorded calls that private traces name."""
-    trace, attributes = COLUMNS.index("traceId"), COLUMNS.index("attributes")
+    """Those of the rows whose runs are not private. What is stored of the runs of `private` spans is overwritten;
+    they are remembered, as are the recorded calls that private spans name."""
+    trace, start, attributes = map(COLUMNS.index, ("traceId", "startTimeUnixNano", "attributes"))
+    refusing = defaultdict[str, list[int]](list)
+    for trace_id, started_ns in private:
+        refusing[trace_id].append(started_ns)
     named: dict[str, None] = {}
-    for trace_id in private:
-        await _note(connection, "private_traces", "hash", _hash(trace_id))
-        stored = await connection.execute_fetchall("SELECT attributes FROM span_table WHERE traceId = ?", (trace_id,))
-        named |= dict.fromkeys(call for (text,) in stored for call in recorded_in(text.encode()))
-        await connection.execute(_BLANK, (trace_id,))
-    is_private = {}
-    for trace_id in {row[trace] for row in rows}:
-        query = "SELECT 1 FROM private_traces WHERE hash = ?"
-        is_private[trace_id] = bool(await connection.execute_fetchall(query, (_hash(trace_id),)))
+    covered: dict[str, list[tuple[int, int]]] = {}
+    for trace_id in {row[trace] for row in rows} | refusing.keys():
+        known = {
+            int(number): (int(first), int(last))
+            for number, first, last in await connection.execute_fetchall(_PRIVATE_RUNS, (_hash(trace_id),))
+        }
+        if known or refusing[trace_id]:
+            query = f"SELECT {_STARTED} FROM span_table WHERE traceId = ?"  # noqa: S608 - a constant
+            there = [int(each) for (each,) in await connection.execute_fetchall(query, (trace_id,))]
+            coming = [int(row[start]) for row in rows if row[trace] == trace_id]
+            runs = runs_of([*there, *coming, *refusing[trace_id]], known.values())
+            given = [(each, each) for each in refusing[trace_id]]
+            own = [run for run in runs if any(run[0] <= first <= run[1] for first, _ in (*known.values(), *given))]
+            covered[trace_id] = own
+            for run in own:
+                named |= await _erase_run(connection, trace_id, run, known)
+    left = []
     for row in rows:
-        if is_private[row[trace]]:
+        if (own := covered.get(row[trace])) and any(first <= int(row[start]) <= last for first, last in own):
             named |= dict.fromkeys(recorded_in(row[attributes].encode()))
+        else:
+            left.append(row)
     for request_id in named:
         await _note(connection, "private_calls", "request_id", request_id)
-    return [row for row in rows if not is_private[row[trace]]]
+    return left
+
+
+async def _erase_run(
+    connection: aiosqlite.Connection, trace_id: str, run: tuple[int, int], known: Mapping[int, tuple[int, int]]
+) -> dict[str, None]:
+    """Overwrite what is stored of a private run and remember it, in place of those `known` that it joins; the
+    recorded calls that its spans named."""
+    joined = [number for number, (first, _) in known.items() if run[0] <= first <= run[1]]
+    if 0 in joined:
+        return {}  # Of the whole trace nothing is stored.
+    where = f"traceId = ? AND {_STARTED} BETWEEN ? AND ?"
+    query = f"SELECT attributes FROM span_table WHERE {where}"  # noqa: S608 - constants
+    stored = await connection.execute_fetchall(query, (trace_id, *run))
+    await connection.execute(f"{_BLANK} AND {_STARTED} BETWEEN ? AND ?", (trace_id, *run))
+    if not joined:
+        added = "INSERT INTO private_runs (hash, first_ns, last_ns) VALUES (?, ?, ?)"
+        await connection.execute(added, (_hash(trace_id), *run))
+        await connection.execute(
+            "DELETE FROM private_runs WHERE number <= (SELECT max(number) FROM private_runs) - ?", (MAX_REMEMBERED,)
+        )
+    else:
+        await connection.execute(
+            "UPDATE private_runs SET first_ns = ?, last_ns = ? WHERE number = ?", (*run, joined[0])
+        )
+    await connection.executemany("DELETE FROM private_runs WHERE number = ?", [(each,) for each in joined[1:]])
+    return dict.fromkeys(call for (text,) in stored for call in recorded_in(text.encode()))
 
 
 async def _note(connection: aiosqlite.Connection, table: str, column: str, value: bytes | str) -> None:
@@ -332,10 +392,10 @@ def private_calls(inbox: Path, after: int) -> list[tuple[int, str]]:
 
 
 def private_traces(inbox: Path) -> int:
-    """How many traces of an inbox were private, for a look at the file beside the process that writes it. 0, if there
-    is no such file or it cannot be read."""
-    found = _looked_up(inbox, "SELECT seq FROM sqlite_sequence WHERE name = 'private_traces'")
-    return int(found[0][0]) if found else 0
+    """How many traces of an inbox, or runs with the same trace id, were private, for a look at the file beside the
+    process that writes it. 0, if there is no such file or it cannot be read."""
+    query = "SELECT seq FROM sqlite_sequence WHERE name IN ('private_traces', 'private_runs')"
+    return sum(int(seq) for (seq,) in _looked_up(inbox, query))
 
 
 def _looked_up(inbox: Path, query: str, *values: int) -> list[Any]:

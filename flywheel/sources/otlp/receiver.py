@@ -31,7 +31,7 @@ from flywheel.sources.otlp.decoding import (
     refused,
     request_of,
 )
-from flywheel.sources.otlp.inbox import BUSY_SECONDS, Inbox, Row
+from flywheel.sources.otlp.inbox import BUSY_SECONDS, Inbox, Refusal, Row
 from flywheel.sources.otlp.rows import rows_of
 from flywheel.system.server_limits import (
     Limited,
@@ -78,7 +78,7 @@ class TracesEndpoint:
 
     def __init__(
         self,
-        store: Callable[[Sequence[Row], Collection[str]], Awaitable[None]],
+        store: Callable[[Sequence[Row], Collection[Refusal]], Awaitable[None]],
         executor: Executor,
         limits: ServerLimits,
         *,

@@ -20,7 +20,7 @@ from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.trace import LATEST_NS, get_path
 from flywheel.sources.otlp.conventions import TEXTS, Nested, put, translate
 from flywheel.sources.otlp.decoding import MAX_VALUES
-from flywheel.sources.otlp.inbox import COLUMNS, Row
+from flywheel.sources.otlp.inbox import COLUMNS, Refusal, Row
 from flywheel.sources.spans.span import UNKNOWN
 
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
@@ -87,11 +87,11 @@ class SpanError(ValueError):
 
 @dataclass(slots=True)
 class Rows:
-    """The spans of a request: the rows to store, the ids of private traces, of which none may be stored, and the
-    number of rejected spans with the first reasons."""
+    """The spans of a request: the rows to store, the spans of private runs, of which none may be stored, and
+    the number of rejected spans with the first reasons."""
 
     accepted: list[Row] = field(default_factory=list)
-    private: set[str] = field(default_factory=set)
+    private: set[Refusal] = field(default_factory=set)
     rejected: int = 0
     reasons: list[str] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ def rows_of(request: ExportTraceServiceRequest, names: PrivateNames = NOBODY) ->
                     attributes = nested(span.attributes)
                     rows.accepted.append(_row(span, attributes, resource, scope, nested))
                     if _is_private(attributes, span.name, names):
-                        rows.private.add(span.trace_id.hex())
+                        rows.private.add((span.trace_id.hex(), span.start_time_unix_nano))
                 except SpanError as error:
                     rows.rejected += 1
                     if len(rows.reasons) < _SHOWN_REASONS:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from flywheel.records import exclusion
 from flywheel.records.chat import Message, blocks_of, chat_of, images_of, is_refusal, text_of, texts_in, unread_in
 from flywheel.records.exclusion import TrainedModels
+from flywheel.records.repeated_ids import runs_of
 from flywheel.records.states import SkipReason
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
@@ -37,6 +38,7 @@ from flywheel.records.trace import (
 )
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.recorded_calls import inexact_because, question_of, with_calls
+from flywheel.sources.spans.repeated_spans import divided, true_id
 from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
@@ -65,10 +67,12 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
     kinds: Counter[str] = Counter()
     replies: list[Reply] = []
     private: dict[str, None] = {}
+    left_out: dict[str, int] = {}
     for rows, is_open in batch.traces:
         own, bad = replies_of(
-            generation, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls, private=private
-        )
+            generation, rows, selection,
+            is_open=is_open, kinds=kinds, calls=batch.calls, private=private, left_out=left_out,
+        )  # fmt: skip
         replies += own
         dead += bad
         if len(replies) >= _GROUP:
@@ -84,6 +88,7 @@ def extract(batch: Batch, schema: str, selection: ReplySelection, source: str) -
         dead=tuple(dead),
         kinds=dict(kinds),
         private_calls=tuple(private),
+        left_out=left_out,
     )
 
 
@@ -110,35 +115,56 @@ def replies_of(
     kinds: Counter[str],
     calls: Mapping[str, ModelCall] = NO_CALLS,
     private: dict[str, None] | None = None,
+    left_out: dict[str, int] | None = None,
 ) -> tuple[list[Reply], list[DeadRow]]:
     """The replies and dead rows of one trace, from its packed rows by number.
 
     `is_open` if spans are missing that may still arrive. `kinds` counts the spans of traces without an agent.
     `calls` are recorded calls by request id. Of a private trace only its replies and dead rows are counted, and the
-    request ids of its calls are added to `private`.
+    request ids of its calls are added to `private`; a run of it that does not refuse is not private (`runs_of`). If
+    span ids repeat in it, `left_out` gets the number of spans that fit several runs.
     """
-    spans: dict[str, Span] = {}
+    read: list[Span] = []
     dead: list[DeadRow] = []
     for rowid in sorted(rows):
         span = schema.read(rowid, rows[rowid])
         if isinstance(span, DeadRow):
             dead.append(span)
         else:
-            spans[span.span_id] = span
+            read.append(span)
+    spans = {span.span_id: span for span in read}
+    unplaced: list[Span] = []
+    if is_divided := len(spans) < len(read):
+        spans, unplaced = divided(read)
+        if left_out is not None:
+            left_out[read[0].trace_id] = sum(span.kind is not SpanKind.AGENT for span in unplaced)
     spans = with_calls(spans, calls)
-    told = [*spans.values()]
-    replies, dead = _replies_of(spans, dead, rows, selection, is_open=is_open, kinds=kinds)
+    told = [*spans.values(), *unplaced]
+    replies, dead = _replies_of(spans, dead, rows, selection, unplaced, is_open=is_open, kinds=kinds)
+    if is_divided:
+        replies = [replace(reply, span_id=true_id(reply.span_id)) for reply in replies]
+        dead = [replace(row, span_id=true_id(row.span_id)) for row in dead]
     conversations, users = _named(told, [schema.named_in(data) for data in rows.values()]) if dead else ([], [])
-    is_private = selection.private.cover(users=users, conversations=conversations, agents=())
-    if is_private or any(_is_private(span, selection) for span in (*told, *spans.values())):
-        if private is not None:
-            private |= {span.request_id: None for span in told if span.request_id}
-        replies = [reply.without_content() for reply in replies]
+    is_all = selection.private.cover(users=users, conversations=conversations, agents=())
+    refusing = told if is_all else [span for span in (*told, *spans.values()) if _is_private(span, selection)]
+    if is_all or refusing:
+        # Rows that cannot be read may have begun at any time.
         dead = [replace(row, error="it cannot be read, and is private", excerpt="") for row in dead]
+        runs = runs_of(span.started_ns for span in told)
+        covered = [run for run in runs if any(run[0] <= span.started_ns <= run[1] for span in refusing)]
+        replies = [reply.without_content() if _is_within(reply, covered) else reply for reply in replies]
+        if private is not None:
+            own = (span for span in told if any(run[0] <= span.started_ns <= run[1] for run in covered))
+            private |= {span.request_id: None for span in own if span.request_id}
     elif dead:
         whose = {"conversation_id": next(iter(conversations), ""), "user": next(iter(users), "")}
         dead = [replace(row, **whose) for row in dead]
     return replies, dead
+
+
+def _is_within(reply: Reply, runs: Sequence[tuple[int, int]]) -> bool:
+    """Whether a reply began in one of these runs."""
+    return any(_time(first) <= reply.started_at <= _time(last) for first, last in runs)
 
 
 def _named(spans: Sequence[Span], rows: Sequence[tuple[list[str], list[str]]]) -> tuple[list[str], list[str]]:
@@ -161,19 +187,23 @@ def _replies_of(
     dead: list[DeadRow],
     rows: Mapping[int, bytes],
     selection: ReplySelection,
+    unplaced: Sequence[Span],
     *,
     is_open: bool,
     kinds: Counter[str],
 ) -> tuple[list[Reply], list[DeadRow]]:
-    tree = Tree(spans, {row.span_id for row in dead})
+    ambiguous = [span for span in unplaced if span.kind is SpanKind.AGENT]
+    dead += [_dead(span, rows, "its trace has several spans with the id of its parent") for span in ambiguous]
+    unread = {span.span_id for span in unplaced}
+    tree = Tree(spans, {row.span_id for row in dead} | unread)
     if not tree.is_plain and (cyclic := tree.cyclic()):
         for span in cyclic:
             dead.append(_dead(span, rows, "its parents form a circle"))
             del spans[span.span_id]
-        tree = Tree(spans, {row.span_id for row in dead})
+        tree = Tree(spans, {row.span_id for row in dead} | unread)
     if not is_open and not tree.agents and not tree.missing_agents and (callers := tree.callers()):
         spans |= {span.span_id: replace(span, kind=SpanKind.AGENT) for span in callers}
-        tree = Tree(spans, {row.span_id for row in dead})
+        tree = Tree(spans, {row.span_id for row in dead} | unread)
     if not tree.agents:
         kinds.update(span.kind.value for span in spans.values())
     replies: list[Reply] = []

@@ -143,6 +143,7 @@ class SpanKind(StrEnum):
 
 class Span(Struct, frozen=True, eq=False):
     """One operation of a trace. `rowid` is its row in the source; times are nanoseconds since 1970 in UTC.
+    `resource` is the process or host that recorded it, as JSON; empty if the source does not say.
     `request_id` and `call` are those of a model call that `flywheel serve` has recorded."""
 
     rowid: int
@@ -159,6 +160,7 @@ class Span(Struct, frozen=True, eq=False):
     attributes: Attributes
     events: tuple[dict[str, Any], ...] = ()
     service: str = ""
+    resource: str = ""
     request_id: str = ""
     call: ModelCall | None = None
 

@@ -271,7 +271,7 @@ class StudioReader:
         self.schema, fingerprint = schema_of(self.database)
         same = (cursor.identity, cursor.fingerprint) == (identity, fingerprint)
         # If another row is at the cursor now, rows were renumbered, or an older copy of the file was restored.
-        if not same or (cursor.rowid and self.database.id_at(cursor.rowid) != cursor.anchor):
+        if not same or (cursor.rowid and self.database.id_at(self.schema.columns[0], cursor.rowid) != cursor.anchor):
             generation = cursor.generation + 1 if cursor.identity else cursor.generation
             cursor = Cursor(0, identity, fingerprint, generation)
         scan = self._tail

@@ -71,11 +71,13 @@ replies = Table(
     Column("task_id", ForeignKey("tasks.id"), index=True),
     Column("content", BigInteger),
     Column("user", Text, nullable=False, server_default=text("''")),
+    Column("started_at", Text, nullable=False, server_default=text("''")),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
     Index("replies_by_state", "source_id", "state", "skip_reason"),
 )
-"""The outcome of each reply. `content` is the content hash of the reply, NULL in rows of older states; `user` is the
+"""The outcome of each reply. `span_id` is its name (`flywheel.store.reply_names`); `started_at` is empty if it could
+not be read; `content` is the content hash of the reply, NULL in rows of older states; `user` is the
 pseudonym of the user (`flywheel.store.erasures`), empty if none is known. Of an erased reply, `span_id`, `trace_id`
 and `conversation_id` are pseudonyms, and what else it was is empty."""
 

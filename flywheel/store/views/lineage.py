@@ -26,6 +26,7 @@ from flywheel.store.kernel.schema import (
     tasks,
     verdicts,
 )
+from flywheel.store.reply_names import is_of_span
 
 DEEPEST: Final = 1_000
 """Generations of adapters that are followed; a state can hold no cycle, but a damaged one might."""
@@ -139,7 +140,7 @@ def subject(conn: Connection, name: str) -> Subject | None:
         ("task", tasks.c.key == name),
         ("conversation", replies.c.id.in_(_replies_of_conversation(name))),
         ("trace", replies.c.trace_id == name),
-        ("span", replies.c.span_id == name),
+        ("span", is_of_span(name)),
     )
     for kind, is_its in ways:
         if conn.execute(_replies(replies.c.id).where(is_its).limit(1)).first() is not None:
@@ -228,7 +229,7 @@ def why(conn: Connection, subject: str, takes: TaskScopes = NONE_SELECTED) -> di
             .outerjoin(tasks, replies.c.task_id == tasks.c.id)
             .where(
                 or_(
-                    replies.c.span_id == subject,
+                    is_of_span(subject),
                     replies.c.trace_id == subject,
                     replies.c.conversation_id == subject,
                     tasks.c.key == subject,

@@ -33,6 +33,7 @@ from flywheel.store.kernel.schema import (
     tasks,
     verdicts,
 )
+from flywheel.store.reply_names import is_of_span
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE
 from flywheel.store.views.acceptance import ACCEPTED, JUDGED
 
@@ -285,8 +286,8 @@ def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
 
 def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
     """The tasks (as `listed`) of a task id, span, trace or conversation, the newest first."""
-    ids = (replies.c.span_id, replies.c.trace_id, replies.c.conversation_id)
-    of_replies = select(replies.c.task_id).where(or_(*(column == subject for column in ids)))
+    is_its = is_of_span(subject), replies.c.trace_id == subject, replies.c.conversation_id == subject
+    of_replies = select(replies.c.task_id).where(or_(*is_its))
     return listed(conn, [or_(tasks.c.key == subject, tasks.c.id.in_(of_replies))])
 
 

@@ -120,14 +120,16 @@ async def test_so_many_private_traces_are_remembered(tmp_path: Path, monkeypatch
     box = Inbox(tmp_path / "inbox.sqlite")
     rows = rows_of(request(*(span(at, trace=at) for at in range(1, 7)))).accepted
     ids = [row[COLUMNS.index("traceId")] for row in rows]
+    started = int(rows[0][COLUMNS.index("startTimeUnixNano")])
     for each in [*ids, ids[-1]]:
-        await box.store([], [each])
+        await box.store([], [(each, started)])
     await box.store(rows)
     await box.close()
     assert [int(row["id"], 16) for row in stored(box.path)] == [1, 2, 3]
     assert private_traces(box.path) == 6
     with sqlite3.connect(box.path) as connection:
-        hashes = connection.execute("SELECT hash FROM private_traces").fetchall()
+        hashes = connection.execute("SELECT hash FROM private_runs").fetchall()
+        assert len(hashes) == 3
     connection.close()
     assert not {bytes.fromhex(each) for each in ids} & {each for (each,) in hashes}
     assert private_traces(tmp_path / "none.sqlite") == 0
