@@ -1,4 +1,4 @@
-"""Ids that repeat: several runs of a client with the same trace and span ids are as many replies, each with its own."""
+"""Ids that repeat: runs of a client with the same trace and span ids are as many replies."""
 
 from __future__ import annotations
 
