@@ -305,10 +305,14 @@ class Batch(Struct, frozen=True):
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Consecutive batches of one pass as one batch."""
+    """Consecutive batches of one pass over traces as one batch. Of a trace that was extracted more than once, the last
+    time counts."""
+    last = {entry.trace_id: at for at, batch in enumerate(batches) for entry in batch.entries}
     return replace(
         batches[-1],
-        entries=tuple(entry for batch in batches for entry in batch.entries),
+        entries=tuple(
+            entry for at, batch in enumerate(batches) for entry in batch.entries if last[entry.trace_id] == at
+        ),
         dead=tuple(row for batch in batches for row in batch.dead),
         checkpoints=tuple(checkpoint for batch in batches for checkpoint in batch.checkpoints),
         warnings=tuple(warning for batch in batches for warning in batch.warnings),

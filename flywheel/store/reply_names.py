@@ -14,14 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 from msgspec.structs import replace
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, literal, literal_column, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, literal, or_, select
 
 from flywheel.records.repeated_ids import SAME_START_NS
 from flywheel.records.states import ReplyState, SkipReason
 from flywheel.records.task import Batch, Entry, line_bytes, task_id
 from flywheel.records.trace import DeadRow
 from flywheel.store.kernel.bulk import Lookup
-from flywheel.store.kernel.schema import replies, sources, tasks
+from flywheel.store.kernel.schema import replies, sources
 
 _MARK: Final = "@"
 _SAME: Final = timedelta(microseconds=SAME_START_NS // 1000)
@@ -29,18 +29,8 @@ _LATE: Final = timedelta(minutes=15)
 """How far the first span below an agent's may be from the start of the agent's own span, which arrives later."""
 _WITH_SPANS: Final = frozenset({"studio", "otlp"})
 """Types of sources whose ids are those of clients."""
-# `Lookup` takes no values but those that it looks up.
-_NONE: Final = literal_column("''")
-_STARTED: Final = func.coalesce(func.nullif(replies.c.started_at, _NONE), tasks.c.started_at, _NONE)
 _OF_TRACES: Final = Lookup(
-    select(
-        replies.c.source_id,
-        replies.c.span_id,
-        replies.c.trace_id,
-        replies.c.state,
-        replies.c.skip_reason,
-        _STARTED.label("started_at"),
-    ).select_from(replies.outerjoin(tasks)),
+    select(*(replies.c[name] for name in ("source_id", "span_id", "trace_id", "state", "skip_reason", "started_at"))),
     replies.c.trace_id,
 )
 _HOLDERS: Final = Lookup(
@@ -127,7 +117,7 @@ def _named(entry: Entry, name: str, start: str) -> Entry:
 
 
 def _starts_of(entries: Sequence[Entry], known: Iterable[Row[Any]]) -> dict[int, str]:
-    """The `start` of the run of each entry of one trace and span, by the entry's `id()`.
+    """The `start` of the run of each entry of one trace and span, by the entry's `id()`. Each is of another run.
 
     Equal starts decide first. Then an entry may be a reply that was unfinished, or could not be read, or the rest of
     one whose own span is gone. Otherwise it is another run.

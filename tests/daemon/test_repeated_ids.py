@@ -14,12 +14,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.config import Config
 from flywheel.judge.annotations import Annotation, LeftOutError
-from flywheel.records.task import task_id
+from flywheel.records.states import SkipReason
+from flywheel.records.task import joined, task_id
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, inbox_path
 from flywheel.sources.otlp.rows import rows_of
 from flywheel.store import labels
 from tests.factories.config import make_config
 from tests.factories.state import deep_audited, execute, ingest, open_state
+from tests.factories.trace import START, batch, reply
 from tests.sources.otlp.exporting import BEGAN, pairs, request
 from tests.sources.studio.writer import Studio
 
@@ -328,3 +330,13 @@ async def test_an_annotation_that_fits_two_is_reported(tmp_path: Path) -> None:
         for ids in ({"trace_id": TRACE, "span_id": AGENT}, {"span_id": AGENT}):
             with pytest.raises(LeftOutError, match="several replies"):
                 await store.read(labels._task_of, Annotation.model_validate(ids))
+
+
+def test_of_a_trace_that_was_extracted_twice_in_a_row_the_last_time_counts() -> None:
+    first = batch(reply(1, skip=SkipReason.UNFINISHED), reply(2))
+    last = batch(reply(1, started_at=START))
+    whole = joined([first, last])
+    assert [(entry.trace_id, entry.skip) for entry in whole.entries] == [
+        (reply(2).trace_id, None),
+        (reply(1).trace_id, None),
+    ]
