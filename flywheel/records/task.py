@@ -305,8 +305,8 @@ class Batch(Struct, frozen=True):
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Consecutive batches of one pass over traces as one batch. Of a trace that was extracted more than once, the last
-    time counts."""
+    """Consecutive batches of one pass over traces as one batch. Of a trace that was extracted more than once, the
+    last time counts."""
     last = {entry.trace_id: at for at, batch in enumerate(batches) for entry in batch.entries}
     return replace(
         batches[-1],
