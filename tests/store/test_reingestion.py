@@ -159,13 +159,14 @@ async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Stor
     assert first.id not in [one.task for one in near[third.task]], "it does not ask that any more"
 
 
-async def test_a_reply_in_another_trace_is_another_task(store: Store) -> None:
+async def test_a_reply_in_another_trace_is_another_reply(store: Store) -> None:
     await store.write(put_replies, reply(1, answer="old"))
     await store.write(put_replies, reply(1, answer="old", trace_id="another"))
-    assert await store.read(look) == [("converted", None, "pending", "old")]
-    states = await store.read(lambda conn: conn.execute(select(tasks.c.state).order_by(tasks.c.id)).scalars().all())
-    assert states == ["withdrawn", "pending"]
-    assert await store.read(lambda conn: conn.execute(select(replies.c.trace_id)).scalars().all()) == ["another"]
+    assert await store.read(look) == 2 * [("converted", None, "pending", "old")]
+    names = select(replies.c.span_id, replies.c.trace_id).order_by(replies.c.id)
+    first, second = await store.read(lambda conn: conn.execute(names).all())
+    assert (first.trace_id, second.trace_id) == (reply(1).trace_id, "another")
+    assert second.span_id == f"{first.span_id}@another"
     assert (await store.read(balance.balance)).balanced
 
 

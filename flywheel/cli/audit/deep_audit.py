@@ -320,7 +320,7 @@ def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
     """Whether the stored cursor belongs to this file; otherwise the next pass reads all of it again."""
     if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
         return False
-    return not cursor.rowid or scan.database.id_at(scan.schema.columns[0], cursor.rowid) == cursor.anchor
+    return not cursor.rowid or scan.database.id_at(cursor.rowid) == cursor.anchor
 
 
 async def _compare_file(

@@ -91,7 +91,8 @@ MAX_REMEMBERED: Final = 100_000
 """Private traces, and calls of such, that are remembered, the newest. A span that arrives later is stored as that of
 any trace."""
 _ID: Final = (
-    # A span whose id another one has gets a row of its own. The primary key is looked up once.
+    # A span whose id another one has gets a row of its own, with trace and start in its id. The primary key is looked
+    # up once.
     "CASE WHEN EXISTS (SELECT 1 FROM span_table WHERE id = ?1 AND (traceId <> ?2 OR "  # noqa: S608 - constants
     f"abs(CAST(startTimeUnixNano AS INTEGER) - CAST(?{COLUMNS.index('startTimeUnixNano') + 1} AS INTEGER)) "
     f">= {SAME_START_NS})) THEN ?1 || '@' || ?2 || '@' || ?{COLUMNS.index('startTimeUnixNano') + 1} ELSE ?1 END"
@@ -309,9 +310,12 @@ async def _without_private(
     refusing = defaultdict[str, list[int]](list)
     for trace_id, started_ns in private:
         refusing[trace_id].append(started_ns)
+    by_trace = defaultdict[str, list[Row]](list)
+    for row in rows:
+        by_trace[row[trace]].append(row)
     named: dict[str, None] = {}
     covered: dict[str, list[tuple[int, int]]] = {}
-    for trace_id in {row[trace] for row in rows} | refusing.keys():
+    for trace_id in by_trace.keys() | refusing.keys():
         known = {
             int(number): (int(first), int(last))
             for number, first, last in await connection.execute_fetchall(_PRIVATE_RUNS, (_hash(trace_id),))
@@ -319,7 +323,7 @@ async def _without_private(
         if known or refusing[trace_id]:
             query = f"SELECT {_STARTED} FROM span_table WHERE traceId = ?"  # noqa: S608 - a constant
             there = [int(each) for (each,) in await connection.execute_fetchall(query, (trace_id,))]
-            coming = [int(row[start]) for row in rows if row[trace] == trace_id]
+            coming = [int(row[start]) for row in by_trace[trace_id]]
             runs = runs_of([*there, *coming, *refusing[trace_id]], known.values())
             given = [(each, each) for each in refusing[trace_id]]
             own = [run for run in runs if any(run[0] <= first <= run[1] for first, _ in (*known.values(), *given))]
@@ -328,7 +332,8 @@ async def _without_private(
                 named |= await _erase_run(connection, trace_id, run, known)
     left = []
     for row in rows:
-        if (own := covered.get(row[trace])) and any(first <= int(row[start]) <= last for first, last in own):
+        runs = covered.get(row[trace]) or []
+        if any(first <= int(row[start]) <= last for first, last in runs):
             named |= dict.fromkeys(recorded_in(row[attributes].encode()))
         else:
             left.append(row)

@@ -15,8 +15,8 @@ from flywheel.records.trace import DeadRow
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import is_id, packed, schema_of, unnamed
 
-_NOT_READ: Final = ("NULL",) * 5
-"""In place of the columns that a page is measured by."""
+_ID_COLUMNS: Final = ("id", "traceId", "NULL", "NULL", "NULL", "NULL", "NULL")
+"""In place of the columns that a page is measured by, NULL."""
 _ROWS_AT_ONCE: Final = 1_000
 _FIRST_ROWS: Final = 50
 _BYTES_AT_ONCE: Final = 8 * 1024 * 1024
@@ -56,7 +56,7 @@ class AuditReader:
         """List the rows of each trace. A second call continues behind the last row. Raises StudioError."""
         more = True
         while more:
-            rows, more, _ = self.database.page((*self.schema.columns[:2], *_NOT_READ), self._at)
+            rows, more, _ = self.database.page(_ID_COLUMNS, self._at)
             for rowid, span_id, trace_id, *_ in rows:
                 if is_id(span_id) and is_id(trace_id):
                     self._traces.setdefault(trace_id, array("q")).append(rowid)

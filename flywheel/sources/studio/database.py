@@ -168,9 +168,9 @@ class Database:
             yield from page.rows
             left = [rowid for rowid in left if rowid > page.rows[-1][0]] if page.more else left[_LOOKUP_ROWS:]
 
-    def id_at(self, column: str, rowid: int) -> str | None:
-        """The span id, in a `column`, of the row of that number; None if there is no such row. Raises StudioError."""
-        ids = self.ask(f"SELECT {column} FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - constants
+    def id_at(self, rowid: int) -> str | None:
+        """The span id of the row of that number; None if there is no such row. Raises StudioError."""
+        ids = self.ask(f"SELECT id FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - a constant
         return shown(ids[0][0]) if ids else None
 
     def last_rowid(self) -> int:

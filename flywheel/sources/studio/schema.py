@@ -54,7 +54,8 @@ class Schema:
         """A packed row as a span, or as a dead row with the reason."""
         row = (rowid, *marshal.loads(data))
         try:
-            _, span_id, trace_id, parent, ended, attributes, name, events, *own = row
+            _, row_id, trace_id, parent, ended, attributes, name, events, *own = row
+            span_id = true_id(row_id, trace_id)
             decoded = _attributes(attributes)
             kind, started_ns, status, message, conversation, service, resource = self.own_values(decoded, *own)
             if kind is SpanKind.AGENT and decoded.gen_ai.input.messages is NOTHING:
@@ -86,7 +87,7 @@ class Schema:
                 if isinstance(value, tuple):
                     # The other values were not loaded.
                     why, excerpt = f"{column} {_type_of(value)}", value
-            return DeadRow(rowid, shown(row[1]), shown(row[2]), why, shown(excerpt)[:500])
+            return DeadRow(rowid, shown(true_id(row[1], row[2])), shown(row[2]), why, shown(excerpt)[:500])
 
     def named_in(self, data: bytes) -> tuple[list[str], list[str]]:
         """The conversations and the users that a packed row names, as far as it can be read."""
@@ -101,6 +102,13 @@ class Schema:
             return self.time_of(value, self.columns[3])
         except (RowError, UnicodeDecodeError):
             return 0
+
+
+def true_id(row_id: Any, trace_id: Any) -> Any:
+    """The span id of a row. Where another span has that id, its row in an inbox has trace and start in its id."""
+    if type(row_id) is bytes and b"@" in row_id and type(trace_id) is bytes:
+        return row_id.partition(b"@" + trace_id + b"@")[0]
+    return row_id
 
 
 def schema_of(database: Database) -> tuple[Schema, str]:
@@ -354,7 +362,7 @@ _GENERATION_1: Final = Schema(
 _GENERATION_2: Final = Schema(
     "generation 2",
     frozenset({"spanId", "conversationId"}),
-    ("spanId", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
+    ("id", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
      "startTimeUnixNano", "operationName", "conversationId", "serviceName", "resource"),
     _own_values_2,
     decimal_ns,

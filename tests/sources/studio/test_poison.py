@@ -326,7 +326,8 @@ def test_a_hundred_megabytes_in_a_row_cost_a_letter_and_little_memory(name: str,
     database.close()
     report, kilobytes = flywheel("ingest")
     (of,) = report["sources"]
-    assert (of["replies"], of["dead"]) == (told + 3, 3)
+    # The last row's parent is not in its trace: one more reply, which is unfinished.
+    assert (of["replies"], of["dead"]) == (told + 4, 3)
     assert kilobytes < usual + 90_000, "a value was loaded"
     letters, _ = flywheel("dead-letters")
     assert sorted(letter["subject"] for letter in letters["letters"]) == ["huge0", "huge1", "huge2"]
