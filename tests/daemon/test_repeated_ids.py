@@ -328,7 +328,7 @@ async def test_an_annotation_that_fits_two_is_reported(tmp_path: Path) -> None:
 
     async with open_state(config.state_dir) as store:
         for ids in ({"trace_id": TRACE, "span_id": AGENT}, {"span_id": AGENT}):
-            with pytest.raises(LeftOutError, match="several replies"):
+            with pytest.raises(LeftOutError, match="different runs the same ids"):
                 await store.read(labels._task_of, Annotation.model_validate(ids))
 
 
