@@ -23,7 +23,7 @@ from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import labels, replies, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
-from flywheel.store.reply_names import is_of_span, run_of
+from flywheel.store.reply_names import names_of_span, run_of
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, OF_JUDGES
 
 LONGEST_COMMENT: Final = 2_000
@@ -195,9 +195,13 @@ def _task_of(conn: Connection, said: Annotation) -> str:
     spans, traces = spellings(said.span), spellings(said.trace)
     if not spans and not traces:
         raise LeftOutError("it names neither a trace nor a span")
-    where = replies.c.trace_id.in_(traces) if traces else or_(*map(is_of_span, spans))
     columns = replies.c.span_id, replies.c.trace_id, tasks.c.key
-    rows = conn.execute(select(*columns).select_from(replies.outerjoin(tasks)).where(where)).all()
+    query = select(*columns).select_from(replies.outerjoin(tasks))
+    ways = [replies.c.trace_id.in_(traces)] if traces else [way for span in spans for way in names_of_span(span)]
+    if not traces:
+        # Spans are indexed within a source.
+        query = query.where(replies.c.source_id.in_(select(sources.c.id)))
+    rows = [row for way in ways for row in conn.execute(query.where(way))]
     if not rows:
         raise LeftOutError(f"no reply of its {'trace' if traces else 'span'} is in the state")
     own = [row for row in rows if run_of(row.span_id, row.trace_id).span_id in spans]

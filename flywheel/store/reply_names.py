@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 from msgspec.structs import replace
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, func, literal, or_, select
 
 from flywheel.records.repeated_ids import SAME_START_NS
 from flywheel.records.states import ReplyState, SkipReason
@@ -53,12 +53,16 @@ def run_of(name: str, trace_id: str) -> Run:
     return Run(span, start[1:])
 
 
+def names_of_span(span_id: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """The conditions that the name of a reply is the id of a span, or begins with it. Each can use the index."""
+    begins = func.instr(replies.c.span_id, literal(span_id + _MARK).concat(replies.c.trace_id)) == 1
+    after, before = span_id + _MARK, span_id + chr(ord(_MARK) + 1)
+    return replies.c.span_id == span_id, and_(replies.c.span_id.between(after, before), begins)
+
+
 def is_of_span(span_id: str) -> ColumnElement[bool]:
     """The condition that a reply is of the span with this id, in whatever trace and run."""
-    return or_(
-        replies.c.span_id == span_id,
-        func.instr(replies.c.span_id, literal(span_id + _MARK).concat(replies.c.trace_id)) == 1,
-    )
+    return or_(*names_of_span(span_id))
 
 
 def with_repeated_starts(conn: Connection, source: int) -> int:
