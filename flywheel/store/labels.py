@@ -21,7 +21,7 @@ from flywheel.records.states import Label
 from flywheel.records.task import storable
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.bulk import rows_in
-from flywheel.store.kernel.schema import labels, replies, tasks, verdicts
+from flywheel.store.kernel.schema import labels, replies, sources, tasks, verdicts
 from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.reply_names import names_of_span, run_of
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, OF_JUDGES
