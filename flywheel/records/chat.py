@@ -2,8 +2,8 @@
 
 Dialects: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention (`parts`), and the
 forms of OpenAI's chats and responses, Anthropic, Bedrock, DashScope, Gemini, LangChain, the Vercel AI SDK and the
-Model Context Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text. `unread_in`
-says what is not understood.
+Model Context Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text.
+`unread_in` says what is not understood.
 """
 
 from __future__ import annotations
@@ -70,12 +70,9 @@ def constructed(value: Any) -> Any:
     value as it is."""
     if not isinstance(value, dict) or "role" in value:
         return value
-    fields, name = value, value.get("type")
-    if (
-        value.get("type") in ("constructor", "not_implemented")
-        and isinstance(value.get("id"), list)
-        and "lc" in value
-    ):
+    fields: Any = value
+    name = value.get("type")
+    if name in ("constructor", "not_implemented") and isinstance(value.get("id"), list) and "lc" in value:
         name = str(value["id"][-1] if value["id"] else "")
         fields = value.get("kwargs")
         if not (isinstance(fields, dict) and "content" in fields):
@@ -92,7 +89,9 @@ def constructed(value: Any) -> Any:
         given = [part for part in given if get_path(part, "type") not in ("tool_use", "function_call")]
     kept = {key: fields[key] for key in ("name", "tool_call_id", "status") if fields.get(key) is not None}
     message: Message = {"role": str(fields.get("role") or _CLASSES.get(name, name)), "content": given, **kept}
-    return message | {"tool_calls": calls} if calls else message
+    if calls:
+        message["tool_calls"] = calls
+    return message if name in _CLASSES or name in ROLES else with_unread(message, f"{name} message")
 
 
 def is_parts(value: Any) -> bool:

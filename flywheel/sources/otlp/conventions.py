@@ -13,24 +13,25 @@ https://ai.pydantic.dev/logfire/
 
 from __future__ import annotations
 
-import re
-from ast import literal_eval
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
 
-from flywheel.records.chat import Message, chat_of, constructed, is_parts, tool_of, with_unread
+from flywheel.records.chat import Message, chat_of, with_unread
 from flywheel.records.reprs import ReprError
 from flywheel.records.tool_calls import finished
 from flywheel.records.trace import get_path
-from flywheel.sources.calls.responses_api import answer_of
-from flywheel.sources.spans.recorded_calls import message_of
-
-Nested = dict[str, Any]
-"""Attributes as Studio nests them, or an object with such attributes."""
-Loaded = Callable[[str], Any]
-"""The value of JSON text; the text itself if it is no object, list or quoted text."""
+from flywheel.sources.otlp.recorded_messages import (
+    EMPTY,
+    Loaded,
+    Nested,
+    first_messages,
+    in_events,
+    messages_in,
+    of_langchain,
+    tools_in,
+)
 
 INPUT: Final = "gen_ai.input.messages"
 OUTPUT: Final = "gen_ai.output.messages"
@@ -52,6 +53,13 @@ _VERCEL: Final = {
 }
 
 
+_FLATTENED: Final = frozenset(
+    {"llm.input_messages", "llm.output_messages", "llm.tools", "gen_ai.prompt", "gen_ai.completion",
+     "llm.request.functions"}
+)  # fmt: skip
+"""Attributes that are several, each with a number and a field in its name."""
+
+
 class Convention(NamedTuple):
     """One convention: its row in the documented table, and what is read of it by name.
 
@@ -60,6 +68,7 @@ class Convention(NamedTuple):
     - `values`: attributes of the GenAI convention, each with those of this one that are read in its place.
     - `also`: what is read besides, for people. `limits`: what is not. `tested`: the versions whose traces are tests.
     - `is_json`: a text that a tool returned is recorded as JSON.
+    - `has_choices`: several messages that a model answered with are as many answers.
     """
 
     name: str
@@ -69,13 +78,14 @@ class Convention(NamedTuple):
     limits: str
     tested: str
     is_json: bool = False
+    has_choices: bool = False
 
     @property
     def read_from(self) -> list[str]:
-        """The attributes and events that are read."""
-        return list(
-            dict.fromkeys([*self.kinds, *(name for names in self.values.values() for name in names), *self.also])
-        )
+        """The attributes and events that are read, as Markdown."""
+        names = dict.fromkeys([*self.kinds, *(name for names in self.values.values() for name in names), *self.also])
+        shown = [f"{name}.N.*" if name in _FLATTENED else name for name in names]
+        return [name if "`" in name else f"`{name}`" for name in shown]
 
 
 CONVENTIONS: Final = (
@@ -121,7 +131,6 @@ CONVENTIONS: Final = (
         "OpenInference (Phoenix)",
         {"openinference.span.kind": {"agent": _AGENT, "llm": _CHAT, "tool": _TOOL}},
         {
-            "session.id": (),
             "gen_ai.agent.name": ("agent.name",),
             "gen_ai.request.model": ("llm.model_name",),
             "gen_ai.usage.input_tokens": ("llm.token_count.prompt",),
@@ -154,7 +163,7 @@ CONVENTIONS: Final = (
             _RESULT: ("langfuse.observation.output",),
         },
         (),
-        "tool definitions are those of `langfuse.openai`; other generations have none",
+        "a generation has tool definitions only where its input has `tools`, as that of `langfuse.openai`",
         "langfuse 3, 4 and 5",
     ),
     Convention(
@@ -192,9 +201,9 @@ CONVENTIONS: Final = (
             _RESULT: ("tool_response",),
         },
         ("final_result", "events"),
-        "the arguments of `final_result` are the answer; name output tools with other names in `rollout.finish_tools`."
+        "the arguments of `final_result` are the answer; `rollout.finish_tools` names output tools with other names."
         " Version 1 with `event_mode: logs` is not read",
-        "pydantic-ai 1.0.18 (versions 1, 2, 3), 2.68.0 (versions 3, 5, 6)",
+        "pydantic-ai 1.0.18 (versions 1, 2, 3), 2.68.0 (versions 5, 6)",
     ),
     Convention(
         "OpenLLMetry (Traceloop)",
@@ -215,21 +224,20 @@ CONVENTIONS: Final = (
             _ARGUMENTS: ("traceloop.entity.input",),
             _RESULT: ("traceloop.entity.output",),
         },
-        ("gen_ai.prompt.N.*", "gen_ai.completion.N.*", "llm.request.functions.N.*"),
+        (),
         "a `workflow` or `task` is a reply only where no agent is. SDKs keep 128 attributes of a span: of a longer"
         " conversation messages are missing, which makes its prompt inexact",
         "opentelemetry-instrumentation-openai and -langchain 0.47.5, 0.62.4, traceloop-sdk 0.47.5, 0.62.4",
         is_json=True,
+        has_choices=True,
     ),
     Convention(
         "LangChain, serialised messages",
         {},
         {},
-        (
-            '`{"lc": 1, "type": "constructor", "id": […, "HumanMessage"], "kwargs": {…}}` wherever a message may stand',
-        ),
-        "classes of messages of your own, unless LangChain serialises them with a known type, are not read",
-        "langchain-core 0.3, 1.8.3",
+        ('`{"lc": 1, "type": "constructor", "id": […, "HumanMessage"], "kwargs": {…}}`, wherever messages are read',),
+        "a message that LangChain could not serialise is not read",
+        "langchain-core 0.3.86, 1.8.3",
     ),
 )
 """Those that are read, the first before the others where a span has several."""
@@ -253,9 +261,8 @@ TEXTS: Final = (
     "tool_response",
 )
 """How the attributes begin whose texts stay texts where they are JSON: each may be something that was said."""
-TEXTS_OF_EVENTS: Final = frozenset({"content", "message"})
+TEXTS_OF_EVENTS: Final = frozenset({"content", "message", "body", "event.body", "gen_ai.event.content"})
 """The same of an event, where they are its whole names."""
-_EMPTY: Final = (None, "", [], {})
 _BY_OPERATION: Final = frozenset({INPUT, OUTPUT, TOOLS, _NAME, _ID, _ARGUMENTS, _RESULT})
 """Attributes that are read in another way than by copying, according to the operation."""
 _OPERATIONS: Final = {
@@ -266,12 +273,6 @@ _OPERATIONS: Final = {
     "executetool": _TOOL,
 }
 """Operations as the reader knows them, by their names without `_` and in lower case: Agent 365 writes `Chat`."""
-_EVENT: Final = re.compile(r"gen_ai\.(system|developer|user|assistant|tool)\.message|gen_ai\.(choice)")
-_OF_MESSAGE: Final = frozenset(
-    {"role", "content", "contents", "name", "tool_call_id", "tool_calls", "function_call", "finish_reason", "id",
-     "function_call_name", "function_call_arguments_json", "refusal", "reasoning", "reasoning_content", "status"}
-)  # fmt: skip
-"""The fields of a flattened message that are understood. Reasoning never counts as text."""
 _RETRY: Final = "Fix the errors and try again."
 """How Pydantic AI ends what it tells a model whose answer is not valid."""
 
@@ -284,7 +285,7 @@ def known_operation(written: Any) -> str:
 def translate(attributes: Nested, name: str, loaded: Loaded, events: Sequence[Nested] = (), dropped: int = 0) -> None:
     """Add the attributes of the GenAI convention to the nested attributes of the span `name`.
 
-    `events` are those of the span, nested as well; `dropped` is how many attributes the client has dropped.
+    `events` are those of the span, nested as well; `dropped` is how many attributes and events the client dropped.
     """
     for key, role in ((INPUT, "user"), (OUTPUT, "assistant")):
         if written := _unpacked(get_path(attributes, *key.split(".")), role):
@@ -298,19 +299,25 @@ def translate(attributes: Nested, name: str, loaded: Loaded, events: Sequence[Ne
     had_messages = get_path(attributes, *INPUT.split(".")) is not None
     for convention in CONVENTIONS:
         _add(attributes, _said(attributes, convention, operation, name, loaded))
-    _add(attributes, _in_events(events, operation, loaded))
+    _add(attributes, _of_events(events, operation))
     if operation == _TOOL:
         for key in (_ARGUMENTS, _RESULT):
-            if (value := _of_langchain(written := get_path(attributes, *key.split(".")))) is not written:
+            if (value := of_langchain(written := get_path(attributes, *key.split(".")))) is not written:
                 put(attributes, value, *key.split("."))
     elif operation == _CHAT:
         # What was read is not stored twice.
-        attributes.pop("llm", None)
-        for key in ("prompt", "completion"):
-            attributes["gen_ai"].pop(key, None)
-        sent = get_path(attributes, *INPUT.split("."))
+        sent, got = (get_path(attributes, *key.split(".")) for key in (INPUT, OUTPUT))
+        if sent and got:
+            for holder, key in (
+                (attributes, "llm"),
+                (attributes["gen_ai"], "prompt"),
+                (attributes["gen_ai"], "completion"),
+            ):
+                holder.pop(key, None)
+            if isinstance(attributes.get("ai"), dict):
+                attributes["ai"].pop("prompt", None)
         if dropped and not had_messages and isinstance(sent, list) and sent:
-            sent[-1] = with_unread(sent[-1], "dropped attribute")
+            sent[-1] = with_unread(sent[-1], "dropped attribute or event")
 
 
 def _kind(attributes: Nested) -> str | None:
@@ -337,7 +344,7 @@ def _value(attributes: Nested, path: str) -> Any:
     """The attribute at a path; None if it says nothing."""
     keys = path.split(".")
     value = get_path(attributes, *(["openinference"] if keys[0] in ("input", "output") else []), *keys)
-    return None if value in _EMPTY else value
+    return None if value in EMPTY else value
 
 
 def _said(attributes: Nested, convention: Convention, operation: str, name: str, loaded: Loaded) -> dict[str, Any]:
@@ -352,7 +359,7 @@ def _said(attributes: Nested, convention: Convention, operation: str, name: str,
     if operation == _TOOL:
         given, returned = (next(iter(read.get(key, ())), None) for key in (_ARGUMENTS, _RESULT))
         said |= {key: read[key][0] for key in (_NAME, _ID) if read.get(key)}
-        said |= _executed(given, returned, loaded, is_json=convention.is_json)
+        said = _executed(given, returned, loaded, is_json=convention.is_json) | said
         if isinstance(get_path(attributes, "langfuse", "observation"), dict):
             said.setdefault(_NAME, name)
     elif convention.name in _READERS:
@@ -363,27 +370,25 @@ def _said(attributes: Nested, convention: Convention, operation: str, name: str,
             for key in (INPUT, OUTPUT)
         )
         if operation == _CHAT:
-            got = _first(answered, "assistant")
+            got = first_messages(answered, "assistant")
             if not got and convention.name == "Langfuse":
                 # An answer of Langfuse may be JSON that is no message.
-                got = _first(read[OUTPUT], "assistant")
+                got = first_messages(read[OUTPUT], "assistant")
+            if convention.has_choices and len(got) > 1:
+                got = [{"finish_reason": "stop", **message} for message in got]
             said |= {
-                INPUT: _first(asked, "user"),
+                INPUT: first_messages(asked, "user"),
                 OUTPUT: got,
                 "gen_ai.response.id": get_path(answered[-1], "id") if answered else None,
                 "gen_ai.response.model": get_path(answered[-1], "model") if answered else None,
             }
             read[TOOLS] = [*read.get(TOOLS, ()), *(get_path(value, "tools") for value in asked)]
         else:
-            for question in asked or [None]:
-                for answer in answered:
-                    said = _conversation(question, answer) | said
-    if operation == _CHAT and (
-        tools := next(filter(None, (_tools(value, loaded) for value in read.get(TOOLS, ()))), [])
-    ):
-        said[TOOLS] = tools
-        if any(tool is None for tool in tools) and said.get(INPUT):
-            said[INPUT][-1] = with_unread(said[INPUT][-1], "missing tool definition")
+            said |= _conversation(next(iter(asked), None), next(iter(answered), None))
+    for tools, has_gap in (tools_in(value, loaded) for value in read.get(TOOLS, ()) if operation == _CHAT):
+        said.setdefault(TOOLS, tools or None)
+        if has_gap and said.get(INPUT):
+            said[INPUT] = [*said[INPUT][:-1], with_unread(said[INPUT][-1], "missing tool definition")]
     return said
 
 
@@ -391,7 +396,7 @@ def _add(attributes: Nested, said: dict[str, Any]) -> None:
     """Add what is said by dotted names, and not there yet."""
     for key, value in said.items():
         path = key.split(".")
-        if value not in _EMPTY and get_path(attributes, *path) is None:
+        if value not in EMPTY and get_path(attributes, *path) is None:
             put(attributes, value, *path)
 
 
@@ -407,7 +412,7 @@ def put(attributes: Nested, value: Any, *path: str) -> None:
 def _executed(given: Any, returned: Any, loaded: Loaded, *, is_json: bool) -> dict[str, Any]:
     """What a tool was given and returned. `is_json` if texts are recorded as JSON, too."""
     asked, answered = (loaded(value) if isinstance(value, str) else value for value in (given, returned))
-    called, message = _of_langchain(asked), _of_langchain(answered)
+    called, message = of_langchain(asked), of_langchain(answered)
     if message is answered:
         # LangChain's tools return a message, which OpenInference records as data.
         message = get_path(answered, "data")
@@ -424,19 +429,12 @@ def _executed(given: Any, returned: Any, loaded: Loaded, *, is_json: bool) -> di
     }
 
 
-def _of_langchain(value: Any) -> Any:
-    """What LangChain's callbacks were given or returned, without what they add to it; any other value as it is."""
-    if isinstance(value, dict) and value.keys() & {"tags", "metadata", "kwargs"}:
-        for key in ("inputs", "outputs", "output", "input_str"):
-            if key in value:
-                inner = value[key]
-                if key == "input_str" and isinstance(inner, str):
-                    try:
-                        inner = literal_eval(inner)
-                    except (ValueError, SyntaxError, MemoryError, RecursionError):
-                        pass
-                return constructed(inner)
-    return constructed(value)
+def _of_events(events: Any, operation: str) -> dict[str, Any]:
+    """What events say of a model call or an agent, or of a tool, whose arguments and result they are."""
+    sent, got = in_events(events)
+    if operation == _TOOL:
+        return {key: some[0].get("content") for key, some in ((_ARGUMENTS, sent), (_RESULT, got)) if some}
+    return {INPUT: sent, OUTPUT: got}
 
 
 def _conversation(asked: Any, answered: Any) -> dict[str, Any]:
@@ -444,177 +442,15 @@ def _conversation(asked: Any, answered: Any) -> dict[str, Any]:
 
     Of several arguments, only one that is a text or messages is surely the question.
     """
-    if not (output := _messages(answered, "assistant")):
+    if not (output := messages_in(answered, "assistant")):
         return {}
-    if not (messages := _messages(asked, "user")) and isinstance(asked, dict):
+    if not (messages := messages_in(asked, "user")) and isinstance(asked, dict):
         arguments = [*asked.values()]
         if isinstance(asked.get("args"), list) and isinstance(asked.get("kwargs"), dict):
             arguments = [*asked["args"], *asked["kwargs"].values()]
-        found = [said for each in arguments if (said := _messages(each, "user"))]
+        found = [said for each in arguments if (said := messages_in(each, "user"))]
         messages = found[0] if len(found) == 1 else []
     return {INPUT: messages, OUTPUT: output}
-
-
-def _first(values: Iterable[Any], role: str) -> list[Message]:
-    """The messages of the first value that has any."""
-    return next(filter(None, (_messages(value, role) for value in values)), [])
-
-
-def _messages(value: Any, role: str) -> list[Message]:
-    """The messages in a recorded value: a text, messages, also flattened, or a request or response of OpenAI's or
-    LangChain's interfaces."""
-    value = _of_langchain(value)
-    match value:
-        case str():
-            return [{"role": role, "content": value}] if value else []
-        case {"role": str(), "content": _} | {"role": str(), "tool_calls": _}:
-            return [value]
-        case {"output": list()} | [{"output": list()}]:
-            return [message_of(answer_of(value[0] if isinstance(value, list) else value))]
-        case {"generations": [[{"message": dict(message)}, *_], *_]}:
-            return _messages(message, role)
-        case {"messages": list(messages)} | list(messages):
-            if len(messages) == 1 and isinstance(messages[0], list) and not _is_pair(messages[0]):
-                (messages,) = messages  # LangChain's models are given lists of conversations.
-            said = [_paired(message) for message in messages]
-            return said if any(map(_has_role, said)) and all(map(_is_said, said)) else []
-    items, has_gap = _listed(value)
-    said = [_message(inner, role) for item in items if isinstance(inner := _inner(item, "message"), dict)]
-    if said and has_gap:
-        said[0] = with_unread(said[0], "missing message")
-    return said
-
-
-def _is_pair(value: Any) -> bool:
-    """Whether a value is LangChain's short form of a message: its role and its text."""
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(text, str) for text in value)
-        and value[0] in ("system", "user", "human", "assistant", "ai", "tool", "developer")
-    )
-
-
-def _paired(value: Any) -> Any:
-    if not _is_pair(value):
-        return constructed(value)
-    role = {"human": "user", "ai": "assistant"}.get(value[0], value[0])
-    return {"role": role, "content": value[1]}
-
-
-def _has_role(value: Any) -> bool:
-    return bool(get_path(value, "role"))
-
-
-def _is_said(value: Any) -> bool:
-    """Whether a value is a message, or an item that stands among messages in OpenAI's Responses API."""
-    kind = get_path(value, "type")
-    return _has_role(value) or (
-        isinstance(kind, str) and (kind == "reasoning" or kind.endswith(("_call", "_output")))
-    )
-
-
-def _message(fields: Nested, role: str) -> Message:
-    """A flattened message of OpenInference or OpenLLMetry, or the body of an event, in the OpenAI form.
-
-    What is not understood of it, or missing in it, is a part that was not read.
-    """
-    message: Message = {
-        key: fields[key]
-        for key in ("name", "tool_call_id", "finish_reason", "refusal")
-        if fields.get(key) is not None
-    }
-    message["role"] = fields["role"] if isinstance(fields.get("role"), str) else role
-    unread = sorted(fields.keys() - _OF_MESSAGE)
-    content = fields.get("content")
-    parts, has_gap = _listed(fields["contents"] if "contents" in fields else content)
-    if isinstance(content, str):
-        message["content"] = content if (written := _parts(content)) is None else written
-    elif parts:
-        message["content"] = [_part(_inner(part, "message_content")) for part in parts]
-    elif isinstance(content, dict):
-        message["content"] = [content]
-    elif content is not None and not isinstance(content, list):
-        message["content"] = str(content)
-    unread += ["missing part"] if has_gap else []
-    calls, has_gap = _listed(fields.get("tool_calls"))
-    calls = [call for each in calls if isinstance(call := _inner(each, "tool_call"), dict)]
-    called = fields.get("function_call")
-    if isinstance(fields.get("function_call_name"), str):
-        called = {"name": fields["function_call_name"], "arguments": fields.get("function_call_arguments_json")}
-    if isinstance(called, dict) and called.get("name"):
-        calls.append(called)
-    if calls:
-        message["tool_calls"] = calls
-    unread += ["missing tool call"] if has_gap else []
-    if not message.keys() & {"content", "tool_calls", "refusal"} and not fields.keys() & {"content", "reasoning"}:
-        unread.append("message without content")
-    for kind in unread:
-        message = with_unread(message, kind)
-    return message
-
-
-def _part(part: Any) -> Any:
-    """A part of a content. Pydantic AI's events call its type a kind."""
-    if not isinstance(part, dict):
-        return part
-    if isinstance(part.get("image"), dict) and "image" in part["image"]:
-        return {
-            "type": "image_url",
-            "image_url": part["image"]["image"].get("url", "")
-            if isinstance(part["image"]["image"], dict)
-            else part["image"]["image"],
-        }
-    if isinstance(kind := part.get("kind"), str) and "type" not in part:
-        key = "thinking" if kind == "thinking" else "text"
-        return {"type": kind, key: part.get("text")} if kind in ("text", "thinking") else {**part, "type": kind}
-    return part
-
-
-def _parts(text: str) -> list[Any] | None:
-    """The parts in a text that is JSON of parts of a message; None for any other text, JSON too."""
-    if not text.startswith("["):
-        return None
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    return value if is_parts(value) else None
-
-
-def _inner(item: Any, name: str) -> Any:
-    """What OpenInference has one level deeper, under a name."""
-    return item[name] if isinstance(item, dict) and isinstance(item.get(name), dict) else item
-
-
-def _listed(value: Any) -> tuple[list[Any], bool]:
-    """The items of a list whose indices may be parts of attribute names, in their order, and whether some are missing.
-
-    Indices may be of any size.
-    """
-    if isinstance(value, list):
-        return value, False
-    if not isinstance(value, dict):
-        return [], False
-    keys = sorted(filter(str.isdecimal, value), key=lambda key: (len(key), key))
-    return [value[key] for key in keys], keys != [str(place) for place in range(len(keys))]
-
-
-def _tools(value: Any, loaded: Loaded) -> list[Any]:
-    """Definitions of tools: OpenAI's, JSON texts, flattened, or the parameters of a request by Pydantic AI. None
-    stands for a missing one."""
-    if isinstance(value, dict) and "function_tools" in value:
-        value = [*(value["function_tools"] or ()), *(value.get("output_tools") or ())]
-        return [tool_of(each) for each in value if isinstance(each, dict)]
-    items, has_gap = _listed(value)
-    tools = []
-    for item in items:
-        tool = get_path(_inner(item, "tool"), "json_schema") or item
-        tool = loaded(tool) if isinstance(tool, str) else tool
-        if isinstance(tool, dict):
-            schema = tool.get("parameters")
-            tools.append({**tool, "parameters": loaded(schema)} if isinstance(schema, str) else tool)
-    return [*tools, *([None] if has_gap else [])]
 
 
 def _vercel(attributes: Nested, operation: str) -> dict[str, Any]:
@@ -622,15 +458,15 @@ def _vercel(attributes: Nested, operation: str) -> dict[str, Any]:
     prompt, response = attributes["ai"].get("prompt"), attributes["ai"].get("response")
     if get_path(response, "text") is None and get_path(response, "object") is None:
         response = response if get_path(response, "toolCalls") else attributes["ai"].get("result") or response
-    asked = _messages(get_path(prompt, "messages"), "user") or _messages(get_path(prompt, "prompt"), "user")
+    asked = messages_in(get_path(prompt, "messages"), "user") or messages_in(get_path(prompt, "prompt"), "user")
     if asked and isinstance(system := get_path(prompt, "system"), str) and system:
         asked = [{"role": "system", "content": system}, *asked]
     if isinstance(prompt, str):
-        asked = _messages(prompt, "user")
+        asked = messages_in(prompt, "user")
     parts = [
         {"type": "text", "text": text if isinstance(text, str) else orjson.dumps(text).decode()}
         for key in ("text", "object")
-        if (text := get_path(response, key)) not in _EMPTY
+        if (text := get_path(response, key)) not in EMPTY
     ]
     if operation == _CHAT:
         called = get_path(response, "toolCalls")
@@ -639,13 +475,15 @@ def _vercel(attributes: Nested, operation: str) -> dict[str, Any]:
 
 
 def _pydantic(attributes: Nested, operation: str) -> dict[str, Any]:
-    """The messages of Pydantic AI: of an agent those of its whole conversation, of a model call version 1's events."""
+    """The messages of Pydantic AI: of a model call those in version 1's events; of an agent, of whom it records the
+    whole conversation, the question and the answer."""
     if operation == _CHAT:
-        return _in_events(attributes.get("events"), operation, lambda text: text)
+        return _of_events(attributes.get("events"), operation)
     messages = get_path(attributes, "pydantic_ai", "all_messages")
     if not isinstance(messages, list):
-        said = _in_events(attributes.get("all_messages_events"), operation, lambda text: text)
-        messages = [*said.get(INPUT, ()), *said.get(OUTPUT, ())]
+        messages = [each for some in in_events(attributes.get("all_messages_events")) for each in some]
+    if not messages:
+        return {}
     try:
         chat = [(message, each) for message in messages for each in chat_of(message)]
     except (ReprError, AttributeError):
@@ -668,60 +506,7 @@ def _pydantic(attributes: Nested, operation: str) -> dict[str, Any]:
             answer = last["content"] or answer
     if answer is not None and not isinstance(answer, str):
         answer = orjson.dumps(answer).decode()
-    return {INPUT: asked[-1:], OUTPUT: _messages(answer, "assistant")}
-
-
-def _in_events(events: Any, operation: str, loaded: Loaded) -> dict[str, Any]:
-    """The messages in events: those of a span, or those that Pydantic AI writes into an attribute."""
-    sent: list[Message] = []
-    choices: list[tuple[int, Message]] = []
-    for event in events if isinstance(events, list | tuple) else ():
-        if not isinstance(event, dict):
-            continue
-        written = event.get("event.name") or get_path(event, "event", "name") or event.get("name")
-        if (found := _EVENT.fullmatch(str(written))) is None:
-            continue
-        held = event.get("attributes")
-        body = _body(held if isinstance(held, dict) else event, loaded)
-        if found[2]:
-            place = body.get("index")
-            message = body.get(
-                "message", body.get("content", body if body.keys() & {"tool_calls", "refusal"} else None)
-            )
-            message = loaded(message) if isinstance(message, str) else message
-            message = message if isinstance(message, dict) and not _is_block(message) else {"content": message}
-            reason = {"finish_reason": str(body.get("finish_reason") or "stop")}
-            if any(message.get(key) not in _EMPTY for key in ("content", "tool_calls", "refusal", "function_call")):
-                place = place if isinstance(place, int) else len(choices)
-                choices.append((place, {**reason, **_message(message, "assistant")}))
-        else:
-            fields = {key: value for key, value in body.items() if key in _OF_MESSAGE}
-            if found[1] == "tool":
-                fields.setdefault("tool_call_id", fields.get("id"))
-            sent.append(_message(fields, found[1]))
-    got = [message for _, message in sorted(choices, key=lambda choice: choice[0])]
-    if operation == _TOOL:
-        given, returned = sent[:1], got[:1]
-        return {
-            _ARGUMENTS: given[0].get("content") if given else None,
-            _RESULT: returned[0].get("content") if returned else None,
-        }
-    return {INPUT: sent, OUTPUT: got}
-
-
-def _is_block(value: Nested) -> bool:
-    return "role" not in value and is_parts([value])
-
-
-def _body(held: Nested, loaded: Loaded) -> Nested:
-    """The body of an event: a JSON object in one of its attributes, or else its attributes."""
-    for value in (get_path(held, "gen_ai", "event", "content"), get_path(held, "event", "body"), held.get("body")):
-        value = loaded(value) if isinstance(value, str) else value
-        if isinstance(value, dict):
-            return value
-        if isinstance(value, str | list) and value:
-            return {**held, "content": value}
-    return held
+    return {INPUT: asked[-1:], OUTPUT: messages_in(answer, "assistant")}
 
 
 _READERS: Final[Mapping[str, Callable[[Nested, str], dict[str, Any]]]] = {

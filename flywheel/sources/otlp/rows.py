@@ -18,9 +18,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.trace import LATEST_NS, get_path
-from flywheel.sources.otlp.conventions import TEXTS, TEXTS_OF_EVENTS, Nested, known_operation, put, translate
+from flywheel.sources.otlp.conventions import TEXTS, TEXTS_OF_EVENTS, known_operation, put, translate
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
+from flywheel.sources.otlp.recorded_messages import Nested
 from flywheel.sources.spans.span import UNKNOWN
 
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
@@ -192,7 +193,7 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     events = [_event(event, nested) for event in span.events]
     complete(attributes, events)
-    translate(attributes, span.name, nested.loaded, events, span.dropped_attributes_count)
+    translate(attributes, span.name, nested.loaded, events, span.dropped_attributes_count + span.dropped_events_count)
     if operation(attributes) == "chat":
         _lead_with_instructions(attributes)
     gen_ai = attributes.get("gen_ai")

@@ -120,8 +120,10 @@ class Trajectory:
         return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
 
     def returned(self) -> Message | None:
-        """The answer of the last model call; None if it called a tool or said nothing. The arguments of a function that
-        hands in the answer are the answer."""
+        """The answer of the last model call; None if it called a tool or said nothing.
+
+        What it calls a finish function with is its answer.
+        """
         answer = self.answers[-1] if self.answers else None
         said = chat_of(answer)[-1] if answer else {}
         for function in (call["function"] for call in said.get("tool_calls", ())):
