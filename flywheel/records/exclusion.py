@@ -90,8 +90,8 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
         ),
         Exclusion.UNDEFINED: Words(
             "the agent called tools, and the trace has no tool definitions",
-            "let the instrumentation record the tools that the model is offered (`gen_ai.tool.definitions`; `tools` in"
-            " a file), or let the agent ask `flywheel serve`, which records its calls (serving.call_log)",
+            "let the instrumentation record the tools that the model is offered (`gen_ai.tool.definitions`; in a file"
+            " `tools`), or let the agent ask `flywheel serve`, which records its calls (serving.call_log)",
             "no tool definitions in the trace",
         ),
         Exclusion.MODEL: Words(

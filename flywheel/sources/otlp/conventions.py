@@ -470,7 +470,11 @@ def _vercel(attributes: Nested, operation: str) -> dict[str, Any]:
     ]
     if operation == _CHAT:
         called = get_path(response, "toolCalls")
-        parts += [{**call, "type": "tool-call"} for call in called or () if isinstance(call, dict)]
+        parts += [
+            {**call, "type": "tool-call"}
+            for call in (called if isinstance(called, list) else ())
+            if isinstance(call, dict)
+        ]
     return {INPUT: asked, OUTPUT: [{"role": "assistant", "content": parts}] if parts else []}
 
 

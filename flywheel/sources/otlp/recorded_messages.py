@@ -28,7 +28,8 @@ _LONGEST_REPR: Final = 10_000
 _EVENT: Final = re.compile(r"gen_ai\.(system|developer|user|assistant|tool)\.message|gen_ai\.(choice)")
 _OF_MESSAGE: Final = frozenset(
     {"role", "content", "contents", "parts", "name", "tool_call_id", "tool_calls", "function_call", "finish_reason",
-     "id", "function_call_name", "function_call_arguments_json", "refusal", "reasoning", "reasoning_content", "status"}
+     "id", "function_call_name", "function_call_arguments_json", "refusal", "reasoning", "reasoning_content",
+     "status"}
 )  # fmt: skip
 """The fields of a flattened message that are understood. Reasoning never counts as text."""
 _SAID: Final = frozenset({"content", "parts", "tool_calls", "refusal", "function_call"})
@@ -200,7 +201,7 @@ def tools_in(value: Any, loaded: Loaded) -> tuple[list[Any], bool]:
     """Definitions of tools, and whether some are missing: OpenAI's, JSON texts, flattened, or the parameters of a
     request by Pydantic AI."""
     if isinstance(value, dict) and "function_tools" in value:
-        value = [*(value["function_tools"] or ()), *(value.get("output_tools") or ())]
+        value = [tool for key in ("function_tools", "output_tools") for tool in _listed(value.get(key))[0]]
         return [tool_of(each) for each in value if isinstance(each, dict)], False
     items, has_gap = _listed(value)
     tools = []
