@@ -230,6 +230,13 @@ async def test_a_gap_in_the_numbers_makes_the_prompt_inexact(
     assert reply.prompt_reason == "a part of type missing message at messages[0] was not read"
 
 
+async def test_a_gap_in_the_tools_makes_the_prompt_inexact(client: httpx2.AsyncClient, inbox: Path) -> None:
+    tool = {"llm.request.functions.1.name": "f", "llm.request.functions.1.parameters": '{"type": "object"}'}
+    (reply,) = await read(client, inbox, span(1, AGENT), span(2, prompt("Hi") | completion("Hi.") | tool, parent=1))
+    assert [each["function"] for each in reply.tools] == [{"name": "f", "parameters": {"type": "object"}}]
+    assert reply.prompt_reason == "a part of type missing tool definition at messages[0] was not read"
+
+
 async def test_dropped_attributes_make_the_prompt_inexact(client: httpx2.AsyncClient, inbox: Path) -> None:
     """SDKs keep 128 attributes of a span."""
     call = span(2, prompt("Hello") | completion("Hi."), parent=1)
