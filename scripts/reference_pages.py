@@ -1,8 +1,8 @@
 """Writes the generated pages of `docs/reference/`: `python -m scripts.reference_pages`.
 
 The configuration comes from the settings (`scripts.configuration_page`), the command line from the commands, the
-states and tables from the schema and its docstrings, and SAGE's options and AgentJet's keys from the tables that
-translate them.
+states and tables from the schema and its docstrings, and SAGE's options, AgentJet's keys and the conventions of
+traces from the tables that translate them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from flywheel.cli.app import MODULES, app
 from flywheel.config import Config, agentjet_keys, sage, trinity
 from flywheel.records import states
+from flywheel.sources.otlp import conventions
 from flywheel.store.kernel import schema
 from scripts import configuration_page
 
@@ -32,6 +33,7 @@ STATE_PAGE = ROOT / "docs" / "reference" / "state.md"
 SAGE_PAGE = ROOT / "docs" / "reference" / "sage.md"
 AGENTJET_PAGE = ROOT / "docs" / "how-to" / "agentjet.md"
 TUNER_PAGE = ROOT / "docs" / "how-to" / "agentscope-tuner.md"
+OTLP_PAGE = ROOT / "docs" / "how-to" / "otlp.md"
 
 CLI_HEAD = """# Command line
 
@@ -84,6 +86,23 @@ This section is generated from `flywheel/config/trinity.py` (`python -m scripts.
 two. `train_dataset.…` is a field of the data set. What nothing sets has Flywheel's default. Each key without effect
 has a line in the log, unless it has no value.
 """
+
+OTLP_HEAD = """## Conventions
+
+This section is generated from `flywheel/sources/otlp/conventions.py` (`python -m scripts.reference_pages`); a test
+compares the two. Of several conventions in one span the first in the table counts, attribute by attribute. N is a
+number. What is read but not understood makes the prompt inexact, with the reason in `metadata.prompt_reason`.
+"""
+
+
+def otlp_page() -> str:
+    before, _, rest = OTLP_PAGE.read_text().partition(OTLP_HEAD.splitlines()[0])
+    rows = [
+        f"| {each.name} | {', '.join(each.read_from)} | {each.limits} | {each.tested} |"
+        for each in conventions.CONVENTIONS
+    ]
+    table = ["| convention | read from | limits | tested with |", "|---|---|---|---|", *rows]
+    return before + OTLP_HEAD + "\n" + "\n".join(table) + "\n\n## " + rest.partition("\n## ")[2]
 
 
 def cli_page() -> str:
@@ -302,3 +321,4 @@ if __name__ == "__main__":
     SAGE_PAGE.write_text(sage_page())
     AGENTJET_PAGE.write_text(agentjet_page())
     TUNER_PAGE.write_text(tuner_page())
+    OTLP_PAGE.write_text(otlp_page())

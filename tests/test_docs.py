@@ -34,11 +34,13 @@ from scripts.configuration_page import PAGE, page
 from scripts.reference_pages import (
     AGENTJET_PAGE,
     CLI_PAGE,
+    OTLP_PAGE,
     SAGE_PAGE,
     STATE_PAGE,
     TUNER_PAGE,
     agentjet_page,
     cli_page,
+    otlp_page,
     sage_page,
     state_page,
     tuner_page,
@@ -58,6 +60,7 @@ def test_the_pages_of_commands_and_of_the_state_are_generated_from_the_code() ->
     assert SAGE_PAGE.read_text() == sage_page(), "run: python -m scripts.reference_pages"
     assert AGENTJET_PAGE.read_text() == agentjet_page(), "run: python -m scripts.reference_pages"
     assert TUNER_PAGE.read_text() == tuner_page(), "run: python -m scripts.reference_pages"
+    assert OTLP_PAGE.read_text() == otlp_page(), "run: python -m scripts.reference_pages"
 
 
 def test_every_table_and_every_state_has_its_sentence() -> None:

@@ -346,6 +346,7 @@ _EXCLUDED: Final = {
     "tools": "tools",
     "uncalled": "no tool called",
     "unrecorded": "no tool result recorded",
+    "undefined": "no tool definitions in the trace",
     "model": "other model",
     "target": "agent of no target",
     "repeated": "repeated in training",

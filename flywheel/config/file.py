@@ -295,7 +295,7 @@ class Config(Section):
         uncalled = {Exclusion.UNCALLED}
         if isinstance(self.rollout.agent, AgentProgramSettings):
             # It makes its own prompts and runs its own tools: it needs no recordings.
-            both |= {Exclusion.HIDDEN, Exclusion.INEXACT, Exclusion.UNRECORDED, *uncalled}
+            both |= {Exclusion.HIDDEN, Exclusion.INEXACT, Exclusion.UNRECORDED, Exclusion.UNDEFINED, *uncalled}
             return self._selected(both, both)
         train = both | uncalled if self.rollout.tools.uncalled == "use" else both
         # After a wrong answer without a call, no recording could show whether a call would have been better.

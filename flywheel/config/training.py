@@ -582,7 +582,7 @@ class RolloutSettings(Section):
     """Maximum messages of the policy in a rollout of `recorded` or of the user's agent; it then ends as truncated."""
     finish_tools: list[str] = ["generate_response"]
     """Tools whose call ends a rollout, with its argument as the answer, beside those of AgentScope
-    (`generate_response`, `GenerateStructuredOutput`)."""
+    (`generate_response`, `GenerateStructuredOutput`) and Pydantic AI (`final_result`)."""
     tools: ToolSettings = ToolSettings()
     oversample: float = Field(default=1.0, ge=1, le=8)
     """Prompts that a step asks, as a multiple of `training.prompts_per_step`. Groups that cannot be trained on are

@@ -1,9 +1,9 @@
 """Parses the messages that clients record and converts them to the OpenAI chat form.
 
 Dialects: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention (`parts`), and the
-forms of OpenAI's chats and responses, Anthropic, Bedrock, DashScope, Gemini, the Vercel AI SDK and the Model Context
-Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text. `unread_in` says what is
-not understood.
+forms of OpenAI's chats and responses, Anthropic, Bedrock, DashScope, Gemini, LangChain, the Vercel AI SDK and the
+Model Context Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text.
+`unread_in` says what is not understood.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ROLES: Final = frozenset({"system", "user", "assistant", "tool", "developer"})
 
 
 def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
-    """The messages in an attribute: a list, a single message, reprs of messages, plain text, or nothing.
+    """The messages in an attribute: a list, also in an envelope with a version, a single message, reprs of messages,
+    plain text, or nothing.
 
     With `encoded`, a text may also be the JSON of messages. Raises ReprError for a garbled repr.
     """
@@ -48,13 +49,70 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
                 pass
         return [{"role": "user", "content": value}] if value else []
     if isinstance(value, dict):
+        value = constructed(value)
         if {"role", "parts", "content"} & value.keys():
             return [value]
+        if isinstance(value.get("messages"), list):
+            return messages_of(value["messages"])
         # Items of OpenAI's Responses API stand among its messages.
         kind = str(value.get("type"))
         if kind.endswith(("_call", "_output")):
             return [{"role": "tool" if kind.endswith("_output") else "assistant", "content": [value]}]
     return []
+
+
+_CLASSES: Final = {"human": "user", "ai": "assistant", "function": "tool", "chat": "user"}
+"""Roles by LangChain's type of a message, where they differ."""
+
+
+def constructed(value: Any) -> Any:
+    """A message that LangChain has serialised, by its constructor or as data, as a message with a role; any other
+    value as it is."""
+    if not isinstance(value, dict) or "role" in value:
+        return value
+    fields: Any = value
+    name = value.get("type")
+    if name in ("constructor", "not_implemented") and isinstance(value.get("id"), list) and "lc" in value:
+        name = str(value["id"][-1] if value["id"] else "")
+        fields = value.get("kwargs")
+        if not (isinstance(fields, dict) and "content" in fields):
+            return {"role": "user", "content": [_unread(name or "constructor")]}
+        name = name.removesuffix("Chunk").removesuffix("Message").lower()
+    elif not (
+        isinstance(name, str) and "content" in value and {"additional_kwargs", "response_metadata"} & value.keys()
+    ):
+        return value
+    given, called = fields["content"], fields.get("tool_calls") or get_path(fields, "additional_kwargs", "tool_calls")
+    calls = [call for each in (called, fields.get("invalid_tool_calls")) if isinstance(each, list) for call in each]
+    if calls and isinstance(given, list):
+        # Anthropic's calls stand among the parts as well.
+        given = [part for part in given if get_path(part, "type") not in ("tool_use", "function_call")]
+    kept = {key: fields[key] for key in ("name", "tool_call_id", "status") if fields.get(key) is not None}
+    message: Message = {"role": str(fields.get("role") or _CLASSES.get(name, name)), "content": given, **kept}
+    if calls:
+        message["tool_calls"] = calls
+    return message if name in _CLASSES or name in ROLES else with_unread(message, f"{name} message")
+
+
+def is_parts(value: Any) -> bool:
+    """Whether a value is a list of parts of a message, rather than data that was said."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(item, dict)
+            and (isinstance(item.get("type"), str) or (len(item) == 1 and next(iter(item)) in _BY_KEY))
+            for item in value
+        )
+    )
+
+
+def with_unread(message: Message, kind: str) -> Message:
+    """The message with one more part, which was not read."""
+    key = "parts" if "parts" in message else "content"
+    said = message.get(key)
+    parts = said if isinstance(said, list) else [] if said in (None, "") else [_text(said)]
+    return {**message, key: [*parts, _unread(kind)]}
 
 
 def _joined(messages: list[Message]) -> list[Message]:
@@ -397,6 +455,7 @@ def _result_blocks(value: Any) -> list[Block] | None:
         except (ValueError, RecursionError):
             return None
         return _result_blocks(decoded) if all(isinstance(get_path(block, "type"), str) for block in decoded) else None
+    value = constructed(value)
     if isinstance(value, dict) and "content" in value:
         # The Model Context Protocol may have it twice: structuredContent repeats it.
         content = value["content"]
@@ -493,7 +552,7 @@ def call_of(block: Block) -> ToolCall:
     """A tool call in the OpenAI form, from a block, a part or that form itself."""
     function = block.get("function")
     inner = function if isinstance(function, dict) else block
-    arguments = inner.get("arguments", inner.get("input"))
+    arguments = next((inner[key] for key in ("arguments", "input", "args") if key in inner), None)
     return {
         "id": _plain(block.get("id")),
         "type": "function",
@@ -501,11 +560,20 @@ def call_of(block: Block) -> ToolCall:
     }
 
 
+_SCHEMAS: Final = ("inputSchema", "input_schema", "parameters_json_schema")
+"""What the Vercel AI SDK, Anthropic and Pydantic AI call the parameters of a tool."""
+
+
 def tool_of(definition: Block) -> ToolDefinition:
     """A tool's definition in the OpenAI form; the GenAI convention writes it flat."""
     if isinstance(definition.get("function"), dict):
         return {"type": "function", "function": definition["function"]}
-    return {"type": "function", "function": {key: value for key, value in definition.items() if key != "type"}}
+    function = {key: value for key, value in definition.items() if key != "type"}
+    if "parameters" not in function and (key := next((key for key in _SCHEMAS if key in function), None)):
+        # The other fields are the client's own.
+        named = {key: function[key] for key in ("name", "description") if function.get(key) is not None}
+        function = {**named, "parameters": function[key]}
+    return {"type": "function", "function": function}
 
 
 def without_finish(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -26,7 +26,7 @@ IMAGE: Final = "it holds an image, of which only a reference is kept"
 class Exclusion(StrEnum):
     """Why a round leaves a task out, unless settings include it (`Config.takes`).
 
-    A task with tools has exactly one of `TOOLS`, `UNCALLED` and `UNRECORDED`.
+    A task with tools has exactly one of `TOOLS`, `UNCALLED`, `UNRECORDED` and `UNDEFINED`.
     """
 
     IMAGE = "image"
@@ -36,6 +36,7 @@ class Exclusion(StrEnum):
     """Calls of its tools have recorded results."""
     UNCALLED = "uncalled"
     UNRECORDED = "unrecorded"
+    UNDEFINED = "undefined"
     MODEL = "model"
     TARGET = "target"
     REPEATED = "repeated"
@@ -86,6 +87,12 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
             "the agent called tools, and no call of a tool that it was offered has a recorded result",
             "trace the agent's tools, or let it ask `flywheel serve`, which records its calls (serving.call_log)",
             "no recorded tool result",
+        ),
+        Exclusion.UNDEFINED: Words(
+            "the agent called tools, and the trace has no tool definitions",
+            "let the instrumentation record the tools that the model is offered (`gen_ai.tool.definitions`; in a file"
+            " `tools`), or let the agent ask `flywheel serve`, which records its calls (serving.call_log)",
+            "no tool definitions in the trace",
         ),
         Exclusion.MODEL: Words(
             "the answer is by a model other than the alias, its versions and its base",

@@ -185,6 +185,8 @@ def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatM
     """
     if not tools and not any(step.get("tool_calls") or step.get("role") == "tool" for step in steps):
         return None
+    if not tools:
+        return Exclusion.UNDEFINED
     offered = functions_by_name(tools).keys() - FINISH_FUNCTIONS
     calls = calls_in(steps)
     calls = [call for call in calls if call.name not in FINISH_FUNCTIONS]
@@ -192,7 +194,7 @@ def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatM
         return Exclusion.TOOLS
     # A result without a call shows that one was made.
     has_results = any(step.get("role") == "tool" and str(step.get("name")) not in FINISH_FUNCTIONS for step in steps)
-    return Exclusion.UNRECORDED if calls or has_results or not tools else Exclusion.UNCALLED
+    return Exclusion.UNRECORDED if calls or has_results else Exclusion.UNCALLED
 
 
 def class_of(reply: Reply) -> TaskClass:

@@ -49,19 +49,28 @@ def functions_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[s
     return found
 
 
-FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
-"""Those of AgentScope, which always end a rollout. `rollout.finish_tools` names others."""
+FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput", "final_result"})
+"""Those of AgentScope and Pydantic AI, which always end a rollout. `rollout.finish_tools` names others."""
 
 
 def finish_answer(name: str, arguments: Mapping[str, Any]) -> str:
     """The answer in the arguments of a finish function: its `response`, or its only argument if that is a text, else
-    all of them as JSON. Those of AgentScope's functions are a structured answer without a `response`: always JSON."""
+    all of them as JSON. Those of `FINISH_FUNCTIONS` are a structured answer without a `response`: always JSON."""
     if isinstance(response := arguments.get("response"), str):
         return response
     values = list(arguments.values())
     if name not in FINISH_FUNCTIONS and len(values) == 1 and isinstance(values[0], str):
         return values[0]
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def finished(name: str, arguments: str) -> str:
+    """The answer in the arguments of a finish function; the arguments themselves if they are no JSON object."""
+    try:
+        given = json.loads(arguments)
+        return finish_answer(name, given) if isinstance(given, dict) else arguments
+    except (ValueError, RecursionError):
+        return arguments
 
 
 MAX_DIGITS: Final = 308

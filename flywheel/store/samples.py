@@ -54,7 +54,7 @@ from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.labels import majority
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
-_OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED})
+_OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED, Exclusion.UNDEFINED})
 _PAGE_OF_LINES: Final = 100
 """Lines in memory at a time: each may have megabytes."""
 

@@ -64,12 +64,13 @@ async def test_repeated_questions_are_the_better_estimate(tmp_path: Path, store:
 
 async def test_tasks_without_recordings_are_counted(tmp_path: Path, store: Store) -> None:
     uncalled, unrecorded = reply(1, tools=(ADD,)), reply(2, tools=(ADD,), trajectory=steps((call(), None)))
-    finding = await found(store, parsing(tmp_path), uncalled, unrecorded)
+    undefined = reply(3, trajectory=steps((call(), "3")))
+    finding = await found(store, parsing(tmp_path), uncalled, unrecorded, undefined)
     assert finding.text == (
-        "2 tasks with tools: 1 without a call, 1 whose calls have no recorded result; no recorded call to estimate"
-        " the hit rate from; no recorded result of add"
+        "3 tasks with tools: 1 without a call, 1 whose calls have no recorded result, 1 without tool definitions in"
+        " the trace; no recorded call to estimate the hit rate from; no recorded result of add"
     )
-    assert finding.figures == {"uncalled_tasks": 1, "unrecorded_tasks": 1}
+    assert finding.figures == {"uncalled_tasks": 1, "unrecorded_tasks": 1, "undefined_tasks": 1}
 
 
 @pytest.mark.parametrize(

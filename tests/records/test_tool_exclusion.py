@@ -36,8 +36,8 @@ CASES: list[tuple[Tools, Steps, Exclusion | None]] = [
     ((ADD,), steps((call(arguments="{1"), "1")), Exclusion.UNRECORDED),
     ((ADD,), steps((call(arguments="[1]"), "1")), Exclusion.UNRECORDED),
     ((ADD,), (RESULT,), Exclusion.UNRECORDED),
-    ((), steps((call(), "1")), Exclusion.UNRECORDED),
-    ((), (RESULT,), Exclusion.UNRECORDED),
+    ((), steps((call(), "1")), Exclusion.UNDEFINED),
+    ((), (RESULT,), Exclusion.UNDEFINED),
     (({"type": "function", "function": {"name": ["add"]}},), steps((call(), "1")), Exclusion.UNRECORDED),
     ((ADD,), ({"role": "tool", "name": ["add"], "content": "1"},), Exclusion.UNRECORDED),
 ]

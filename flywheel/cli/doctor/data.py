@@ -69,6 +69,7 @@ _COUNTED: Final = {
     Exclusion.TOOLS: "with recorded results",
     Exclusion.UNCALLED: "without a call",
     Exclusion.UNRECORDED: "whose calls have no recorded result",
+    Exclusion.UNDEFINED: "without tool definitions in the trace",
 }
 _NOTHING_USABLE: Final = (
     "Change the settings named, if rounds are to use such tasks; `flywheel status` explains each reason."

@@ -18,12 +18,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.trace import LATEST_NS, get_path
-from flywheel.sources.otlp.conventions import TEXTS, Nested, put, translate
+from flywheel.sources.otlp.conventions import TEXTS, TEXTS_OF_EVENTS, known_operation, put, translate
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Refusal, Row
+from flywheel.sources.otlp.recorded_messages import Nested
 from flywheel.sources.spans.span import UNKNOWN
 
-_MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
 """Operations by the `span.kind` of AgentScope before 1.0.9."""
 _CONVERSATIONS: Final = (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id"))
@@ -35,14 +35,12 @@ _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_ins
 
 
 def complete(attributes: Nested, events: Sequence[Nested]) -> None:
-    """Add the messages in a span's events and its system instructions to its nested attributes."""
+    """Add what events of a span's operation have to its nested attributes."""
     for path in _IN_EVENTS:
         for event in reversed(events):
             value = get_path(event, "attributes", "gen_ai", *path)
             if value is not None and get_path(attributes, "gen_ai", *path) is None:
                 put(attributes, value, "gen_ai", *path)
-    if operation(attributes) == "chat":
-        _lead_with_instructions(attributes)
 
 
 def _lead_with_instructions(attributes: Nested) -> None:
@@ -62,7 +60,7 @@ def operation(attributes: Nested) -> str | None:
     if written is None:
         kind = get_path(attributes, "span", "kind")
         return _SPAN_KINDS.get(kind) if isinstance(kind, str) else None
-    return "chat" if written in _MODEL_CALLS else str(written)
+    return known_operation(written)
 
 
 def conversation(attributes: Nested) -> str:
@@ -153,7 +151,9 @@ class _Nesting:
 
     def loaded(self, text: str, key: str = "") -> Any:
         """The value of JSON text; the text itself if it is none, one value too many, or a text by its key."""
-        if (text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null") or key.startswith(TEXTS):
+        if text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null":
+            return text
+        if key.startswith(TEXTS) or key in TEXTS_OF_EVENTS:
             return text
         openings = text.count("[") + text.count("{")
         values = openings + text.count(",")
@@ -193,7 +193,9 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     events = [_event(event, nested) for event in span.events]
     complete(attributes, events)
-    translate(attributes, span.name, nested.loaded)
+    translate(attributes, span.name, nested.loaded, events, span.dropped_attributes_count + span.dropped_events_count)
+    if operation(attributes) == "chat":
+        _lead_with_instructions(attributes)
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {

@@ -261,12 +261,23 @@ def speaker(span: Span) -> str:
 def model_output(span: Span) -> Message | None:
     """The message a model answered with."""
     if written := messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True):
-        return {"role": "assistant", **written[-1]}
+        return {"role": "assistant", **written[0 if _are_choices(written) else -1]}
     output = value_of(span.attributes.output)
     if isinstance(output, str) and is_result(output):
         output = parse_call(output)
     content = get_path(output, "content")
     return None if content is None else {"role": "assistant", "content": content}
+
+
+def _are_choices(answered: list[Message]) -> bool:
+    """Whether the messages that a model answered with are as many answers, of which the first counts."""
+    return len(answered) > 1 and all("finish_reason" in message for message in answered)
+
+
+def choices(span: Span) -> int:
+    """How many answers a model call has, as the trace says. Raises ReprError."""
+    written = messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True)
+    return len(written) if _are_choices(written) else min(len(written), 1)
 
 
 @lru_cache(maxsize=4)

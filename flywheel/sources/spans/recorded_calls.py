@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from flywheel.records import exclusion
 from flywheel.records.chat import has_media, text_of
 from flywheel.records.request_id import request_id_in
-from flywheel.records.tool_calls import FINISH_FUNCTIONS, finish_answer
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, finished
 from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_reminder
 from flywheel.sources.spans.span import Attributes, Keywords, Messages, Span, SpanKind, in_order
 
@@ -86,17 +86,8 @@ def _returned(answer: ModelAnswer) -> ChatMessage:
     message = message_of(answer)
     for call in answer.tool_calls:
         if not answer.content and (name := call["function"]["name"]) in FINISH_FUNCTIONS:
-            message["content"] = _finished(name, call["function"]["arguments"])
+            message["content"] = finished(name, call["function"]["arguments"])
     return message
-
-
-def _finished(name: str, arguments: str) -> str:
-    """The answer in the arguments of a finish function; the arguments themselves if they are no JSON object."""
-    try:
-        given = json.loads(arguments)
-        return finish_answer(name, given) if isinstance(given, dict) else arguments
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _joined(attributes: Attributes, call: ModelCall) -> Attributes:

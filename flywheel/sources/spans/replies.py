@@ -12,6 +12,7 @@ model may say it: it counts if no model call of the reply produced it.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -54,7 +55,8 @@ NO_CALLS: Final[Mapping[str, ModelCall]] = MappingProxyType({})
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """Raised by content of an unexpected shape. It makes its own reply dead, never the batch."""
-_FINISH_NAMES: Final = [name.encode() for name in FINISH_FUNCTIONS]
+_FINISH_NAMES: Final = re.compile(rf'"(?:{"|".join(FINISH_FUNCTIONS)})\\?"'.encode())
+"""One of them as a JSON text, also within another text."""
 _GROUP: Final = 256
 """Replies that become entries together. Larger groups save little time and hold more memory."""
 
@@ -528,7 +530,7 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
         exclusion.HIDDEN_MESSAGE: has_empty and any(sent.get("parts") == [] for sent in at.input_messages(first)),
         exclusion.OTHER_PROMPT: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
         exclusion.IMAGE: at.holds_media(first),
-        exclusion.FINISH_FUNCTION: any(name in raw for raw in offered for name in _FINISH_NAMES),
+        exclusion.FINISH_FUNCTION: any(map(_FINISH_NAMES.search, offered)),
         exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
         **{f"{part} was not read": True for part in at.read_conversation(first).unread},
     }

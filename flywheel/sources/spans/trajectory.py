@@ -14,7 +14,7 @@ from flywheel.records.chat import Message, chat_of, is_refusal, text_of, unread_
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.reprs import ReprError, is_result, parse_call
 from flywheel.records.request_id import BASE_VERSION, mark_of
-from flywheel.records.tool_calls import FINISH_FUNCTIONS
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, finished
 from flywheel.records.trace import (
     TOOL_ERROR,
     ChatMessage,
@@ -120,9 +120,15 @@ class Trajectory:
         return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
 
     def returned(self) -> Message | None:
-        """The answer of the last model call; None if it called a tool or said nothing."""
+        """The answer of the last model call; None if it called a tool or said nothing.
+
+        What it calls a finish function with is its answer.
+        """
         answer = self.answers[-1] if self.answers else None
         said = chat_of(answer)[-1] if answer else {}
+        for function in (call["function"] for call in said.get("tool_calls", ())):
+            if function["name"] in FINISH_FUNCTIONS:
+                return {"role": "assistant", "content": finished(function["name"], function["arguments"])}
         return answer if said.get("content") and "tool_calls" not in said else None
 
     def first_input(self) -> list[ChatMessage]:
@@ -190,9 +196,11 @@ class Trajectory:
 
     @property
     def choices(self) -> int:
-        """How many answers the last model call has, as the server has recorded it; 0 if it has not."""
-        call = self.models[-1].call if self.models else None
-        return len(call.answers) if call is not None else 0
+        """How many answers the last model call has, as the server or else the trace has recorded it."""
+        if not self.models:
+            return 0
+        call = self.models[-1].call
+        return len(call.answers) if call is not None else at.choices(self.models[-1])
 
     def reasoning_of(self, answer: str) -> str:
         """The reasoning before the reply's answer, if the model call that gave it is recorded; else empty."""

@@ -228,12 +228,14 @@ LEFT_OUT: dict[Exclusion, dict[str, Any]] = {
     Exclusion.HIDDEN: {"prompt_reason": exclusion.HIDDEN_MESSAGE},
     Exclusion.INEXACT: {"prompt_reason": exclusion.NOT_RECORDED},
     Exclusion.UNRECORDED: {"tools": (ADD,), "trajectory": steps((call(), None))},
+    Exclusion.UNDEFINED: {"trajectory": steps((call(), "3"))},
     Exclusion.MODEL: {"model": "helper-model"},
 }
 WITH_TOOLS: dict[Exclusion, dict[str, Any]] = {
     Exclusion.TOOLS: {"tools": (ADD,), "trajectory": steps((call(arguments={"a": 1, "b": 2}), "3"))},
     Exclusion.UNCALLED: {"tools": (ADD,)},
     Exclusion.UNRECORDED: LEFT_OUT[Exclusion.UNRECORDED],
+    Exclusion.UNDEFINED: LEFT_OUT[Exclusion.UNDEFINED],
 }
 INFLUENCE = {"type": "influence", "params": {"conversation": 1, "user": 1, "template": 1}}
 COMMAND = {"agent": {"command": ["agent"]}}
@@ -326,6 +328,9 @@ async def test_settings_take_what_is_left_out_otherwise(
         (Exclusion.UNRECORDED, {"agent": "reply"}, False, False),
         (Exclusion.UNCALLED, COMMAND, True, True),
         (Exclusion.UNRECORDED, COMMAND, True, True),
+        (Exclusion.UNDEFINED, {}, False, False),
+        (Exclusion.UNDEFINED, {"tools": {"uncalled": "use"}}, False, False),
+        (Exclusion.UNDEFINED, COMMAND, True, True),
     ],
 )
 @pytest.mark.parametrize("right", [True, False])

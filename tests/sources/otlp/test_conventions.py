@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply, ReplySelection
-from flywheel.sources.otlp.conventions import TEXTS
+from flywheel.sources.otlp.conventions import CONVENTIONS, TEXTS
 from flywheel.sources.otlp.inbox import COLUMNS
 from flywheel.sources.otlp.rows import rows_of
 from flywheel.sources.spans.replies import replies_of
@@ -285,10 +285,50 @@ NAMES = (
     "tool",
     "gen_ai",
     "gen_ai.input",
+    "gen_ai.output.messages",
+    "gen_ai.prompt.0.tool_calls",
+    "gen_ai.prompt.0.tool_calls.0",
+    "gen_ai.completion.0.content.0.type",
+    "gen_ai.event.content",
+    "ai",
+    "ai.prompt",
+    "ai.response",
+    "ai.response.toolCalls",
+    "ai.result",
+    "pydantic_ai.all_messages",
+    "all_messages_events",
+    "events",
+    "traceloop",
+    *(path for convention in CONVENTIONS for paths in convention.values.values() for path in paths),
     *(name.rstrip(".") for name in TEXTS),
     *(f"{name}0.message.content" for name in TEXTS),
 )
-KINDS = ("AGENT", "LLM", "TOOL", "CHAIN", "agent", "generation", "tool", "span")
+KINDS = (
+    "ai.generateText",
+    "ai.streamText.doStream",
+    "ai.toolCall",
+    "AGENT",
+    "LLM",
+    "TOOL",
+    "CHAIN",
+    "agent",
+    "generation",
+    "tool",
+    "span",
+)
+FIELDS = (
+    "lc",
+    "id",
+    "inputs",
+    "generations",
+    "message",
+    "function_tools",
+    "parts",
+    "event.name",
+    "index",
+    "name",
+    "text",
+)
 KEYS = ("role", "content", "messages", "output", "args", "kwargs", "data", "tools", "type")
 VALUES = st.one_of(
     st.sampled_from(KINDS),
@@ -298,15 +338,24 @@ VALUES = st.one_of(
     st.floats(),
     st.lists(st.text(max_size=3), max_size=3),
     st.recursive(
-        st.none() | st.integers() | st.text(max_size=3) | st.sampled_from(["role", "tool_calls"]),
+        st.none()
+        | st.integers()
+        | st.text(max_size=3)
+        | st.sampled_from(["role", "tool_calls", "constructor", "gen_ai.choice", "gen_ai.user.message"]),
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["role", "content", "messages", "output", "args", "kwargs", "data", "tools", "type"]),
+                st.sampled_from((*KEYS, *FIELDS)),
                 inner,
             )
         ),
     ).map(json.dumps),
+)
+
+
+EVENTS = ("gen_ai.user.message", "gen_ai.tool.message", "gen_ai.choice", "other")
+BODIES = st.dictionaries(
+    st.sampled_from(["content", "message", "role", "index", "tool_calls", "gen_ai.event.content", "body"]), VALUES
 )
 
 
@@ -316,9 +365,17 @@ def test_no_shape_of_attributes_is_too_odd_to_be_stored_and_read(
 ) -> None:
     """Each span is stored, and its trace becomes replies or dead letters."""
     named = [
-        {data.draw(st.sampled_from((KIND, TYPE))): data.draw(st.sampled_from(KINDS)), **each} for each in several
+        {
+            data.draw(st.sampled_from((KIND, TYPE, "ai.operationId", "traceloop.span.kind"))): data.draw(
+                st.sampled_from(KINDS)
+            ),
+            **each,
+        }
+        for each in several
     ]
     spans = [span(number, each, parent=number - 1) for number, each in enumerate(named, 1)]
+    for each in spans:
+        each.events.add(name=data.draw(st.sampled_from(EVENTS)), attributes=pairs(data.draw(BODIES)))
     rows = rows_of(request(*spans))
     assert rows.rejected == 0
     schema = SCHEMAS["generation 2"]

@@ -103,3 +103,20 @@ def test_a_result_that_says_that_it_is_an_error_is_one(tmp_path: Path, result: d
     )
     assert reply.errors == ("tool stock: no such SKU",)
     assert reply.trajectory[-1]["content"] == "no such SKU"
+
+
+def test_an_envelope_and_messages_of_langchain_are_read_in_a_studio_database_as_well(tmp_path: Path) -> None:
+    sent = {
+        "version": "0.1.0",
+        "messages": [
+            SYSTEM,
+            {
+                "lc": 1,
+                "type": "constructor",
+                "id": ["langchain", "HumanMessage"],
+                "kwargs": {"content": "Stock of 77?"},
+            },
+        ],
+    }
+    reply = told(tmp_path, chat("m0", sent, [ANSWER], parent="a", began=1, ended=2))  # type: ignore[arg-type]
+    assert (reply.history, reply.query, reply.prompt_reason) == ((SYSTEM,), "Stock of 77?", "")
