@@ -27,6 +27,7 @@ from flywheel.config import DATA_SETS, CallsSource, Config, IngestSettings, Json
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
+from flywheel.records import skipping
 from flywheel.records.similarity import beginning_of, prompt_signatures
 from flywheel.records.task import Batch, Entry, line_bytes
 from flywheel.records.trace import Cursor, DeadRow
@@ -133,6 +134,8 @@ class SourceIngestion:
         self._scan_errors: dict[bool, FlywheelError] = {}
         """Why the last full scan failed (True), and the last recent re-scan. Passes do not read what these read."""
         self._counts: SourceCounts | None = None
+        self._all_skipped: tuple[SourceCounts, str] | None = None
+        """The counts for which was looked whether all replies are skipped for one reason, and the warning."""
         self._was_read = False
 
     async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
@@ -329,6 +332,17 @@ class SourceIngestion:
         total.add(recorded)
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
+    async def _warn_of_skipped(self, counts: SourceCounts) -> str:
+        """The warning that all replies are skipped for one reason, with what most of them lack; else empty."""
+        if self._all_skipped is None or self._all_skipped[0] != counts:
+            there = counts.replies - counts.erased
+            said = skipping.warning(counts.skipped, there)
+            if said:
+                detail = await self._store.read(ledger.most_frequent_detail, self._source)
+                said = f"{self.path}: {skipping.warning(counts.skipped, there, detail)}"
+            self._all_skipped = counts, said
+        return self._all_skipped[1]
+
     async def _report(self, total: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
         """Note the source's condition in the ledger and report the pass. `cursor` is None after an error."""
         if not self._source:
@@ -344,7 +358,9 @@ class SourceIngestion:
                     # Reported as long as the database has no agent's reply, also by a pass without new spans.
                     self._warnings = (_no_agent_spans(self.connector),) if self.connector.kinds else self._warnings
                 else:
-                    self._warnings = tuple(dict.fromkeys(total.warnings))
+                    # A pass without new rows reports as well that all replies are skipped.
+                    warnings = (*total.warnings, await self._warn_of_skipped(self._counts))
+                    self._warnings = tuple(dict.fromkeys(filter(None, warnings)))
             noted = {
                 "schema": self.connector.schema,
                 "longest_read_ms": round(self.connector.longest_read_ms, 1),

@@ -403,6 +403,13 @@ def counts_by_source(conn: Connection, source: int | None = None) -> dict[int, S
     }
 
 
+def most_frequent_detail(conn: Connection, source: int) -> str:
+    """What is said most often of the skipped replies of a source; empty if nothing is said twice."""
+    own = replies.c.source_id == source, replies.c.state == ReplyState.SKIPPED.value
+    found = select(replies.c.detail).where(*own).group_by(replies.c.detail).having(func.count() > 1)
+    return str(conn.execute(found.order_by(func.count().desc(), replies.c.detail).limit(1)).scalar() or "")
+
+
 def rewrite_lines(conn: Connection, lines: Mapping[int, Mapping[str, Any]]) -> None:
     """Replace the lines of tasks, by the tasks' numbers, as filters do that redact personal data."""
     for task, line in lines.items():
