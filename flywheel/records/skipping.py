@@ -32,6 +32,7 @@ REMEDIES: Final[Mapping[SkipReason, str]] = {
         "Record what is answered: `flywheel docs otlp` names the attributes of spans that are read, and"
         " `flywheel docs sources` the keys of lines."
     ),
+    SkipReason.AMBIGUOUS: "Give each batch a folder of its own, with its requests and its responses.",
     SkipReason.RECORDED: "",
     SkipReason.AGENT_EXCLUDED: "If they are to be tasks, take their agents out of `ingest.agents.exclude`.",
     SkipReason.PRIVATE: (

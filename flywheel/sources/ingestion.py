@@ -34,6 +34,7 @@ from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.conversations import ConversationFinder
+from flywheel.sources.jsonl.batch_reader import BatchFiles
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of
@@ -89,6 +90,7 @@ class SourceReport:
             "skipped": dict(self.counts.skipped),
             "dead": self.counts.dead,
             "erased": self.counts.erased,
+            "pending": self.counts.pending,
             "new": self.new,
             "warnings": list(self.warnings),
         }
@@ -335,7 +337,7 @@ class SourceIngestion:
     async def _warn_of_skipped(self, counts: SourceCounts) -> str:
         """The warning that all replies are skipped for one reason, with what most of them lack; else empty."""
         if self._all_skipped is None or self._all_skipped[0] != counts:
-            there = counts.replies - counts.erased
+            there = counts.replies - counts.erased - counts.pending
             said = skipping.warning(counts.skipped, there)
             if said:
                 detail = await self._store.read(ledger.most_frequent_detail, self._source)
@@ -467,16 +469,18 @@ class Ingestion:
         erase_calls = self.calls.call_log_copy.erase_everywhere if self.calls is not None else None
         self._finder = ConversationFinder(config, found_in, erase_calls) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
+        self._batch_files = BatchFiles()
 
     def sources(self) -> list[SourceIngestion]:
-        """The sources that exist now, including each file of a JSONL directory. A path named twice is one source."""
+        """The sources that exist now, including each file of a JSONL directory. A path named twice is one source. The
+        files of batches in a directory are one source, which has its path."""
         for source in self._config.sources:
             if isinstance(source, OtlpSource | CallsSource):
                 own = inbox_of(source, self._config.state_dir)
                 paths = [own] if own.exists() else []  # the receiver, or the first reply in a call, creates it
             elif isinstance(source, JsonlSource):
                 try:
-                    paths = files_of(source.path.absolute())
+                    paths = self._read_by_themselves(source.path.absolute())
                 except SourceError:
                     paths = [source.path.absolute()]  # reading it reports the error
             else:
@@ -488,7 +492,13 @@ class Ingestion:
                 self._sources[path] = SourceIngestion(
                     self._store,
                     JsonlConnector(
-                        path, self._jsonl_threads, models, _maker_of(source, path), self._config.privacy.exclude.names
+                        path,
+                        self._jsonl_threads,
+                        models,
+                        _maker_of(source, path),
+                        self._config.privacy.exclude.names,
+                        self._batch_files,
+                        is_in_folder=path != source.path.absolute(),
                     )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
@@ -506,6 +516,12 @@ class Ingestion:
                     calls=self.calls,
                 )
         return list(self._sources.values())
+
+    def _read_by_themselves(self, path: Path) -> list[Path]:
+        """The paths of the sources at the path of one. Raises SourceError."""
+        files = files_of(path)
+        alone = [file for file in files if file == path or file not in self._batch_files]
+        return alone if path in alone or len(alone) == len(files) else [*alone, path]
 
     async def run(
         self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None
