@@ -21,9 +21,6 @@ Line = dict[str, Any]
 _OTHERS: Final = frozenset({"main_query", "question", "prompt", "messages", "init_messages", "conversations"})
 """Keys of lines that have a task of their own, whatever other keys stand beside."""
 
-_NAMES: Final = frozenset({"conversation_id", "user_id"})
-"""Keys of a request's metadata that name a conversation and a user, as in other lines."""
-
 
 def id_of(line: Line) -> str:
     """The `custom_id`; empty if the line is neither a request nor a response of a batch."""
@@ -42,6 +39,14 @@ def is_response(line: Line) -> bool:
 def _has_id(line: Line) -> bool:
     own = line.get("custom_id")
     return isinstance(own, str | int) and not isinstance(own, bool) and own != "" and _OTHERS.isdisjoint(line)
+
+
+def names_in(request: Line) -> tuple[str, str]:
+    """The conversation and the user that a request names; empty if it names none."""
+    metadata = get_path(request, "body", "metadata")
+    given = get_path(metadata, "conversation_id"), get_path(request, "body", "user"), get_path(metadata, "user_id")
+    conversation, own, user = (str(name) if isinstance(name, str | int) else "" for name in given)
+    return conversation, own or user
 
 
 def failure_of(response: Line) -> str:
@@ -74,21 +79,20 @@ def call_of(request: Line, response: Line | None) -> ModelCall:
 
 def task_of(request: Line, response: Line | None, call: ModelCall) -> Line:
     """A call as a line with messages: those of the request, and the answer."""
-    given = request["body"].get("metadata")
-    named = {key: value for key, value in given.items() if key in _NAMES} if isinstance(given, dict) else {}
-    answer = call.answers[0] if call.answers else None
-    said = (
-        [] if answer is None else [message_of(answer) | ({"reasoning": answer.reasoning} if answer.reasoning else {})]
-    )
+    conversation, user = names_in(request)
+    said: list[Line] = []
+    if call.answers:
+        answer = call.answers[0]
+        said = [message_of(answer) | ({"reasoning": answer.reasoning} if answer.reasoning else {})]
     body = get_path(response, "response", "body") or {}
-    model = body.get("model") if isinstance(body.get("model"), str) else call.model
     metadata: Line = {
-        **named,
-        "model": model,
+        "conversation_id": conversation,
+        "user_id": user,
+        "model": body["model"] if isinstance(body.get("model"), str) else call.model,
         "input_tokens": call.prompt_tokens,
         "prompt_tokens": call.prompt_tokens,
+        "output_tokens": call.completion_tokens,
     }
-    metadata |= {"output_tokens": call.completion_tokens} | ({"user_id": call.user} if call.user else {})
     with contextlib.suppress(StopIteration, ValueError, OverflowError, OSError):
         made = next(at for key in ("created", "created_at") if isinstance(at := body.get(key), int | float))
         metadata["started_at"] = datetime.fromtimestamp(made, UTC).isoformat()

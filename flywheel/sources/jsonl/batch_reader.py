@@ -240,9 +240,7 @@ class BatchReader:
                     yield entry_without_request(span, now)
                     continue
                 spans = span, asked[0] if request is not None else ""
-                entry = entry_of_response(
-                    request, response, spans, self.path, now, self._models, self._private, skip
-                )
+                entry = entry_of_response(request, response, spans, self.path, now, self._models, self._private, skip)
                 # A request of which nobody knows the response waits no longer than for any of them.
                 yield replace(entry, request=asked[number]) if is_ambiguous and number < len(asked) else entry
         except LineError:

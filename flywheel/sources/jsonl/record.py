@@ -389,7 +389,10 @@ def _reply_of_batch(request: TaskLine, response: TaskLine | None, now: datetime)
 def names_in_line(text: bytes) -> tuple[str, str]:
     """The conversation and the user that a line names which is no task, as far as it can be read; else empty."""
     try:
-        metadata = get_path(_parsed(text), "metadata") or {}
+        line = _parsed(text)
+        if batch_lines.is_request(line):
+            return batch_lines.names_in(line)
+        metadata = get_path(line, "metadata") or {}
         return _text(metadata, "conversation_id", int), _text(metadata, "user_id", int)
     except (LineError, AttributeError):
         conversations, users = named_in(text.decode("utf-8", "replace"))

@@ -15,8 +15,9 @@ from sqlalchemy import select
 
 from flywheel.cli.audit.deep_audit import compare_sources
 from flywheel.config import Config, parse
+from flywheel.records.trace import Cursor
 from flywheel.sources.ingestion import Ingestion, SourceReport
-from flywheel.sources.jsonl.batch_reader import AMBIGUOUS
+from flywheel.sources.jsonl.batch_reader import AMBIGUOUS, PAGE_LINES, BatchReader
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import dead_letters, replies, tasks
 from flywheel.store.views import balance
@@ -120,7 +121,9 @@ async def test_requests_and_responses_of_a_folder_are_replies(bench: Bench, name
     assert [message["role"] for message in first["prompt"]] == ["system", "user"]
     assert (told["model"], told["user_id"], told["input_tokens"]) == ("gpt-4.1-2025-04-14", "u-1", 20)
     assert json.loads(told["tools_json"]) == [tool] and told["prompt_exact"] is True
-    assert told["started_at"].startswith("2025-10-09") and json.loads(told["extra_json"]) == {"custom_id": "request-1"}
+    assert told["started_at"].startswith("2025-10-09") and json.loads(told["extra_json"]) == {
+        "custom_id": "request-1"
+    }
     assert await bench.audit() == []
 
 
@@ -182,7 +185,9 @@ async def test_a_file_may_have_both(tmp_path: Path, bench: Bench) -> None:
 
 async def test_other_files_of_the_folder_are_sources_of_their_own(bench: Bench) -> None:
     bench.write("in.jsonl", [request(1)])
-    bench.write("others.jsonl", [{"question": "Who?", "answer": "Goethe", "custom_id": "request-1", "response": None}])
+    bench.write(
+        "others.jsonl", [{"question": "Who?", "answer": "Goethe", "custom_id": "request-1", "response": None}]
+    )
     await bench.read()
     bench.write("out.jsonl", [response(1)])
     await bench.read()
@@ -330,3 +335,43 @@ async def test_a_private_user_is_only_counted(tmp_path: Path) -> None:
     bench.write("out.jsonl", [response(1), response(2)])
     assert await bench.read() == {"skipped": 2, "skipped private": 2}
     assert await bench.stored() == []
+
+
+def test_a_new_process_reads_nothing_of_files_that_have_not_changed(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", request(1))
+    reader = BatchReader(tmp_path)
+    [batch] = reader.read(Cursor())
+    assert batch.cursor is not None and len(batch.entries) == 1
+    assert list(BatchReader(tmp_path).read(batch.cursor)) == []
+    assert list(reader.read(batch.cursor)) == []
+
+
+def test_what_was_not_stored_is_read_again(tmp_path: Path) -> None:
+    """The process goes on, or another one does: the cursor comes with the last batch."""
+    lines = [request(number) for number in range(2 * PAGE_LINES)]
+    write_lines(tmp_path / "in.jsonl", *lines, "no object")
+    reader = BatchReader(tmp_path)
+    first = next(reader.read(Cursor()))
+    assert first.cursor is None and len(first.dead) == 1
+    reader.forget()
+    batches = list(reader.read(Cursor()))
+    assert [batch.cursor is None for batch in batches] == [True] * (len(batches) - 1) + [False]
+    assert sum(len(batch.entries) for batch in batches) == len(lines)
+    assert sum(len(batch.dead) for batch in batches) == 1
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    whole = json.dumps(request(2))
+    write_lines(path, request(1))
+    with path.open("a") as file:
+        file.write(whole[:100])
+    reader, cursor = BatchReader(tmp_path), Cursor()
+    [batch] = reader.read(cursor)
+    assert len(batch.entries) == 1 and not batch.warnings and batch.cursor is not None
+    [again] = reader.read(batch.cursor)
+    assert again.warnings == (f"{path}: line 2 is incomplete: it is read when it is whole",)
+    with path.open("a") as file:
+        file.write(whole[100:])
+    [last] = reader.read(batch.cursor)
+    assert [entry.waits for entry in last.entries] == [True]
