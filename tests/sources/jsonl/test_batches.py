@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from sqlalchemy import select
 
 from flywheel.cli.audit.deep_audit import compare_sources
 from flywheel.config import Config, parse
+from flywheel.records.task import Batch
 from flywheel.records.trace import Cursor
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.sources.jsonl.batch_reader import AMBIGUOUS, PAGE_LINES, BatchReader
+from flywheel.store.dead_letters import retry
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import dead_letters, replies, tasks
 from flywheel.store.views import balance
@@ -375,3 +377,67 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
         file.write(whole[100:])
     [last] = reader.read(batch.cursor)
     assert [entry.waits for entry in last.entries] == [True]
+
+
+@pytest.mark.parametrize("stored", range(5))
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_pass_that_ends_between_batches_loses_and_doubles_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, stored: int, goes_on: bool
+) -> None:
+    """The rest of a pass is not stored, and the same process goes on, or another one does."""
+    monkeypatch.setattr("flywheel.sources.jsonl.batch_reader.PAGE_LINES", 1)
+    bench.write("in.jsonl", [request(1), request(2), request(3)])
+    await bench.read()
+    bench.write("out.jsonl", [response(1), response(2), failed(3), response(4)])
+    bench.append("in.jsonl", {"neither": 1})
+    read = BatchReader.read
+
+    def torn(self: BatchReader, *args: Any, **options: Any) -> Iterator[Batch]:
+        yield from itertools.islice(read(self, *args, **options), stored)
+        raise OSError("torn")
+
+    store = await Store.open(bench.config.state_dir)
+    ingestion = Ingestion(store, bench.config)
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchReader, "read", torn)
+        [report] = await ingestion.run(final=True)
+        assert report.error is not None
+    if not goes_on:
+        await ingestion.close()
+        ingestion = Ingestion(store, bench.config)
+    ends = await bench.read_by(store, ingestion)
+    await ingestion.close()
+    await store.close()
+    assert ends == {"pending": 3, "skipped": 1, "skipped error": 1, "dead": 1}
+    [report] = bench.reports
+    assert (report.counts.tasks, report.counts.pending) == (2, 1)
+    assert sorted(pairs(await bench.stored())) == TWO
+    assert await bench.audit() == []
+
+
+async def test_a_file_that_was_empty_becomes_one_of_a_batch(bench: Bench) -> None:
+    bench.write("in.jsonl", [])
+    store = await Store.open(bench.config.state_dir)
+    ingestion = Ingestion(store, bench.config)
+    await bench.read_by(store, ingestion)
+    bench.write("in.jsonl", [request(1)])
+    bench.write("out.jsonl", [response(1)])
+    await bench.read_by(store, ingestion)
+    assert {each.path.name: each.counts.tasks for each in bench.reports} == {"in.jsonl": 0, "batch": 1}
+    await ingestion.close()
+    await store.close()
+
+
+async def test_a_dead_letter_of_a_folder_is_retried(bench: Bench) -> None:
+    bench.write("out.jsonl", [response(1)])
+    bench.append("out.jsonl", {"custom_id": "request-2"})
+    assert await bench.read() == {"pending": 1, "dead": 1}
+    [letter] = [row.span_id for row in await bench.rows() if row.state == "dead"]
+    assert letter.startswith("out.jsonl line 2 (")
+    bench.write("out.jsonl", [response(1), response(2)])
+    bench.write("in.jsonl", [request(1), request(2)])
+    store = await Store.open(bench.config.state_dir)
+    await store.write(retry)
+    await store.close()
+    assert await bench.read() == {"pending": 2, "dead": 1}
+    assert sorted(pairs(await bench.stored())) == TWO
