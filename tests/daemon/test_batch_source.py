@@ -33,7 +33,7 @@ async def test_a_daemon_joins_what_comes_while_it_runs_and_after_a_restart(tmp_p
     folder = tmp_path / "batch"
     folder.mkdir()
     # Only events of the file system make a pass.
-    sections = {"ingest": {"poll_seconds": 3600}, "serving": {"call_log": False}}
+    sections = {"ingest": {"poll_seconds": 3600, "settle_seconds": 3600}, "serving": {"call_log": False}}
     source = {"type": "jsonl", "path": str(folder)}
     config = parse({"sources": [source], "state": {"dir": "state"}, **sections}, "test", tmp_path)
     async with running_daemon(config):

@@ -384,20 +384,22 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 async def test_a_pass_that_ends_between_batches_loses_and_doubles_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, stored: int, goes_on: bool
 ) -> None:
-    """The rest of a pass is not stored, and the same process goes on, or another one does."""
+    """A batch and the rest of a pass are not stored, and the same process goes on, or another one does."""
     monkeypatch.setattr("flywheel.sources.jsonl.batch_reader.PAGE_LINES", 1)
+    store = await Store.open(bench.config.state_dir)
+    ingestion = Ingestion(store, bench.config)
     bench.write("in.jsonl", [request(1), request(2), request(3)])
-    await bench.read()
+    await bench.read_by(store, ingestion)
     bench.write("out.jsonl", [response(1), response(2), failed(3), response(4)])
     bench.append("in.jsonl", {"neither": 1})
     read = BatchReader.read
 
     def torn(self: BatchReader, *args: Any, **options: Any) -> Iterator[Batch]:
-        yield from itertools.islice(read(self, *args, **options), stored)
+        batches = read(self, *args, **options)
+        yield from itertools.islice(batches, stored)
+        next(batches, None)
         raise OSError("torn")
 
-    store = await Store.open(bench.config.state_dir)
-    ingestion = Ingestion(store, bench.config)
     with monkeypatch.context() as patch:
         patch.setattr(BatchReader, "read", torn)
         [report] = await ingestion.run(final=True)
