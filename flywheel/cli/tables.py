@@ -83,6 +83,7 @@ def source_text(source: Mapping[str, Any]) -> str:
     skipped = sum(source["skipped"].values())
     ends = f"{quantity(source['tasks'], 'task')}{new} + {skipped:,} skipped + {source['dead']:,} dead"
     ends += f" + {source['erased']:,} erased" if source["erased"] else ""
+    ends += f" + {source['pending']:,} pending" if source["pending"] else ""
     lines = [
         short_path(source["path"]),
         f"{source_condition(source)}, {source['schema'] or source.get('type') or 'schema not known yet'}",

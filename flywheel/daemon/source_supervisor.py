@@ -90,6 +90,9 @@ class SourceSupervisor:
                 self._stages[source.path] = stage
                 self._start(stage)
                 self._watcher.watch(source.path, stage.wake.set)
+            elif source.path.is_dir():
+                # It has the files of batches, which cause no event of their own.
+                self._stages[source.path].wake.set()
         self._watcher.refresh()
 
     def _start(self, stage: Stage) -> None:

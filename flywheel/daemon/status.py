@@ -81,6 +81,7 @@ class SourceStatus(Struct, frozen=True):
     skipped: Mapping[str, int]
     dead: int
     erased: int
+    pending: int
     configured: bool
     private_traces: int
 

@@ -15,7 +15,7 @@ class ReplyState(StrEnum):
     """The states of a reply."""
 
     OPEN = "open"
-    """its trace is incomplete or still changing"""
+    """its trace is incomplete or still changing, or a batch has only its request or its response so far"""
     CLOSED = "closed"
     """its trace is complete"""
     CONVERTED = "converted"
@@ -45,6 +45,8 @@ class SkipReason(StrEnum):
     """the span holds no question to answer"""
     NO_ANSWER = "no_answer"
     """a line of a task file without an answer: there is nothing to judge"""
+    AMBIGUOUS = "ambiguous"
+    """a response in a batch, whose `custom_id` several requests of its folder have: one folder per batch"""
     RECORDED = "recorded"
     """another source has the same model calls: their trace, or the calls alone"""
     AGENT_EXCLUDED = "agent_excluded"

@@ -231,6 +231,7 @@ class Entry(Struct, frozen=True, gc=False):
     - `calls`: the request ids of the model calls; `missing`: those of them that were not found in the call log.
     - `root`: the conversation whose split this one takes; empty for its own.
     - `user`: who asked, as the trace says; empty if it does not. `service`: the service that answered.
+    - `waits`: what it needs is not there yet: it is pending, and no task.
     """
 
     span_id: str
@@ -259,6 +260,7 @@ class Entry(Struct, frozen=True, gc=False):
     structure: str = ""
     user: str = ""
     service: str = ""
+    waits: bool = False
 
     @property
     def split_key(self) -> str:

@@ -27,12 +27,14 @@ from flywheel.config import DATA_SETS, CallsSource, Config, IngestSettings, Json
 from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.judge.filters.chain import redactor_of
 from flywheel.judge.filters.pii import Redactor
+from flywheel.records import skipping
 from flywheel.records.similarity import beginning_of, prompt_signatures
 from flywheel.records.task import Batch, Entry, line_bytes
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.calls.conversations import ConversationFinder
+from flywheel.sources.jsonl.batch_reader import BatchFiles
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of
@@ -90,6 +92,7 @@ class SourceReport:
             "skipped": dict(self.counts.skipped),
             "dead": self.counts.dead,
             "erased": self.counts.erased,
+            "pending": self.counts.pending,
             "new": self.new,
             "warnings": list(self.warnings),
         }
@@ -137,6 +140,8 @@ class SourceIngestion:
         self._counts: SourceCounts | None = None
         self._repeated: int | None = None
         """Replies with trace and span of an earlier one."""
+        self._all_skipped: tuple[SourceCounts, str] | None = None
+        """The counts for which was looked whether all replies are skipped for one reason, and the warning."""
         self._was_read = False
 
     async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
@@ -335,6 +340,17 @@ class SourceIngestion:
             self._repeated += recorded.repeated
         self._counts = None if recorded.re_extracted or self._counts is None else recorded.onto(self._counts)
 
+    async def _warn_of_skipped(self, counts: SourceCounts) -> str:
+        """The warning that all replies are skipped for one reason, with what most of them lack; else empty."""
+        if self._all_skipped is None or self._all_skipped[0] != counts:
+            there = counts.replies - counts.erased - counts.pending
+            said = skipping.warning(counts.skipped, there)
+            if said:
+                detail = await self._store.read(ledger.most_frequent_detail, self._source)
+                said = f"{self.path}: {skipping.warning(counts.skipped, there, detail)}"
+            self._all_skipped = counts, said
+        return self._all_skipped[1]
+
     async def _report(self, total: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
         """Note the source's condition in the ledger and report the pass. `cursor` is None after an error."""
         if not self._source:
@@ -350,7 +366,9 @@ class SourceIngestion:
                     # Reported as long as the database has no agent's reply, also by a pass without new spans.
                     self._warnings = (_no_agent_spans(self.connector),) if self.connector.kinds else self._warnings
                 else:
-                    self._warnings = tuple(dict.fromkeys((*total.warnings, *await self._repeated_ids())))
+                    # A pass without new rows reports as well that all replies are skipped, and that ids repeat.
+                    lasting = await self._warn_of_skipped(self._counts), await self._warn_of_repeated_ids()
+                    self._warnings = tuple(dict.fromkeys(filter(None, (*total.warnings, *lasting))))
             noted = {
                 "schema": self.connector.schema,
                 "longest_read_ms": round(self.connector.longest_read_ms, 1),
@@ -366,10 +384,10 @@ class SourceIngestion:
         schema = self.connector.schema
         return SourceReport(self.path, self._source, schema, self._counts, total.new_tasks, self._warnings, error)
 
-    async def _repeated_ids(self) -> list[str]:
-        """The warning about clients whose ids repeat, if there are any."""
+    async def _warn_of_repeated_ids(self) -> str:
+        """The warning that a client's ids repeat; else empty."""
         if not isinstance(self.connector, StudioConnector) or self.connector.type == ledger.CALLS:
-            return []
+            return ""
         if self._repeated is None:
             self._repeated = await self._store.read(with_repeated_starts, self._source)
         left_out = sum(self.connector.left_out.values())
@@ -378,7 +396,7 @@ class SourceIngestion:
             what.append(f"{quantity(self._repeated, 'reply', 'replies')} with trace and span ids of earlier ones")
         if left_out:
             what.append(f"{quantity(left_out, 'span')} left out, as each fits several runs with its trace id")
-        return [f"{' and '.join(what)}: {_SEEDED}"] if what else []
+        return f"{' and '.join(what)}: {_SEEDED}" if what else ""
 
 
 _SEEDED: Final = (
@@ -477,16 +495,18 @@ class Ingestion:
         erase_calls = self.calls.call_log_copy.erase_everywhere if self.calls is not None else None
         self._finder = ConversationFinder(config, found_in, erase_calls) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
+        self._batch_files = BatchFiles()
 
     def sources(self) -> list[SourceIngestion]:
-        """The sources that exist now, including each file of a JSONL directory. A path named twice is one source."""
+        """The sources that exist now, including each file of a JSONL directory. A path named twice is one source. The
+        files of batches in a directory are one source, which has its path."""
         for source in self._config.sources:
             if isinstance(source, OtlpSource | CallsSource):
                 own = inbox_of(source, self._config.state_dir)
                 paths = [own] if own.exists() else []  # the receiver, or the first reply in a call, creates it
             elif isinstance(source, JsonlSource):
                 try:
-                    paths = files_of(source.path.absolute())
+                    paths = self._read_by_themselves(source.path.absolute())
                 except SourceError:
                     paths = [source.path.absolute()]  # reading it reports the error
             else:
@@ -498,7 +518,13 @@ class Ingestion:
                 self._sources[path] = SourceIngestion(
                     self._store,
                     JsonlConnector(
-                        path, self._jsonl_threads, models, _maker_of(source, path), self._config.privacy.exclude.names
+                        path,
+                        self._jsonl_threads,
+                        models,
+                        _maker_of(source, path),
+                        self._config.privacy.exclude.names,
+                        self._batch_files,
+                        is_in_folder=path != source.path.absolute(),
                     )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
@@ -516,6 +542,12 @@ class Ingestion:
                     calls=self.calls,
                 )
         return list(self._sources.values())
+
+    def _read_by_themselves(self, path: Path) -> list[Path]:
+        """The paths of the sources at the path of one. Raises SourceError."""
+        files = files_of(path)
+        alone = [file for file in files if file == path or file not in self._batch_files]
+        return alone if path in alone or len(alone) == len(files) else [*alone, path]
 
     async def run(
         self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None

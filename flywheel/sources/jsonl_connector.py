@@ -3,13 +3,16 @@
 A task's id is the line's own `task_id`, or a hash of its content if another task has that id. An id belongs to the
 first task that has it, in any file. Two lines are the same task if question, answer and history are equal. A line
 without a task (no answer yet, for example) adds nothing to an id that has one.
+
+Of a batch, a request without a response and a response without a request are replies that are pending. The reply of
+a request becomes that of its response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -25,9 +28,10 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
+from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
 from flywheel.sources.jsonl.copied_lines import erase_lines
-from flywheel.sources.jsonl.reader import JsonlReader, is_listed
-from flywheel.sources.jsonl.record import JsonlEntry
+from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.record import BatchEntry, JsonlEntry
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger
 from flywheel.store.ledger import Recorded
@@ -51,6 +55,12 @@ def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, s
     if batch.cursor is not None and ledger.cursor_of(conn, source).generation > batch.cursor.generation:
         # A line was retried since this pass began: the next one reads from the beginning.
         batch = replace(batch, cursor=None)
+    answered = {
+        entry.request: entry.span_id
+        for entry in reversed(batch.entries)
+        if isinstance(entry, BatchEntry) and entry.request and not entry.waits
+    }
+    ledger.complete(conn, source, answered)
     return ledger.record_batch(conn, source, batch, train_ratio=train_ratio, split_seed=split_seed)
 
 
@@ -59,7 +69,20 @@ def with_ids(conn: Connection, source: int, ids: TaskIds, entries: tuple[Entry, 
     keys = {entry.key for entry in entries}
     keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
     in_ledger = ledger.known_replies(conn, source, sorted(keys))
-    return ids.assign(entries, in_ledger, partial(ledger.line_of, conn))
+    settled = _settled(conn, source, [entry for entry in entries if isinstance(entry, BatchEntry)])
+    assigned = ids.assign(entries, in_ledger, partial(ledger.line_of, conn))
+    return [None if entry is not None and entry.span_id in settled else entry for entry in assigned]
+
+
+def _settled(conn: Connection, source: int, entries: Sequence[BatchEntry]) -> set[str]:
+    """The spans of lines of batches that add nothing: what they wait for came before and is gone now, or they were
+    joined with another line then."""
+    if not entries:
+        return set()
+    joined = {
+        entry.span_id: "" if entry.waits else entry.request for entry in entries if entry.waits or not entry.skip
+    }
+    return ledger.joined_otherwise(conn, source, joined)
 
 
 class _Owner:
@@ -163,35 +186,49 @@ class JsonlConnector:
         models: TrainedModels = ANY_MODEL,
         make: Callable[[], None] | None = None,
         private: PrivateNames = NOBODY,
+        batch_files: BatchFiles | None = None,
+        is_in_folder: bool = False,
     ) -> None:
-        """`make` writes the file if it is missing: it is a copy, which an erasure may change."""
+        """`make` writes the file if it is missing: it is a copy, which an erasure may change. If it `is_in_folder`,
+        another connector reads it with the others of the folder when it is one of `batch_files`."""
         self.path = path
         self.is_copy = make is not None
         self._make = make
         self._not_made: tuple[SourceError, float] | None = None
         self.progress = Progress()
         self._reader = JsonlReader(path, models, private)
+        self._batch_files = BatchFiles() if batch_files is None else batch_files
+        self._batch_reader = BatchReader(path, models, private, self._batch_files)
+        self._is_in_folder = is_in_folder
         self._threads = threads
         self._last: asyncio.Future[Any] | None = None
 
     @property
     def longest_read_ms(self) -> float:
-        return self._reader.longest_read_ms
+        return max(self._reader.longest_read_ms, self._batch_reader.longest_read_ms)
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass from the cursor on. Each batch must be stored before the next one is requested."""
         if self._make is not None and not self.path.exists():
             await self._in_thread(partial(self._made, self._make))
-        if await self._in_thread(partial(is_listed, self.path)):
+        if (reader := await self._in_thread(self._chosen)) is None:
             return
         self.progress = Progress()
-        batches = self._reader.read(cursor, final=final)
+        batches = reader.read(cursor, final=final)
         while (batch := await self._in_thread(lambda: next(batches, None))) is not None:
             self.progress.read += len(batch.entries) + len(batch.dead)
             yield batch
         if final:
             # No further pass is expected, so the file need not stay open.
             await self.close()
+
+    def _chosen(self) -> JsonlReader | BatchReader | None:
+        """The reader of what is at the path now; None if it is another source's."""
+        if self.path.is_dir():
+            return self._batch_reader  # other files of a folder are sources of their own
+        if self.is_copy or self.path not in self._batch_files:
+            return self._reader
+        return None if self._is_in_folder else self._batch_reader
 
     def _made(self, make: Callable[[], None]) -> None:
         """Write the file. After a failure, the next attempt is made `RETRY_SECONDS` later. Raises SourceError."""
@@ -204,7 +241,8 @@ class JsonlConnector:
             raise
 
     def forget(self) -> None:
-        """The reader holds no uncommitted state."""
+        """Have what was read and not stored read again."""
+        self._batch_reader.forget()
 
     async def erase(self, traces: Collection[str], conversations: Collection[str]) -> int:
         """Erase lines of these traces and conversations from the copy, see `erase_lines`."""

@@ -30,6 +30,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    literal_column,
     or_,
     select,
     type_coerce,
@@ -94,6 +95,8 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         _release_calls(conn, known, entry, done)
         return False
     is_released = known.skip_reason == SkipReason.RECORDED and entry.skip is not SkipReason.RECORDED
+    if entry.waits:
+        return False
     if known.content == entry.content and not is_released:
         _release_calls(conn, known, entry, done)
         return False
@@ -107,8 +110,9 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         record(conn, replies.name, [str(known.id)], state, CHANGED, "after it was judged: it stays as it was")
         _set(conn, known.id, entry)
         return True
-    why = "its agent span arrived late" if given_up else "its trace changed"
-    move(conn, known.id, state, ReplyState.OPEN, "no other reply has its calls any more" if is_released else why)
+    if state is not ReplyState.OPEN:
+        why = "its agent span arrived late" if given_up else "its trace changed"
+        move(conn, known.id, state, ReplyState.OPEN, "no other reply has its calls any more" if is_released else why)
     move(conn, known.id, ReplyState.OPEN, ReplyState.CLOSED)
     _set(conn, known.id, entry)
     _release_calls(conn, known, entry, done)
@@ -183,6 +187,8 @@ class SourceCounts:
     skipped: Mapping[str, int]
     dead: int
     erased: int = 0
+    pending: int = 0
+    """Those that wait for what completes them."""
 
 
 @dataclass(slots=True)
@@ -198,6 +204,7 @@ class Recorded:
     re_extracted: int = 0
     dead: int = 0
     erased: int = 0
+    pending: int = 0
     erased_traces: set[str] = field(default_factory=set)
     erased_calls: set[str] = field(default_factory=set)
     reopened: set[int] = field(default_factory=set)
@@ -211,6 +218,7 @@ class Recorded:
         self.re_extracted += other.re_extracted
         self.dead += other.dead
         self.erased += other.erased
+        self.pending += other.pending
         self.skipped += other.skipped
         self.warnings += other.warnings
 
@@ -219,10 +227,11 @@ class Recorded:
         skipped = Counter(counts.skipped) + self.skipped
         return SourceCounts(
             counts.replies + self.new_replies + self.dead + self.erased,
-            counts.tasks + self.new_replies - self.skipped.total(),
+            counts.tasks + self.new_replies - self.skipped.total() - self.pending,
             dict(sorted(skipped.items())),
             counts.dead + self.dead,
             counts.erased + self.erased,
+            counts.pending + self.pending,
         )
 
 
@@ -296,10 +305,12 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
             done.re_extracted += reingest(conn, before, entries[span], records, done)
     numbers = {row.id: entries[span] for span, row in known.items() if span in entries}
     if new := [entry for span, entry in entries.items() if span not in known]:
-        first = _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))
+        whole = [entry for entry in new if entry.skip is None and not entry.waits]
+        first = _add_replies(conn, source, new, records.store(whole))
         numbers |= dict(enumerate(new, first))
         done.new_replies = len(new)
         done.repeated = sum(bool(run_of(entry.span_id, entry.trace_id).start) for entry in new)
+        done.pending = sum(entry.waits for entry in new)
         done.skipped = Counter(entry.skip.value for entry in new if entry.skip)
     if has_calls:
         _store_calls(conn, source, numbers)
@@ -333,10 +344,12 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
     first = first_free(conn, replies.c.id)
     now = utcnow()
     users = users_of(conn, new)
-    by_skip: dict[SkipReason | None, list[str]] = {}
+    by_end: dict[tuple[ReplyState, SkipReason | None], list[str]] = {}
     rows: list[tuple[object, ...]] = []
     for number, entry in enumerate(new, first):
         skip = entry.skip
+        has_task = skip is None and not entry.waits
+        state = ReplyState.SKIPPED if skip else ReplyState.CONVERTED if has_task else ReplyState.OPEN
         rows.append(
             (
                 number,
@@ -345,21 +358,21 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
                 entry.trace_id,
                 entry.conversation_id,
                 entry.agent,
-                (ReplyState.SKIPPED if skip else ReplyState.CONVERTED).value,
+                state.value,
                 skip.value if skip else None,
                 entry.detail[:500],
-                None if skip else task_numbers[entry.key],
+                task_numbers[entry.key] if has_task else None,
                 entry.content,
                 users[entry.user],
                 entry.started_at,
                 now,
             )
         )
-        by_skip.setdefault(skip, []).append(str(number))
+        by_end.setdefault((state, skip), []).append(str(number))
     insert_many(conn, replies, _REPLY_COLUMNS, rows)
-    for reason, numbers in by_skip.items():
-        state = ReplyState.SKIPPED if reason else ReplyState.CONVERTED
-        record(conn, replies.name, numbers, ReplyState.CLOSED, state, reason or "")
+    for (state, reason), numbers in by_end.items():
+        before = None if state is ReplyState.OPEN else ReplyState.CLOSED
+        record(conn, replies.name, numbers, before, state, reason or "")
     return first
 
 
@@ -377,6 +390,45 @@ def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:
         )
     )
     dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
+
+
+_OPEN: Final = Lookup(
+    select(replies.c.id, replies.c.span_id).where(
+        replies.c.source_id == bindparam("source"), replies.c.state == literal_column(f"'{ReplyState.OPEN.value}'")
+    ),
+    replies.c.span_id,
+)
+_OF_TRACES: Final = Lookup(
+    select(replies.c.span_id, replies.c.trace_id).where(replies.c.source_id == bindparam("source")),
+    replies.c.trace_id,
+)
+
+
+def complete(conn: Connection, source: int, spans: Mapping[str, str]) -> None:
+    """Give replies that wait (keys) the spans of what completes them (values), unless these are replies already."""
+    waiting = list(_OPEN.rows(conn, list(spans), source))
+    known = {row.span_id for row in _KNOWN.rows(conn, [spans[row.span_id] for row in waiting], source)}
+    for row in waiting:
+        if spans[row.span_id] not in known:
+            conn.execute(update(replies).where(replies.c.id == row.id).values(span_id=spans[row.span_id]))
+        else:
+            why = "what it waited for was stored as a reply of its own"
+            move(
+                conn, row.id, ReplyState.OPEN, ReplyState.SKIPPED, SkipReason.RECORDED,
+                skip_reason=SkipReason.RECORDED.value, detail=why,
+            )  # fmt: skip
+
+
+def joined_otherwise(conn: Connection, source: int, spans: Mapping[str, str]) -> set[str]:
+    """Those of these spans that are replies already, complete and of another trace than the one given (empty: any),
+    or that are the trace of another reply."""
+    found = {
+        row.span_id
+        for row in _KNOWN.rows(conn, list(spans), source)
+        if row.state == ReplyState.CONVERTED and row.trace_id != spans[row.span_id]
+    }
+    waiting = [span for span, trace in spans.items() if not trace]
+    return found | {row.trace_id for row in _OF_TRACES.rows(conn, waiting, source) if row.span_id != row.trace_id}
 
 
 def all_sources(conn: Connection) -> Sequence[Row[Any]]:
@@ -403,9 +455,17 @@ def counts_by_source(conn: Connection, source: int | None = None) -> dict[int, S
             dict(skipped.get(number, ())),
             found[ReplyState.DEAD],
             found[ReplyState.ERASED],
+            found[ReplyState.OPEN],
         )
         for number, found in states.items()
     }
+
+
+def most_frequent_detail(conn: Connection, source: int) -> str:
+    """What is said most often of the skipped replies of a source; empty if nothing is said twice."""
+    own = replies.c.source_id == source, replies.c.state == ReplyState.SKIPPED.value
+    found = select(replies.c.detail).where(*own).group_by(replies.c.detail).having(func.count() > 1)
+    return str(conn.execute(found.order_by(func.count().desc(), replies.c.detail).limit(1)).scalar() or "")
 
 
 def rewrite_lines(conn: Connection, lines: Mapping[int, Mapping[str, Any]]) -> None:

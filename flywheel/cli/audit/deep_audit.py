@@ -30,7 +30,8 @@ from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow, ReplySelection
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
-from flywheel.sources.jsonl.reader import JsonlReader, is_listed
+from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
+from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl_connector import TaskIds, with_ids
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
@@ -151,8 +152,6 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                     met = await _DatabaseComparison(
                         store, source.connector.selection, audit, number, _call_log_copy(ingestion)
                     ).run(scan)
-                elif await asyncio.to_thread(is_listed, source.path):
-                    met = before
                 else:
                     met = await _compare_file(store, redact, audit, number, config.privacy.exclude.names)
                 audit.gone = len(before - met)
@@ -360,7 +359,7 @@ async def _read_file(
     contents: dict[str, int | None] = {}
     renamed: dict[str, str] = {}
     ids = TaskIds(redact)
-    reader = JsonlReader(path, private=private)
+    reader = await asyncio.to_thread(_reader_of, path, private)
     try:
         batches = reader.read(cursor, final=True)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
@@ -373,8 +372,15 @@ async def _read_file(
                     if entry.key != own.key:
                         renamed[entry.key] = own.key
     finally:
-        reader.close()
+        if isinstance(reader, JsonlReader):
+            reader.close()
     return contents, renamed
+
+
+def _reader_of(path: Path, private: PrivateNames) -> JsonlReader | BatchReader:
+    if path.is_dir() or path in BatchFiles():
+        return BatchReader(path, private=private)
+    return JsonlReader(path, private=private)
 
 
 SHOWN: Final = 5

@@ -227,6 +227,10 @@ class JsonlFile:
                 break
         return Line(start, at, held[:FINGERPRINTED], tail, whole=False)
 
+    def text(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`, as far as they are there. Raises SourceError."""
+        return self._take(start, end - start)
+
     def line_number(self, at: int) -> int:
         """The number of the line that begins at byte `at`, counted from 1. Raises SourceError."""
         counted, number = self._counted if self._counted[0] <= at else (0, 1)
@@ -295,7 +299,7 @@ class JsonlReader:
                 yield batch
                 cursor = batch.cursor or cursor
         file = self._file = self._file or JsonlFile(self.path)
-        start, state = _resume(file, cursor), file.state
+        start, state = resume(file, cursor), file.state
         if not start.rowid:
             file.refuse_other_formats()
         if self._unchanged == (start, state):
@@ -318,13 +322,13 @@ class JsonlReader:
                 return
         except SourceError as error:
             missing = error
-        for batch in self._pages(file, _resume(file, cursor)):
+        for batch in self._pages(file, resume(file, cursor)):
             yield batch
             cursor = batch.cursor or cursor
         if missing is None or file.is_deleted:
             if file.unfinished is not None and file.unfinished.text.strip():
                 # The file is not read again, so this line is a task or a dead letter as it is.
-                yield self._batch([file.unfinished], _resume(file, cursor))
+                yield self._batch([file.unfinished], resume(file, cursor))
             self.close()
         if missing is not None:
             raise missing
@@ -379,21 +383,26 @@ class JsonlReader:
 
     def _dead(self, line: Line, error: str) -> DeadRow:
         assert self._file is not None
-        # The hash tells it from a line at the same place of another file with this name.
-        digest, (conversation, user) = dead_trace(line), named_by(line)
-        is_private = self._private.cover(users=(user,), conversations=(conversation,), agents=())
-        return DeadRow(
-            rowid=line.start,
-            span_id=f"line {self._file.line_number(line.start)} ({digest[:8]})",
-            trace_id=digest,
-            error="it cannot be read, and is private" if is_private else error,
-            excerpt="" if is_private else line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
-            conversation_id="" if is_private else conversation,
-            user="" if is_private else user,
-        )
+        return dead_line(line, f"line {self._file.line_number(line.start)}", error, self._private)
 
 
-def _resume(file: JsonlFile, cursor: Cursor) -> Cursor:
+def dead_line(line: Line, place: str, error: str, private: PrivateNames) -> DeadRow:
+    """A line that cannot be read. `place` says for people where it is."""
+    # The hash tells it from a line at the same place of another file with this name.
+    digest, (conversation, user) = dead_trace(line), named_by(line)
+    is_private = private.cover(users=(user,), conversations=(conversation,), agents=())
+    return DeadRow(
+        rowid=line.start,
+        span_id=f"{place} ({digest[:8]})",
+        trace_id=digest,
+        error="it cannot be read, and is private" if is_private else error,
+        excerpt="" if is_private else line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),
+        conversation_id="" if is_private else conversation,
+        user="" if is_private else user,
+    )
+
+
+def resume(file: JsonlFile, cursor: Cursor) -> Cursor:
     """Where to go on: at the cursor, or at the beginning of the file if the cursor does not match its content."""
     if cursor.identity == file.identity:
         first, _, last = cursor.anchor.partition(" ")

@@ -28,7 +28,7 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames, named_in
 from flywheel.records.states import SkipReason
-from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, task_line
+from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, storable, task_line
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.records.trace import (
     LATEST_NS,
@@ -38,7 +38,8 @@ from flywheel.records.trace import (
     get_path,
     reasoning_of,
 )
-from flywheel.sources.jsonl import arrow_nulls, sharegpt
+from flywheel.sources.jsonl import arrow_nulls, batch_lines, sharegpt
+from flywheel.sources.spans.recorded_calls import inexact_because
 from flywheel.system.files import json_line
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -245,6 +246,11 @@ _NUMBERS: Final = tuple(
     for key in dict.fromkeys((*QUERY, *ANSWER, "metadata.reference", "metadata.conversation_id", "metadata.user_id"))
 )
 """Paths of values that may be a number and are read as text."""
+_NUMBERS_OF_BATCH: Final = (
+    ("custom_id",),
+    *(("body", *path) for path in (("user",), ("metadata", "user_id"), ("metadata", "conversation_id"))),
+)
+"""The same in lines of a batch."""
 _ROUNDED: Final = 2.0**63
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -284,10 +290,109 @@ def entry_of_line(
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
+class BatchEntry(Entry, frozen=True, gc=False):
+    """The entry of a response in a batch, or of a request that waits for one. `request` is the span of the request,
+    empty if it is not known."""
+
+    request: str = ""
+
+
+def batch_line(text: bytes) -> TaskLine:
+    """A line of a batch, parsed. Raises LineError."""
+    line = _parsed(text)
+    _restore_large_integers(line, text, _NUMBERS_OF_BATCH)
+    if not batch_lines.id_of(line):
+        raise LineError("it is neither a request nor a response of a batch, as the first line of the file is")
+    return line
+
+
+def entry_of_request(request: TaskLine, span: str, now: datetime, private: PrivateNames) -> BatchEntry:
+    """A request that waits for its response: whom it names, but no text."""
+    waiting = _waiting(span, now, "no line of the folder has the response to this request yet", request=span)
+    try:
+        reply = _reply_of_batch(request, None, now)[0]
+    except LineError:
+        return waiting  # its response is skipped with the reason
+    if private.cover(users=(reply.user,), conversations=(reply.conversation_id,), agents=()):
+        return waiting
+    return replace(waiting, conversation_id=storable(reply.conversation_id), user=storable(reply.user))
+
+
+def entry_without_request(span: str, now: datetime) -> BatchEntry:
+    """A response that waits for its request."""
+    return _waiting(span, now, "no line of the folder is the request with its custom_id")
+
+
+def _waiting(span: str, now: datetime, detail: str, request: str = "") -> BatchEntry:
+    content = xxhash.xxh3_64_intdigest(span.encode()) >> 1
+    return BatchEntry(
+        span, span, "", "", "", now.isoformat(), span, b"", content, detail=detail, waits=True, request=request
+    )
+
+
+def entry_of_response(
+    request: TaskLine | None,
+    response: TaskLine,
+    spans: tuple[str, str],
+    source: Path,
+    now: datetime,
+    models: TrainedModels = ANY_MODEL,
+    private: PrivateNames = NOBODY,
+    skip: tuple[SkipReason, str] | None = None,
+) -> BatchEntry:
+    """The task of a response and its `request`, None where it is not known, or why it is skipped.
+
+    `spans` are those of the response and of the request, empty without one. `skip` is a reason that is known already.
+    """
+    span, asked = spans
+    reply = Reply(span, asked or span, "", "", "", "", now, now)
+    key = span
+    if request is not None:
+        try:
+            reply, key = _reply_of_batch(request, response, now)
+        except LineError as error:
+            skip = skip or (SkipReason.ERROR, f"its messages cannot be read: {error}")
+    if private.cover(users=(reply.user,), conversations=(reply.conversation_id,), agents=()):
+        reply = reply.without_content()
+    elif skip is not None:
+        reply = replace(reply, skip=skip[0], skip_detail=skip[1])
+    reply = replace(reply, span_id=span, trace_id=asked or span)
+    entry = entry_of(reply, str(source), models)
+    content = _content({"request": asked, "response": span, "skip": str(reply.skip)})
+    line = b"" if reply.skip else line_bytes(task_line(reply, str(source), key))
+    settled = replace(entry, key=key, line=line, content=content, linked=False, asked_alias="", follows=False)
+    return BatchEntry(**asdict(settled), request=asked)
+
+
+def _reply_of_batch(request: TaskLine, response: TaskLine | None, now: datetime) -> tuple[Reply, str]:
+    """The reply of a request with its response, and its key as a task. Raises LineError."""
+    try:
+        call = batch_lines.call_of(request, response)
+        reply, key = _reply(batch_lines.task_of(request, response, call), b"", now)
+    except orjson.JSONEncodeError:
+        raise LineError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    skip: tuple[SkipReason, str] | None = None
+    if not call.messages:
+        skip = SkipReason.NO_QUERY, call.error or "the request has no messages"
+    elif call.parameters.get("previous_response_id") is not None:
+        skip = SkipReason.NO_QUERY, "the request names a response of the server in place of the messages before it"
+    elif response is not None and (call.error or not call.answers):
+        skip = SkipReason.ERROR, call.error or "the response has no answer"
+    if skip is not None:
+        return replace(reply, skip=skip[0], skip_detail=skip[1]), key
+    reasons = dict.fromkeys(filter(None, (reply.prompt_reason, inexact_because(call))))
+    first = f"first of {len(call.answers)}" if len(call.answers) > 1 else ""
+    detail = reply.skip_detail or first
+    return replace(reply, prompt_reason="; ".join(reasons), skip_detail=detail), key
+
+
 def names_in_line(text: bytes) -> tuple[str, str]:
     """The conversation and the user that a line names which is no task, as far as it can be read; else empty."""
     try:
-        metadata = get_path(_parsed(text), "metadata") or {}
+        line = _parsed(text)
+        if batch_lines.is_request(line):
+            return batch_lines.names_in(line)
+        metadata = get_path(line, "metadata") or {}
         return _text(metadata, "conversation_id", int), _text(metadata, "user_id", int)
     except (LineError, AttributeError):
         conversations, users = named_in(text.decode("utf-8", "replace"))
@@ -490,6 +595,10 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
 
 def _translate(line: TaskLine) -> None:
     """Bring the keys of ShareGPT and of verl into those that are read. Raises LineError."""
+    if batch_lines.id_of(line):
+        raise LineError(
+            "it is a line of a batch (`custom_id`), and the file begins with another one: divide the file"
+        )
     if line.get("messages") is None and sharegpt.is_conversation(line.get("conversations")):
         line["messages"] = sharegpt.messages(line.pop("conversations"), line.get("system"))
     truth, metadata = get_path(line, "reward_model", GROUND_TRUTH), line.get("metadata") or {}
@@ -535,11 +644,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _restore_large_integers(line: TaskLine, text: bytes) -> None:
+def _restore_large_integers(line: TaskLine, text: bytes, paths: Sequence[tuple[str, ...]] = _NUMBERS) -> None:
     """Replace integers beyond 64 bits, which orjson rounds, by their digits where a text is expected."""
-    rounded = [
-        path for path in _NUMBERS if isinstance(value := get_path(line, *path), float) and abs(value) >= _ROUNDED
-    ]
+    rounded = [path for path in paths if isinstance(value := get_path(line, *path), float) and abs(value) >= _ROUNDED]
     if rounded:
         exact = json.loads(text.removeprefix(_BYTE_ORDER_MARK).decode(errors="replace"), parse_int=str)
         for *above, key in rounded:
