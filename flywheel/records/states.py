@@ -45,6 +45,8 @@ class SkipReason(StrEnum):
     """the span holds no question to answer"""
     NO_ANSWER = "no_answer"
     """a line of a task file without an answer: there is nothing to judge"""
+    TRUNCATED = "truncated"
+    """its question or its answer was cut, by a limit on the length of attributes"""
     RECORDED = "recorded"
     """another source has the same model calls: their trace, or the calls alone"""
     AGENT_EXCLUDED = "agent_excluded"

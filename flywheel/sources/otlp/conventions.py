@@ -15,6 +15,7 @@ from flywheel.records.chat import Message
 from flywheel.records.trace import get_path
 from flywheel.sources.calls.responses_api import answer_of
 from flywheel.sources.spans.recorded_calls import message_of
+from flywheel.sources.spans.truncation import breaks_off
 
 Nested = dict[str, Any]
 """Attributes as Studio nests them, or an object with such attributes."""
@@ -38,6 +39,7 @@ _OPERATIONS: Final = {
 }
 """Operations by OpenInference's kind of a span and Langfuse's type of an observation. Others have none."""
 _PARTS: Final = (("span", "kind"), ("input", "value"), ("output", "value"))
+_JSON: Final = "application/json"
 _USAGE: Final = "langfuse.observation.usage_details"
 _COPIED: Final = {
     "session.id": ("langfuse.session.id",),
@@ -64,6 +66,11 @@ def translate(attributes: Nested, name: str, loaded: Loaded) -> None:
     else:
         return
     asked, answered = (loaded(value) if isinstance(value, str) else value for value in (given, returned))
+    if isinstance(own, dict):
+        asked, answered = (
+            _Cut(value) if _is_cut(get_path(own, part), value) else value
+            for part, value in (("input", asked), ("output", answered))
+        )
     operation = _OPERATIONS.get(str(kind).lower())
     _add(attributes, {"gen_ai.operation.name": operation})
     for key, sources in _COPIED.items():
@@ -77,12 +84,12 @@ def translate(attributes: Nested, name: str, loaded: Loaded) -> None:
         )
         tools = [tool.get("json_schema") for tool in _indexed(get_path(llm, "tools"), "tool")]
         # An answer of Langfuse may be JSON that is no message.
-        got = got or _messages(answered, "assistant") or ([] if own else _messages(returned, "assistant"))
+        answers = got or _messages(answered, "assistant") or ([] if own else _messages(returned, "assistant"))
         said = {
             "gen_ai.response.id": get_path(answered, "id"),
             "gen_ai.response.model": get_path(answered, "model"),
             "gen_ai.input.messages": sent or _messages(asked, "user"),
-            "gen_ai.output.messages": got,
+            "gen_ai.output.messages": answers,
             "gen_ai.tool.definitions": tools or get_path(asked, "tools"),
         }
     elif operation == "execute_tool":
@@ -132,9 +139,21 @@ def _conversation(asked: Any, answered: Any) -> dict[str, Any]:
     return {"gen_ai.input.messages": messages, "gen_ai.output.messages": output}
 
 
-def _messages(value: Any, role: str) -> list[Message]:
-    """The messages in a recorded value: a text, messages, or a request or response of OpenAI's interfaces."""
+class _Cut(str):
+    """JSON that breaks off: a limit on the length of attributes has cut it."""
+
+
+def _is_cut(recorded: Any, value: Any) -> bool:
+    """Whether a value of OpenInference is cut: its type is that of JSON, and it is a text that breaks off."""
+    return isinstance(value, str) and get_path(recorded, "mime_type") == _JSON and breaks_off(value)
+
+
+def _messages(value: Any, role: str) -> list[Message] | str:
+    """The messages in a recorded value: a text, messages, or a request or response of OpenAI's interfaces; JSON that
+    breaks off stays a text, by which a reader knows it."""
     match value:
+        case _Cut():
+            return value
         case str():
             return [{"role": role, "content": value}] if value else []
         case {"role": str(), "content": _} | {"role": str(), "tool_calls": _}:

@@ -7,11 +7,12 @@ that read as a number, true or false stay texts: an answer "1e3" must not change
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
+from msgspec import to_builtins
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -22,6 +23,7 @@ from flywheel.sources.otlp.conventions import TEXTS, Nested, put, translate
 from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
 from flywheel.sources.spans.span import UNKNOWN
+from flywheel.sources.spans.truncation import breaks_off, longest_of, texts_in
 
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
@@ -48,6 +50,8 @@ def complete(attributes: Nested, events: Sequence[Nested]) -> None:
 def _lead_with_instructions(attributes: Nested) -> None:
     parts = get_path(attributes, "gen_ai", "system_instructions")
     if isinstance(parts, str):
+        if breaks_off(parts):
+            return
         parts = [{"type": "text", "content": parts}]
     messages = get_path(attributes, "gen_ai", "input", "messages")
     if not (isinstance(parts, list) and parts and isinstance(messages, list)):
@@ -192,8 +196,12 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
     span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     events = [_event(event, nested) for event in span.events]
+    sent = _messages_in(attributes)
     complete(attributes, events)
     translate(attributes, span.name, nested.loaded)
+    if any(now is not before for now, before in zip(_messages_in(attributes), sent, strict=True)):
+        # What is put together of several attributes may be longer than each of them was.
+        put(attributes, to_builtins(longest_of(_texts_sent(span))), "flywheel", "longest")
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {
@@ -231,6 +239,17 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
         "latencyNs": float(end - start),
     }
     return [values[column] for column in COLUMNS]
+
+
+def _messages_in(attributes: Nested) -> list[Any]:
+    return [get_path(attributes, "gen_ai", *path) for path in _IN_EVENTS]
+
+
+def _texts_sent(span: Span) -> Iterator[str]:
+    """The texts in the attributes of a span and of its events, as they were sent."""
+    for pairs in (span.attributes, *(event.attributes for event in span.events)):
+        for pair in pairs:
+            yield from texts_in(_value(pair.value))
 
 
 def _identifier(raw: bytes, length: int, name: str) -> str:

@@ -45,8 +45,9 @@ class Schema:
     name: str
     own_columns: frozenset[str]
     columns: tuple[str, ...]
-    own_values: Callable[..., tuple[SpanKind, int, SpanStatus, str, str, str]]
-    """Kind, start, status, its message, conversation and service, from attributes, status and what follows."""
+    own_values: Callable[..., tuple[SpanKind, int, SpanStatus, str, str, str, str]]
+    """Kind, start, status, its message, conversation, service and resource, from attributes, status and what
+    follows."""
     time_of: Callable[[Any, str], int]
 
     def read(self, rowid: int, data: bytes) -> Span | DeadRow:
@@ -55,7 +56,7 @@ class Schema:
         try:
             _, span_id, trace_id, parent, ended, attributes, name, events, *own = row
             decoded = _attributes(attributes)
-            kind, started_ns, status, message, conversation, service = self.own_values(decoded, *own)
+            kind, started_ns, status, message, conversation, service, resource = self.own_values(decoded, *own)
             if kind is SpanKind.AGENT and decoded.gen_ai.input.messages is NOTHING:
                 decoded = with_first_argument(decoded, attributes)
             ended_ns = self.time_of(ended, self.columns[3])
@@ -76,6 +77,8 @@ class Schema:
                 decoded,
                 _events(events),
                 service,
+                resource=resource,
+                recorded=attributes or b"",
             )
         except (RowError, UnicodeDecodeError) as error:
             why = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
@@ -201,7 +204,7 @@ def _attributes_text(value: Any) -> str:
 
 def _own_values_1(
     _: Attributes, status: Any, kind: Any, started: Any, message: Any, run: Any
-) -> tuple[SpanKind, int, SpanStatus, str, str, str]:
+) -> tuple[SpanKind, int, SpanStatus, str, str, str, str]:
     return (
         _KINDS_1.get(kind, SpanKind.OTHER),
         iso_ns(started, "startTime"),
@@ -209,12 +212,13 @@ def _own_values_1(
         text_in(message, "statusMessage"),
         text_in(run, "run_id"),
         "",
+        "",
     )
 
 
 def _own_values_2(
-    decoded: Attributes, status: Any, started: Any, operation: Any, conversation: Any, service: Any
-) -> tuple[SpanKind, int, SpanStatus, str, str, str]:
+    decoded: Attributes, status: Any, started: Any, operation: Any, conversation: Any, service: Any, resource: Any
+) -> tuple[SpanKind, int, SpanStatus, str, str, str, str]:
     kind = _KINDS_2.get(decoded.gen_ai.operation.name)
     if kind is None:
         kind = _KINDS_2.get(text_in(operation, "operationName"), SpanKind.OTHER)
@@ -230,6 +234,7 @@ def _own_values_2(
         message if isinstance(message, str) else "",
         text_in(conversation, "conversationId"),
         text_in(service, "serviceName"),
+        text_in(resource, "resource"),
     )
 
 
@@ -351,7 +356,7 @@ _GENERATION_2: Final = Schema(
     "generation 2",
     frozenset({"spanId", "conversationId"}),
     ("id", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
-     "startTimeUnixNano", "operationName", "conversationId", "serviceName"),
+     "startTimeUnixNano", "operationName", "conversationId", "serviceName", "resource"),
     _own_values_2,
     decimal_ns,
 )  # fmt: skip
