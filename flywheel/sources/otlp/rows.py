@@ -7,6 +7,7 @@ that read as a number, true or false stay texts: an answer "1e3" must not change
 from __future__ import annotations
 
 import base64
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -34,6 +35,8 @@ _AGENT: Final = (("gen_ai", "agent", "name"), ("metadata", "name"))
 _INVOKE: Final = "invoke_agent"
 _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
 """Attributes below `gen_ai` that may stand in `gen_ai.client.inference.operation.details` events instead."""
+_MESSAGES: Final = frozenset(".".join(("gen_ai", *path)) for path in _IN_EVENTS)
+_STRUCTURES: Final = ("array_value", "kvlist_value")
 
 
 def complete(attributes: Nested, events: Sequence[Nested]) -> None:
@@ -199,8 +202,8 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
     sent = _messages_in(attributes)
     complete(attributes, events)
     translate(attributes, span.name, nested.loaded)
-    if any(now is not before for now, before in zip(_messages_in(attributes), sent, strict=True)):
-        # What is put together of several attributes may be longer than each of them was.
+    if _has_structures(span) or any(map(operator.is_not, _messages_in(attributes), sent)):
+        # What is put together of several texts may be longer than each of them was.
         put(attributes, to_builtins(longest_of(_texts_sent(span))), "flywheel", "longest")
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
@@ -243,6 +246,11 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
 
 def _messages_in(attributes: Nested) -> list[Any]:
     return [get_path(attributes, "gen_ai", *path) for path in _IN_EVENTS]
+
+
+def _has_structures(span: Span) -> bool:
+    """Whether messages are sent as values with a structure, of which each text is limited by itself."""
+    return any(pair.key in _MESSAGES and pair.value.WhichOneof("value") in _STRUCTURES for pair in span.attributes)
 
 
 def _texts_sent(span: Span) -> Iterator[str]:

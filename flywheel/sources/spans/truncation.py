@@ -50,8 +50,8 @@ _JSON_PATHS: Final = frozenset(
     }
 )  # fmt: skip
 """Objects that were JSON text. Others are made of the dots in names, or of JSON that cannot be told from those."""
-_RETURNED: Final = ('"Msg(', '["Msg(', '"ToolResponse(', '"ChatResponse(')
-"""How what AgentScope 1.x returns begins as JSON text."""
+_RETURNED: Final = ('"Msg(', '["Msg(', '"ToolResponse(', '"ChatResponse(', '{"content":')
+"""How what AgentScope's agents, tools and models return begins as JSON text."""
 _QUOTE: Final = ord('"')
 _BRACE: Final = ord("{")
 _BRACKET: Final = ord("[")
@@ -90,11 +90,10 @@ def longest_of(texts: Iterable[str]) -> Longest:
     """The longest of some texts."""
     length, endings = 0, set[str]()
     for text in texts:
-        if len(text) >= max(length, LEAST):
-            if len(text) > length:
-                length, endings = len(text), set()
-            if _may_be_cut(text):
-                endings.add(text[-ENDING:])
+        if len(text) > length:
+            length, endings = len(text), set()
+        if len(text) == length >= LEAST and _may_be_cut(text):
+            endings.add(text[-ENDING:])
     return Longest(length, tuple(sorted(endings)))
 
 
@@ -152,7 +151,7 @@ def longest_in(attributes: bytes, floor: int = LEAST) -> Longest:
 def _texts_of_array(raw: Raw) -> list[Raw]:
     """The elements of an array that has nothing but texts; empty for any other array."""
     items = msgspec.json.decode(raw, type=list[Raw])
-    return items if all(memoryview(item)[0] == 0x22 for item in items) else []
+    return items if all(memoryview(item)[0] == _QUOTE for item in items) else []
 
 
 def marked(spans: Mapping[str, Span]) -> Mapping[str, Span]:
@@ -163,7 +162,7 @@ def marked(spans: Mapping[str, Span]) -> Mapping[str, Span]:
         recorded = span.recorded
         # The first test is quick and ends here for many spans: JSON within JSON has escaped quotation marks.
         has_json_text = b"\\" in recorded and b'\\"' in recorded
-        cut = _broken(span) if has_json_text else _NOTHING_CUT
+        cut = _cut_in(span) if has_json_text else _NOTHING_CUT
         limit = limits.get(span.resource, 0) if limits else 0
         if cut or limit:
             attributes = _without(span.attributes, cut) if cut else span.attributes
@@ -188,7 +187,7 @@ def _limits(spans: Collection[Span]) -> dict[str, int]:
             floors[resource] = length
         for event in span.events:
             if isinstance(attributes := event.get("attributes"), dict):
-                values.append((resource, msgspec.json.encode(attributes)))
+                values.append((resource, _written(attributes)))
     for resource, recorded in values:
         floor = floors.get(resource, LEAST)
         # Nearly all spans end here, without being decoded: their texts are shorter than JSON of the trace.
@@ -234,7 +233,21 @@ def _longest_in(attributes: bytes, floor: int) -> Longest:
         return longest_in(attributes, floor)
     except msgspec.MsgspecError:
         # Lone surrogates, or NaN.
-        return longest_in(json.dumps(json.loads(attributes)).encode(), floor)
+        return longest_in(_written(json.loads(attributes, parse_constant=str)), floor)
+    except RecursionError:
+        return Longest(len(attributes))  # What cannot be measured shows no limit.
+
+
+def _written(value: Any) -> bytes:
+    """JSON as Studio writes it; lone surrogates become `?`."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _cut_in(span: Span) -> frozenset[str]:
+    try:
+        return _broken(span)
+    except (ValueError, RecursionError):
+        return _NOTHING_CUT  # It is reported where it is read.
 
 
 def _broken(span: Span) -> frozenset[str]:
@@ -254,17 +267,25 @@ def _broken(span: Span) -> frozenset[str]:
     tools, called = tool.definitions, tool.call
     if _QUOTED_OBJECT in bytes(tools) and any(map(_is_broken_object, map(value_of, items_of(tools)))):
         cut.add("gen_ai.tool.definitions")
-    if _QUOTED_OBJECT in bytes(called) and _is_broken_object(get_path(value_of(called), "arguments")):
-        cut.add("gen_ai.tool.call.arguments")
-    # What an agent of AgentScope returned may also be a text that begins with a brace.
-    begins = _RETURNED if span.kind is SpanKind.AGENT else (*_RETURNED, "{")
-    if (text := _text_in(attributes.output)).startswith(begins) and breaks_off(text):
+    if called is not NOTHING:
+        call = value_of(called)
+        if _is_broken_object(get_path(call, "arguments")):
+            cut.add("gen_ai.tool.call.arguments")
+        if _is_broken_return(get_path(call, "result"), span.kind):
+            cut.add("gen_ai.tool.call.result")
+    if _is_broken_return(_text_in(attributes.output), span.kind):
         cut.add("output")
     return frozenset(cut)
 
 
 def _is_broken_object(value: Any) -> bool:
     return isinstance(value, str) and value.lstrip()[:1] in ("[", "{") and breaks_off(value)
+
+
+def _is_broken_return(value: Any, kind: SpanKind) -> bool:
+    """Whether a value is what AgentScope returned, cut. Agents and tools may also return any text."""
+    begins = (*_RETURNED, "{") if kind is SpanKind.LLM else _RETURNED
+    return isinstance(value, str) and value.startswith(begins) and breaks_off(value)
 
 
 def _text_in(raw: Raw) -> str:

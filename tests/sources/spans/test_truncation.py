@@ -411,3 +411,25 @@ def test_genuine_traces_are_accused_only_where_they_were_cut(tmp_path: Path, nam
         assert [reply for reply in tasks if "was cut" not in reply.prompt_reason] == []
         found = [reply for reply in replies if reply.skip is SkipReason.TRUNCATED]
         assert len(found) > (90 if length == 128 else 0)
+
+
+@for_each(
+    "result",
+    ["\"ToolResponse(content=[{'type': 'text', 'text': 'Rain in", '{"content": [{"type": "text", "text": "Rain in'],
+)
+def test_a_tools_result_that_was_cut_makes_the_prompt_inexact(result: str, tmp_path_factory: Any) -> None:
+    """That of another program may be any text, also one that breaks off."""
+    used = tool("t", "c", "weather", result, parent="a", began=0.2, ended=0.3)
+    folder = tmp_path_factory.mktemp("result")
+    reply = of(folder / "1", agent("a", ASKED, ANSWER), call(GIVEN, SAID), used)
+    assert reply.prompt_reason == "the attribute gen_ai.tool.call.result of execute_tool was cut"
+    other = tool("t", "c", "head", '{"rows": [1, 2', parent="a", began=0.2, ended=0.3)
+    assert of(folder / "2", agent("a", ASKED, ANSWER), call(GIVEN, SAID), other).prompt_reason == ""
+
+
+def test_lone_surrogates_nan_and_large_numbers_hide_no_limit(tmp_path: Path) -> None:
+    odd = recorded(agent("a"), LONG["question"], LONG["answer"])
+    attributes = odd["attributes"][:-1] + ', "score": NaN, "half": "\\ud83d"}'
+    event = {"name": "e", "attributes": {"half": "\ud83d", "large": 2**70}}
+    reply = of(tmp_path / "1", {**odd, "attributes": attributes, "events": json.dumps([event])})
+    assert reply.skip is SkipReason.TRUNCATED
