@@ -111,7 +111,7 @@ def limit_of(found: Iterable[Longest]) -> int:
             length, endings = each.length, set()
         if each.length == length:
             endings.update(each.endings)
-    return length if length >= LEAST and len(endings) > 1 else 0
+    return length if len(endings) > 1 else 0
 
 
 def longest_in(attributes: bytes, floor: int = LEAST) -> Longest:
@@ -194,11 +194,15 @@ def _limits(spans: Collection[Span]) -> dict[str, int]:
         if _may_have_text(recorded, floor) and (longest := _longest_in(recorded, floor)).length >= floor:
             floors[resource] = longest.length
             found.setdefault(resource, []).append(longest)
+    limits = {resource: limit_of([*each, Longest(floors.get(resource, 0))]) for resource, each in found.items()}
     return {
-        resource: limit
-        for resource, each in found.items()
-        if (limit := limit_of([*each, Longest(floors.get(resource, 0))]))
+        resource: limit for resource, limit in limits.items() if limit and not _is_exceeded(resource, limit, values)
     }
+
+
+def _is_exceeded(resource: str, length: int, values: Iterable[tuple[str, bytes]]) -> bool:
+    """Whether JSON of a resource is longer: where it has no long text, it has not been measured."""
+    return any(_longest_in(recorded, length).length > length for own, recorded in values if own == resource)
 
 
 def _json_length(span: Span) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from flywheel.records.states import SkipReason
 from flywheel.records.trace import Reply, SpanStatus
@@ -86,8 +87,8 @@ def limit_by_definition(texts: Sequence[str], jsons: Sequence[str]) -> int:
 TEXTS = st.builds(
     lambda words, last, length: (words * 70)[: length - len(last)] + last,
     st.sampled_from(["abc ", "more words ", "c0ffee", 'a "quoted" \\ \n', "字 和 ", "é "]),
-    st.sampled_from(["a", "b c", ".", "。", ")", "»", '"', "`", "\n", "字", " "]),
-    st.sampled_from([5, 63, 64, 65, 90, 120]),
+    st.sampled_from(["a", "b c", "d e", "字", " ", "\n", ".", "。", ")", '"', "`"]),
+    st.sampled_from([5, 64, 120, 120, 120]),
 )
 ATTRIBUTES = st.fixed_dictionaries(
     {},
@@ -97,13 +98,15 @@ ATTRIBUTES = st.fixed_dictionaries(
         "output": TEXTS,
         "app.notes.last": TEXTS,
         "app.tags": st.lists(TEXTS, max_size=3),
-        "gen_ai.input.messages": st.lists(TEXTS, min_size=1, max_size=2).map(
-            lambda said: [{"role": "user", "content": text} for text in said]
-        ),
-        "app.plan": TEXTS.map(lambda text: [{"step": text}]),
+        "gen_ai.input.messages": st.lists(TEXTS, min_size=1, max_size=2)
+        | st.lists(TEXTS.map(lambda text: {"role": "user", "content": text[:80]}), min_size=1, max_size=2),
+        "app.plan": TEXTS.map(lambda text: [{"step": text[:90]}]),
     },
 )
-SPANS = st.lists(st.tuples(ATTRIBUTES, ATTRIBUTES, st.sampled_from(["a", "b"])), min_size=1, max_size=4)
+SPANS = st.lists(
+    st.tuples(ATTRIBUTES, ATTRIBUTES, st.sampled_from(["a", "b"]), st.booleans()), min_size=1, max_size=4
+)
+"""Of each span its attributes, those of an event, its resource, and whether a receiver has measured it."""
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,12 +120,26 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+def texts_and_jsons(values: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """The texts in the values of attributes, and what else is JSON text."""
+    arrays = [value for value in values if isinstance(value, list)]
+    jsons = [array for array in arrays if not all(isinstance(item, str) for item in array)]
+    texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+    return [text for text in texts if isinstance(text, str)], [compact(array) for array in jsons]
+
+
 def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def span_with(number: int, attributes: Mapping[str, Any], event: Mapping[str, Any], resource: str) -> Span:
-    data = compact(nested(attributes)).encode()
+def span_with(
+    number: int, attributes: Mapping[str, Any], event: Mapping[str, Any], resource: str, is_measured: bool
+) -> Span:
+    made = nested(attributes)
+    if is_measured:
+        texts, jsons = texts_and_jsons([*attributes.values()])
+        made["flywheel"] = {"longest": to_builtins(longest_of([*texts, *jsons]))}
+    data = compact(made).encode()
     return Span(
         rowid=number,
         span_id=str(number),
@@ -142,19 +159,17 @@ def span_with(number: int, attributes: Mapping[str, Any], event: Mapping[str, An
     )
 
 
+@settings(max_examples=500)
 @given(shape=SPANS)
 def test_a_limit_is_what_the_definition_says_of_the_values_of_a_resource(
-    shape: list[tuple[dict[str, Any], dict[str, Any], str]],
+    shape: list[tuple[dict[str, Any], dict[str, Any], str, bool]],
 ) -> None:
     """However they are divided among spans and events, nested and written. No text is longer than the limit."""
     spans = [span_with(number, *each) for number, each in enumerate(shape)]
     found = marked({span.span_id: span for span in spans})
     for resource in ("a", "b"):
-        values = [value for *both, own in shape if own == resource for each in both for value in each.values()]
-        arrays = [value for value in values if isinstance(value, list)]
-        texts = [value for value in values if isinstance(value, str)]
-        texts += [text for array in arrays for text in array if isinstance(text, str)]
-        jsons = [compact(array) for array in arrays if not all(isinstance(item, str) for item in array)]
+        own = [each for *both, name, _ in shape if name == resource for each in both]
+        texts, jsons = texts_and_jsons([value for each in own for value in each.values()])
         limit = limit_by_definition(texts, jsons)
         assert {span.limit for span in found.values() if span.resource == resource} <= {limit}
         assert not limit or max(map(len, (*texts, *jsons))) == limit
@@ -183,8 +198,25 @@ def test_which_texts_are_evidence(text: str, counts: bool) -> None:
 
 
 def test_texts_that_end_alike_are_one_text() -> None:
-    one, other = ("x y" + SENTENCE)[-64:], ("z w" + SENTENCE)[-64:]
-    assert len(longest_of([one, other]).endings) == 1
+    other = SENTENCE.upper()[:32] + SENTENCE[32:]
+    assert len(longest_of([SENTENCE, other]).endings) == 1
+    assert len(longest_of([SENTENCE, SENTENCE[:32] + other[:32]]).endings) == 2
+
+
+@pytest.mark.parametrize("key", ["gen_ai.input.messages", "app.plan"])
+def test_lengths_are_counted_in_characters(key: str) -> None:
+    """Chinese JSON of more bytes than a limit has characters does not exceed it."""
+    texts = {"app.first": f"one {SENTENCE * 2}"[:128], "app.second": f"the second {SENTENCE * 2}"[:128]}
+    for count, limit in ((90, 128), (120, 0)):
+        attributes = {**texts, key: [{"text": "字" * count}]}
+        (span,) = marked({"0": span_with(0, attributes, {}, "a", False)}).values()
+        assert span.limit == limit
+
+
+def test_texts_with_quotation_marks_show_a_limit() -> None:
+    texts = {name: f'{name} says "{SENTENCE}" and "{SENTENCE}"'[:120] for name in ("one", "another")}
+    (span,) = marked({"0": span_with(0, texts, {}, "a", False)}).values()
+    assert span.limit == 120
 
 
 def messages(*said: tuple[str, str]) -> list[dict[str, Any]]:
