@@ -194,7 +194,7 @@ def _limits(spans: Collection[Span]) -> dict[str, int]:
         if _may_have_text(recorded, floor) and (longest := _longest_in(recorded, floor)).length >= floor:
             floors[resource] = longest.length
             found.setdefault(resource, []).append(longest)
-    limits = {resource: limit_of([*each, Longest(floors.get(resource, 0))]) for resource, each in found.items()}
+    limits = {resource: limit_of(each) for resource, each in found.items()}
     return {
         resource: limit for resource, limit in limits.items() if limit and not _is_exceeded(resource, limit, values)
     }

@@ -160,14 +160,17 @@ def request_id(number: int) -> str:
     return f"fw-{'0' * 16}-base-{number:016x}"
 
 
-async def test_a_reply_that_was_cut_leaves_its_calls_to_the_call_log(client: httpx2.AsyncClient, inbox: Path) -> None:
+@pytest.mark.parametrize("said", [("A or B?", LONG), (LONG, "A.")], ids=["answer", "question"])
+async def test_a_reply_that_was_cut_leaves_its_calls_to_the_call_log(
+    client: httpx2.AsyncClient, inbox: Path, said: tuple[str, str]
+) -> None:
     """Which has them whole. So do the agents that it called."""
     named = {**CHAT, "gen_ai.response.id": f"chatcmpl-{request_id(1)}"}
     inner = {**AGENT, "gen_ai.agent.name": "inner", **both("B?", "B.")}
     replies = await read(
         client,
         inbox,
-        span(1, limited({**AGENT, **both("A or B?", LONG)}, 100)),
+        span(1, limited({**AGENT, **both(*said)}, 100)),
         span(2, named, parent=1),
         span(3, inner, parent=1),
         span(4, {**named, "gen_ai.response.id": f"chatcmpl-{request_id(2)}"}, parent=3),

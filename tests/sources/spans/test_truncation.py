@@ -281,6 +281,11 @@ def test_an_agent_without_messages_has_those_of_its_model_calls_also_if_they_are
     assert reply.skip is SkipReason.TRUNCATED
 
 
+def test_an_agent_whose_own_answer_was_cut_has_not_that_of_its_model_call(tmp_path: Path) -> None:
+    reply = of(tmp_path, recorded(agent("a"), None, cut(SAID, 100)), call(GIVEN, SAID))
+    assert (reply.skip, reply.skip_detail[:18]) == (SkipReason.TRUNCATED, "the answer was cut")
+
+
 def test_what_is_cut_elsewhere_makes_the_prompt_inexact(tmp_path: Path) -> None:
     whole = agent("a", ASKED, ANSWER)
     for place, (spans, why) in enumerate(
