@@ -33,6 +33,10 @@ REMEDIES: Final[Mapping[SkipReason, str]] = {
         " `flywheel docs sources` the keys of lines."
     ),
     SkipReason.AMBIGUOUS: "Give each batch a folder of its own, with its requests and its responses.",
+    SkipReason.TRUNCATED: (
+        "Raise the limit on the length of attributes (`OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT`,"
+        " `OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT`, or a collector's)."
+    ),
     SkipReason.RECORDED: "",
     SkipReason.AGENT_EXCLUDED: "If they are to be tasks, take their agents out of `ingest.agents.exclude`.",
     SkipReason.PRIVATE: (

@@ -47,6 +47,8 @@ class SkipReason(StrEnum):
     """a line of a task file without an answer: there is nothing to judge"""
     AMBIGUOUS = "ambiguous"
     """a response in a batch, whose `custom_id` several requests of its folder have: one folder per batch"""
+    TRUNCATED = "truncated"
+    """its question or its answer was cut, by a limit on the length of attributes"""
     RECORDED = "recorded"
     """another source has the same model calls: their trace, or the calls alone"""
     AGENT_EXCLUDED = "agent_excluded"

@@ -32,6 +32,7 @@ from flywheel.sources.otlp.recorded_messages import (
     of_langchain,
     tools_in,
 )
+from flywheel.sources.spans.truncation import breaks_off
 
 INPUT: Final = "gen_ai.input.messages"
 OUTPUT: Final = "gen_ai.output.messages"
@@ -196,6 +197,7 @@ CONVENTIONS: Final = (
         {"pydantic_ai.all_messages": _AGENT, "all_messages_events": _AGENT, _NAME: _TOOL},
         {
             "gen_ai.agent.name": ("agent_name",),
+            INPUT: ("pydantic_ai.all_messages", "all_messages_events"),
             TOOLS: ("model_request_parameters",),
             _ARGUMENTS: ("tool_arguments",),
             _RESULT: ("tool_response",),
@@ -263,6 +265,12 @@ TEXTS: Final = (
 """How the attributes begin whose texts stay texts where they are JSON: each may be something that was said."""
 TEXTS_OF_EVENTS: Final = frozenset({"content", "message", "body", "event.body", "gen_ai.event.content"})
 """The same of an event, where they are its whole names."""
+_JSON: Final = "application/json"
+_ALWAYS_JSON: Final = frozenset(
+    {"ai.prompt", "ai.prompt.messages", "ai.response.object", "ai.response.toolCalls", "traceloop.entity.input",
+     "traceloop.entity.output", "pydantic_ai.all_messages", "all_messages_events"}
+)  # fmt: skip
+"""Attributes with messages that are JSON text, whatever was said. `input.value` is where its type is that of JSON."""
 _BY_OPERATION: Final = frozenset({INPUT, OUTPUT, TOOLS, _NAME, _ID, _ARGUMENTS, _RESULT})
 """Attributes that are read in another way than by copying, according to the operation."""
 _OPERATIONS: Final = {
@@ -296,28 +304,53 @@ def translate(attributes: Nested, name: str, loaded: Loaded, events: Sequence[Ne
     operation = get_path(attributes, "gen_ai", "operation", "name") or _kind(attributes)
     _add(attributes, {"gen_ai.operation.name": operation})
     operation = known_operation(operation)
+    cut = {} if operation == _TOOL else _take_out_cut(attributes)
     had_messages = get_path(attributes, *INPUT.split(".")) is not None
     for convention in CONVENTIONS:
         _add(attributes, _said(attributes, convention, operation, name, loaded))
     _add(attributes, _of_events(events, operation))
+    for path, (key, text) in cut.items():
+        # A reader knows by it that messages were cut.
+        _add(attributes, {key: text})
+        put(attributes, text, *path)
     if operation == _TOOL:
         for key in (_ARGUMENTS, _RESULT):
             if (value := of_langchain(written := get_path(attributes, *key.split(".")))) is not written:
                 put(attributes, value, *key.split("."))
     elif operation == _CHAT:
-        # What was read is not stored twice.
         sent, got = (get_path(attributes, *key.split(".")) for key in (INPUT, OUTPUT))
         if sent and got:
-            for holder, key in (
-                (attributes, "llm"),
-                (attributes["gen_ai"], "prompt"),
-                (attributes["gen_ai"], "completion"),
-            ):
-                holder.pop(key, None)
-            if isinstance(attributes.get("ai"), dict):
-                attributes["ai"].pop("prompt", None)
+            _drop_copies(attributes)
         if dropped and not had_messages and isinstance(sent, list) and sent:
             sent[-1] = with_unread(sent[-1], "dropped attribute or event")
+
+
+def _drop_copies(attributes: Nested) -> None:
+    """Remove what has been read of a model call: it is not stored twice."""
+    for key in ("prompt", "completion"):
+        attributes["gen_ai"].pop(key, None)
+    attributes.pop("llm", None)
+    if isinstance(attributes.get("ai"), dict):
+        attributes["ai"].pop("prompt", None)
+
+
+def _take_out_cut(attributes: Nested) -> dict[tuple[str, ...], tuple[str, str]]:
+    """Take JSON that a limit on the length of attributes has cut out of the attributes. The texts, each
+    with the attribute of the GenAI convention that is read from them, by their paths."""
+    found: dict[tuple[str, ...], tuple[str, str]] = {}
+    recorded = ((key, name) for each in CONVENTIONS for key in (INPUT, OUTPUT) for name in each.values.get(key, ()))
+    for of, name in recorded:
+        path = tuple(name.split("."))
+        if name in ("input.value", "output.value"):
+            path = ("openinference", *path)
+            is_json = get_path(attributes, *path[:-1], "mime_type") == _JSON
+        else:
+            is_json = name in _ALWAYS_JSON
+        text = get_path(attributes, *path)
+        if is_json and isinstance(text, str) and breaks_off(text):
+            found[path] = of, text
+            del get_path(attributes, *path[:-1])[path[-1]]
+    return found
 
 
 def _kind(attributes: Nested) -> str | None:

@@ -7,11 +7,13 @@ that read as a number, true or false stay texts: an answer "1e3" must not change
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
+from msgspec import to_builtins
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -23,6 +25,7 @@ from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Refusal, Row
 from flywheel.sources.otlp.recorded_messages import Nested
 from flywheel.sources.spans.span import UNKNOWN
+from flywheel.sources.spans.truncation import breaks_off, longest_of, texts_in
 
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
 """Operations by the `span.kind` of AgentScope before 1.0.9."""
@@ -32,6 +35,8 @@ _AGENT: Final = (("gen_ai", "agent", "name"), ("metadata", "name"))
 _INVOKE: Final = "invoke_agent"
 _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
 """Attributes below `gen_ai` that may stand in `gen_ai.client.inference.operation.details` events instead."""
+_MESSAGES: Final = frozenset(".".join(("gen_ai", *path)) for path in _IN_EVENTS)
+_STRUCTURES: Final = ("array_value", "kvlist_value")
 
 
 def complete(attributes: Nested, events: Sequence[Nested]) -> None:
@@ -46,6 +51,8 @@ def complete(attributes: Nested, events: Sequence[Nested]) -> None:
 def _lead_with_instructions(attributes: Nested) -> None:
     parts = get_path(attributes, "gen_ai", "system_instructions")
     if isinstance(parts, str):
+        if breaks_off(parts):
+            return
         parts = [{"type": "text", "content": parts}]
     messages = get_path(attributes, "gen_ai", "input", "messages")
     if not (isinstance(parts, list) and parts and isinstance(messages, list)):
@@ -192,10 +199,14 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
     span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
     events = [_event(event, nested) for event in span.events]
+    sent = _messages_in(attributes)
     complete(attributes, events)
     translate(attributes, span.name, nested.loaded, events, span.dropped_attributes_count + span.dropped_events_count)
     if operation(attributes) == "chat":
         _lead_with_instructions(attributes)
+    if _has_structures(span) or any(map(operator.is_not, _messages_in(attributes), sent)):
+        # What is put together of several texts may be longer than each of them was.
+        put(attributes, to_builtins(longest_of(_texts_sent(span))), "flywheel", "longest")
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {
@@ -233,6 +244,22 @@ def _row(span: Span, attributes: Nested, resource: Nested, scope: Nested, nested
         "latencyNs": float(end - start),
     }
     return [values[column] for column in COLUMNS]
+
+
+def _messages_in(attributes: Nested) -> list[Any]:
+    return [get_path(attributes, "gen_ai", *path) for path in _IN_EVENTS]
+
+
+def _has_structures(span: Span) -> bool:
+    """Whether messages are sent as values with a structure, of which each text is limited by itself."""
+    return any(pair.key in _MESSAGES and pair.value.WhichOneof("value") in _STRUCTURES for pair in span.attributes)
+
+
+def _texts_sent(span: Span) -> Iterator[str]:
+    """The texts in the attributes of a span and of its events, as they were sent."""
+    for pairs in (span.attributes, *(event.attributes for event in span.events)):
+        for pair in pairs:
+            yield from texts_in(_value(pair.value))
 
 
 def _identifier(raw: bytes, length: int, name: str) -> str:

@@ -28,7 +28,18 @@ from flywheel.records.privacy import NOBODY, PrivateNames, is_refusal
 from flywheel.records.reprs import is_result, parse_call
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
 from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
-from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Function, Span, SpanKind
+from flywheel.sources.spans.span import (
+    ANSWERS,
+    NOTHING,
+    QUESTIONS,
+    UNKNOWN,
+    Arguments,
+    Attributes,
+    Function,
+    Span,
+    SpanKind,
+    TextArguments,
+)
 
 S = TypeVar("S", bound=Struct)
 
@@ -101,6 +112,8 @@ def _pruned(value: dict[str, Any], kind: type[S]) -> S:
             fields[name] = found if isinstance(found, str) else json.dumps(found) if is_scalar else ""
         elif isinstance(found, dict):
             fields[name] = _pruned(found, wanted)
+        elif wanted is Arguments and isinstance(found, str):
+            fields[name] = TextArguments(text=found)
     return kind(**fields)
 
 
@@ -131,7 +144,7 @@ def first_text(*candidates: Any) -> str:
     return next((value for value in candidates if isinstance(value, str) and value), "")
 
 
-def _argument(span: Span, named: Raw) -> Raw:
+def first_argument(span: Span, named: Raw) -> Raw:
     """An argument of the recorded call: the named one, or else the first positional one."""
     return next(iter(items_of(span.attributes.input.args)), NOTHING) if named == NOTHING else named
 
@@ -174,7 +187,7 @@ def input_messages(span: Span) -> list[Message]:
     kwargs = span.attributes.input.kwargs
     named = kwargs.msg if span.kind is SpanKind.AGENT else kwargs.messages
     written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
-    return written or messages_of(value_of(_argument(span, named)))
+    return written or messages_of(value_of(first_argument(span, named)))
 
 
 def agent_output(span: Span) -> Message | None:
@@ -191,10 +204,12 @@ def agent_output(span: Span) -> Message | None:
 
 
 def has_messages(agent: Span) -> bool:
-    """Whether an agent's span records what it was called with or what it returned."""
+    """Whether an agent's span records what it was called with or what it returned, whole or cut."""
+    if agent.cut & (QUESTIONS | ANSWERS):
+        return True
     attributes = agent.attributes
     recorded = (attributes.gen_ai.input.messages, attributes.gen_ai.output.messages, attributes.output)
-    return any(raw != NOTHING for raw in recorded) or _argument(agent, attributes.input.kwargs.msg) != NOTHING
+    return any(raw != NOTHING for raw in recorded) or first_argument(agent, attributes.input.kwargs.msg) != NOTHING
 
 
 def returned_metadata(span: Span) -> dict[str, Any]:
@@ -229,7 +244,7 @@ def read_conversation(span: Span) -> Conversation:
     chat: list[ChatMessage] = []
     unread: dict[str, str] = {}
     written = items_of(span.attributes.gen_ai.input.messages)
-    items = [*map(bytes, written or items_of(_argument(span, span.attributes.input.kwargs.messages)))]
+    items = [*map(bytes, written or items_of(first_argument(span, span.attributes.input.kwargs.messages)))]
     if not items or any(item[:1] == b"{" and b'"role"' not in item for item in items):
         # It is no list, or has items of the Responses API, of which several can be one message.
         items = [json.dumps(message).encode() for message in input_messages(span)]
@@ -284,7 +299,7 @@ def choices(span: Span) -> int:
 def holds_media(span: Span) -> bool:
     """Whether a model was sent an image, or anything else that is not text."""
     written = span.attributes.gen_ai.input.messages
-    raw = bytes(_argument(span, span.attributes.input.kwargs.messages) if written is NOTHING else written)
+    raw = bytes(first_argument(span, span.attributes.input.kwargs.messages) if written is NOTHING else written)
     if not any(word in raw for word in _MEDIA):
         return False
     messages = messages_of(value_of(Raw(raw)), encoded=True)

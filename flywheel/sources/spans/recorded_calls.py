@@ -44,6 +44,8 @@ def with_calls(spans: Mapping[str, Span], calls: Mapping[str, ModelCall]) -> dic
             call = None
         attributes = span.attributes if call is None else _joined(span.attributes, call)
         found[span_id] = replace(span, attributes=attributes, request_id=request_id, call=call)
+        if call is not None:
+            found[span_id] = replace(found[span_id], cut=frozenset(), limit=0)
     for agent in spans.values():
         if agent.kind is SpanKind.AGENT and agent.attributes.flywheel.root_conversation:
             found[agent.span_id] = _with_contents(agent, found)

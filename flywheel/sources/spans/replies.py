@@ -40,9 +40,10 @@ from flywheel.records.trace import (
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.recorded_calls import inexact_because, question_of, with_calls
 from flywheel.sources.spans.repeated_spans import divided, true_id
-from flywheel.sources.spans.span import NOTHING, UNKNOWN, Attributes, Span, SpanKind
+from flywheel.sources.spans.span import ANSWERS, NOTHING, QUESTIONS, UNKNOWN, Attributes, Span, SpanKind
 from flywheel.sources.spans.trace_tree import Role, Tree
 from flywheel.sources.spans.trajectory import Trajectory, error_text, exception, is_interrupted
+from flywheel.sources.spans.truncation import cut_answer, cut_question, cuts_in, marked
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
 
 INTERRUPTION_SENTENCES: Final = frozenset(
@@ -140,7 +141,7 @@ def replies_of(
         spans, unplaced = divided(read)
         if left_out is not None:
             left_out[read[0].trace_id] = sum(span.kind is not SpanKind.AGENT for span in unplaced)
-    spans = with_calls(spans, calls)
+    spans = with_calls(marked(spans), calls)
     told = [*spans.values(), *unplaced]
     replies, dead = _replies_of(spans, dead, rows, selection, unplaced, is_open=is_open, kinds=kinds)
     if is_divided:
@@ -264,7 +265,8 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     name = at.agent_name(next(iter(tree.merged(agent)), agent))
     steps = calls.steps(answer, resumed)
     has_query = bool(query.strip() or images)
-    skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
+    cut = _what_was_cut(agent, asked, calls, (request, query), output, answer)
+    skip, detail = _skip(agent, calls, output, answer, has_query, cut, placement.role, name, selection)
     if skip is None and calls.choices > 1:
         detail = f"first of {calls.choices} answers to the last model call"
     if calls.recorded is not None:
@@ -272,10 +274,11 @@ def finished_reply(tree: Tree, agent: Span, selection: ReplySelection) -> Reply:
     else:
         reason = prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}])
     parts = [*calls.unread(), *(f"a part of type {kind} in the answer" for kind in unread_in(output or {}))]
-    unread = dict.fromkeys(f"{part} was not read" for part in parts)
+    unread = dict.fromkeys([*(f"{part} was not read" for part in parts), *cuts_in(agent), *calls.cut()])
     of_models = calls.of_models(selection.models)
-    if skip in (SkipReason.ERROR, SkipReason.NO_ANSWER, SkipReason.NESTED) and all(
-        map(_shows_nothing, tree.agents_above(agent) or [agent])
+    if skip is SkipReason.TRUNCATED or (
+        skip in (SkipReason.ERROR, SkipReason.NO_ANSWER, SkipReason.NESTED)
+        and all(map(_shows_nothing, tree.agents_above(agent) or [agent]))
     ):
         # Its calls are not claimed: a source of calls shows the reply.
         of_models |= {"calls": (), "missing": ()}
@@ -432,6 +435,7 @@ def _skip(
     output: Message | None,
     answer: str,
     has_query: bool,
+    cut: str,
     role: Role,
     name: str,
     selection: ReplySelection,
@@ -449,6 +453,8 @@ def _skip(
         return SkipReason.INTERRUPTED, "the reply was interrupted"
     if agent.status is SpanStatus.ERROR:
         return SkipReason.ERROR, error_text(agent)
+    if cut:
+        return SkipReason.TRUNCATED, f"{cut}: raise the limit of the SDK or collector on the length of attributes"
     if output is None:
         why = error_text(agent)
         if not why and calls.models and calls.answers[-1] is None:
@@ -462,6 +468,24 @@ def _skip(
     if not has_query:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"
     return None, ""
+
+
+def _what_was_cut(
+    agent: Span, asked: Span, calls: Trajectory, texts: tuple[str, str], output: Message | None, answer: str
+) -> str:
+    """Which of question and answer was cut, in words; empty if neither was. `texts` are the requests of the agent and
+    of the span that the user asked."""
+    if not any(span.cut or span.limit for span in (agent, asked, *calls.models)):
+        return ""
+    # An agent that was handed nothing answers the question of its first model call.
+    is_own = calls.asked is None or agent.cut & QUESTIONS or at.input_messages(agent)
+    asker = agent if is_own or calls.asked is None else calls.asked
+    for span, text in zip((asker, asked), texts, strict=True):
+        if cut := cut_question(span, text, is_read=bool(at.input_messages(span))):
+            return f"the question was cut ({cut})"
+    answered = agent if at.has_messages(agent) or not calls.models else calls.models[-1]
+    cut = cut_answer(answered, answer, is_read=output is not None)
+    return f"the answer was cut ({cut})" if cut else ""
 
 
 def _missing(agent: Span, calls: Trajectory) -> str:
@@ -487,7 +511,7 @@ def _shows_nothing(agent: Span) -> bool:
     """Whether an agent's span says neither what it answered nor that it failed: some instrumentations write messages
     elsewhere."""
     try:
-        return not error_text(agent) and at.agent_output(agent) is None
+        return bool(agent.cut & (QUESTIONS | ANSWERS)) or (not error_text(agent) and at.agent_output(agent) is None)
     except _BAD_CONTENT:
         return False
 

@@ -19,6 +19,9 @@ NOTHING: Final = Raw(b"null")
 """A value that is absent or null."""
 UNKNOWN: Final = "unknown"
 """The conversation of a span that names none."""
+QUESTIONS: Final = frozenset({"gen_ai.input.messages", "input"})
+ANSWERS: Final = frozenset({"gen_ai.output.messages", "output"})
+"""The attributes with what an agent or a model was asked, and with what it answered."""
 
 
 class Operation(Struct, frozen=True):
@@ -60,6 +63,7 @@ class GenAi(Struct, frozen=True):
     request: ModelRequest = ModelRequest()
     response: ModelResponse = ModelResponse()
     usage: Raw = NOTHING
+    system_instructions: Raw = NOTHING
     tool: ToolAttributes = ToolAttributes()
 
 
@@ -83,6 +87,12 @@ class Arguments(Struct, frozen=True):
     tool_call: Raw = NOTHING
 
 
+class TextArguments(Arguments, frozen=True):
+    """Arguments that are recorded as a text: their JSON is not whole."""
+
+    text: str = ""
+
+
 class Function(Struct, frozen=True):
     """The function call that AgentScope 1.x records."""
 
@@ -102,14 +112,24 @@ class AgentScope(Struct, frozen=True):
     agent: Pause = Pause()
 
 
+class Longest(Struct, frozen=True):
+    """The length of the longest text among some attributes, in characters, and the different ends of those texts of
+    that length that may have been cut there."""
+
+    length: int = 0
+    endings: tuple[str, ...] = ()
+
+
 class FlywheelAttributes(Struct, frozen=True):
     """Of an agent that was found in recorded calls, without a trace: the conversation whose split it takes, and why
-    its reply becomes no task, if so. Of any span: whether its trace may be stored."""
+    its reply becomes no task, if so. Of any span: whether its trace may be stored. Of one whose attributes were put
+    together when it was received: the longest text among those that were sent."""
 
     root_conversation: str = ""
     skip: str = ""
     detail: str = ""
     record: Raw = NOTHING
+    longest: Longest = Longest()
 
 
 class Person(Struct, frozen=True):
@@ -143,8 +163,8 @@ class SpanKind(StrEnum):
 
 class Span(Struct, frozen=True, eq=False):
     """One operation of a trace. `rowid` is its row in the source; times are nanoseconds since 1970 in UTC.
-    `resource` is the process or host that recorded it, as JSON; empty if the source does not say.
-    `request_id` and `call` are those of a model call that `flywheel serve` has recorded."""
+    `request_id` and `call` are those of a model call that `flywheel serve` has recorded. `resource` is what the span
+    says of the process that recorded it, as JSON, and `recorded` its attributes as JSON."""
 
     rowid: int
     span_id: str
@@ -160,9 +180,14 @@ class Span(Struct, frozen=True, eq=False):
     attributes: Attributes
     events: tuple[dict[str, Any], ...] = ()
     service: str = ""
-    resource: str = ""
     request_id: str = ""
     call: ModelCall | None = None
+    resource: str = ""
+    recorded: bytes = b""
+    cut: frozenset[str] = frozenset()
+    """The attributes whose JSON breaks off; they are left out of `attributes`."""
+    limit: int = 0
+    """The length in characters at which texts of this resource were cut in this trace; 0 if none was seen."""
 
 
 in_order = attrgetter("started_ns", "rowid")

@@ -28,7 +28,8 @@ from flywheel.records.trace import (
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.attributes import ToolUse, first_text, value_of
 from flywheel.sources.spans.recorded_calls import exact_prompt
-from flywheel.sources.spans.span import NOTHING, Span, SpanKind, in_order
+from flywheel.sources.spans.span import NOTHING, QUESTIONS, Span, SpanKind, in_order
+from flywheel.sources.spans.truncation import cuts_in
 
 _STATE: Final = "state=<ToolResultState."
 _FAILED: Final = f"{_STATE}ERROR"
@@ -119,6 +120,12 @@ class Trajectory:
             return next(span for span in spans if span.call is self.recorded)
         return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
 
+    @cached_property
+    def asked(self) -> Span | None:
+        """The first model call with a recorded input, also if that was cut."""
+        spans = (span for place, span in enumerate(self.models) if place not in self._aside)
+        return next((span for span in spans if span is self.first or span.cut & QUESTIONS), None)
+
     def returned(self) -> Message | None:
         """The answer of the last model call; None if it called a tool or said nothing.
 
@@ -180,6 +187,11 @@ class Trajectory:
                 if (result := tool.result) is not None:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
+
+    def cut(self) -> Iterator[str]:
+        """What of the model calls and tool calls was cut."""
+        for span in self.own:
+            yield from cuts_in(span)
 
     def unread(self) -> Iterator[str]:
         """The parts of answers and of tools' results that were not read."""

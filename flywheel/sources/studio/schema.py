@@ -78,7 +78,8 @@ class Schema:
                 decoded,
                 _events(events),
                 service,
-                resource,
+                resource=resource,
+                recorded=attributes or b"",
             )
         except (RowError, UnicodeDecodeError) as error:
             why = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

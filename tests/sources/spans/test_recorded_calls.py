@@ -51,6 +51,15 @@ def line(entry: Entry) -> Any:
     return orjson.loads(entry.line)
 
 
+def test_the_prompt_is_what_was_sent_also_if_the_trace_has_it_cut(tmp_path: Path) -> None:
+    row = marked(chat("c", [], "2", parent="a"), input={"messages": json.dumps(HIDING)[:80]})
+    for calls, skip, is_exact in (([], None, False), ([recorded_call()], None, True)):
+        folder = tmp_path / f"{is_exact}"
+        folder.mkdir()
+        entry = entries(folder, row, agent("a", ended=2), calls=calls)["a"]
+        assert (entry.skip, line(entry)["metadata"]["prompt_exact"]) == (skip, is_exact)
+
+
 def test_the_prompt_is_what_was_sent(tmp_path: Path) -> None:
     spans = (marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
     entry = entries(tmp_path, *spans, calls=[recorded_call()])["a"]
