@@ -20,6 +20,7 @@ from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
+from flywheel.sources.jsonl.reader import is_folder
 from flywheel.sources.otlp.inbox import inbox_of, prune
 from flywheel.sources.watcher import Watcher
 from flywheel.store.kernel.database import Store
@@ -90,7 +91,7 @@ class SourceSupervisor:
                 self._stages[source.path] = stage
                 self._start(stage)
                 self._watcher.watch(source.path, stage.wake.set)
-            elif source.path.is_dir():
+            elif is_folder(source.path):
                 # It has the files of batches, which cause no event of their own.
                 self._stages[source.path].wake.set()
         self._watcher.refresh()

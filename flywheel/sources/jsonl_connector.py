@@ -30,7 +30,7 @@ from flywheel.records.task import Batch, Entry, KnownReply, TaskLine, line_bytes
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
 from flywheel.sources.jsonl.copied_lines import erase_lines
-from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.reader import JsonlReader, is_folder
 from flywheel.sources.jsonl.record import BatchEntry, JsonlEntry
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger
@@ -224,7 +224,7 @@ class JsonlConnector:
 
     def _chosen(self) -> JsonlReader | BatchReader | None:
         """The reader of what is at the path now; None if it is another source's."""
-        if self.path.is_dir():
+        if is_folder(self.path):
             return self._batch_reader  # other files of a folder are sources of their own
         if self.is_copy or self.path not in self._batch_files:
             return self._reader

@@ -31,7 +31,7 @@ from flywheel.records.trace import Checkpoint, Cursor, DeadRow, ReplySelection
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.batch_reader import BatchFiles, BatchReader
-from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.reader import JsonlReader, is_folder
 from flywheel.sources.jsonl_connector import TaskIds, with_ids
 from flywheel.sources.spans.replies import extract
 from flywheel.sources.studio.audit_reader import AuditReader, TraceGroup
@@ -378,7 +378,7 @@ async def _read_file(
 
 
 def _reader_of(path: Path, private: PrivateNames) -> JsonlReader | BatchReader:
-    if path.is_dir() or path in BatchFiles():
+    if is_folder(path) or path in BatchFiles():
         return BatchReader(path, private=private)
     return JsonlReader(path, private=private)
 

@@ -96,6 +96,14 @@ def files_of(path: Path) -> list[Path]:
     return [*named, path] if misnamed else named
 
 
+def is_folder(path: Path) -> bool:
+    """Whether this is a directory; false where it may not be looked at, and reading it reports why."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def is_listed(path: Path) -> bool:
     """Whether this is a directory, whose files are sources of their own.
 
