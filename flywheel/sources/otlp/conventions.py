@@ -13,7 +13,8 @@ https://ai.pydantic.dev/logfire/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -271,6 +272,8 @@ _ALWAYS_JSON: Final = frozenset(
      "traceloop.entity.output", "pydantic_ai.all_messages", "all_messages_events"}
 )  # fmt: skip
 """Attributes with messages that are JSON text, whatever was said. `input.value` is where its type is that of JSON."""
+_DEEP: Final = 3
+"""How many keys of an attribute tell its convention."""
 _BY_OPERATION: Final = frozenset({INPUT, OUTPUT, TOOLS, _NAME, _ID, _ARGUMENTS, _RESULT})
 """Attributes that are read in another way than by copying, according to the operation."""
 _OPERATIONS: Final = {
@@ -287,6 +290,8 @@ _RETRY: Final = "Fix the errors and try again."
 
 def known_operation(written: Any) -> str:
     """An operation under the name that the reader knows, if it has one for it."""
+    if written in (_CHAT, _AGENT, _TOOL):
+        return str(written)
     return _OPERATIONS.get(str(written).replace("_", "").lower(), str(written))
 
 
@@ -296,17 +301,19 @@ def translate(attributes: Nested, name: str, loaded: Loaded, events: Sequence[Ne
     `events` are those of the span, nested as well; `dropped` is how many attributes and events the client dropped.
     """
     for key, role in ((INPUT, "user"), (OUTPUT, "assistant")):
-        if written := _unpacked(get_path(attributes, *key.split(".")), role):
-            put(attributes, written, *key.split("."))
+        if written := _unpacked(get_path(attributes, *_path(key)), role):
+            put(attributes, written, *_path(key))
     if isinstance(own := attributes.get("openinference"), dict):
         # A reader would take these for the function call that AgentScope records.
         own |= {key: attributes.pop(key) for key in ("input", "output", "metadata") if key in attributes}
     operation = get_path(attributes, "gen_ai", "operation", "name") or _kind(attributes)
     _add(attributes, {"gen_ai.operation.name": operation})
     operation = known_operation(operation)
-    cut = {} if operation == _TOOL else _take_out_cut(attributes)
-    had_messages = get_path(attributes, *INPUT.split(".")) is not None
-    for convention in CONVENTIONS:
+    there = set(_heads(attributes))
+    used = [convention for convention in CONVENTIONS if not _HEADS[convention.name].isdisjoint(there)]
+    cut = {} if operation == _TOOL else _take_out_cut(attributes, used)
+    had_messages = get_path(attributes, *_path(INPUT)) is not None
+    for convention in used:
         _add(attributes, _said(attributes, convention, operation, name, loaded))
     _add(attributes, _of_events(events, operation))
     for path, (key, text) in cut.items():
@@ -315,14 +322,22 @@ def translate(attributes: Nested, name: str, loaded: Loaded, events: Sequence[Ne
         put(attributes, text, *path)
     if operation == _TOOL:
         for key in (_ARGUMENTS, _RESULT):
-            if (value := of_langchain(written := get_path(attributes, *key.split(".")))) is not written:
-                put(attributes, value, *key.split("."))
+            if (value := of_langchain(written := get_path(attributes, *_path(key)))) is not written:
+                put(attributes, value, *_path(key))
     elif operation == _CHAT:
-        sent, got = (get_path(attributes, *key.split(".")) for key in (INPUT, OUTPUT))
+        sent, got = (get_path(attributes, *_path(key)) for key in (INPUT, OUTPUT))
         if sent and got:
             _drop_copies(attributes)
         if dropped and not had_messages and isinstance(sent, list) and sent:
             sent[-1] = with_unread(sent[-1], "dropped attribute or event")
+
+
+def _heads(attributes: Nested, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The first keys of all attributes, as in `_HEADS`."""
+    for key, value in attributes.items():
+        yield (path := (*above, key))
+        if isinstance(value, dict) and len(path) < _DEEP:
+            yield from _heads(value, path)
 
 
 def _drop_copies(attributes: Nested) -> None:
@@ -334,11 +349,11 @@ def _drop_copies(attributes: Nested) -> None:
         attributes["ai"].pop("prompt", None)
 
 
-def _take_out_cut(attributes: Nested) -> dict[tuple[str, ...], tuple[str, str]]:
+def _take_out_cut(attributes: Nested, used: Iterable[Convention]) -> dict[tuple[str, ...], tuple[str, str]]:
     """Take JSON that a limit on the length of attributes has cut out of the attributes. The texts, each
     with the attribute of the GenAI convention that is read from them, by their paths."""
     found: dict[tuple[str, ...], tuple[str, str]] = {}
-    recorded = ((key, name) for each in CONVENTIONS for key in (INPUT, OUTPUT) for name in each.values.get(key, ()))
+    recorded = ((key, name) for each in used for key in (INPUT, OUTPUT) for name in each.values.get(key, ()))
     for of, name in recorded:
         path = tuple(name.split("."))
         if name in ("input.value", "output.value"):
@@ -357,7 +372,7 @@ def _kind(attributes: Nested) -> str | None:
     """The operation of a span that does not name it by the GenAI convention."""
     for convention in CONVENTIONS:
         for path, kinds in convention.kinds.items():
-            value = get_path(attributes, *path.split("."))
+            value = get_path(attributes, *_path(path))
             found = kinds if isinstance(kinds, str) else kinds.get(str(value).lower())
             if value is not None and found is not None:
                 return found
@@ -375,9 +390,20 @@ def _unpacked(value: Any, role: str) -> list[Message]:
 
 def _value(attributes: Nested, path: str) -> Any:
     """The attribute at a path; None if it says nothing."""
-    keys = path.split(".")
-    value = get_path(attributes, *(["openinference"] if keys[0] in ("input", "output") else []), *keys)
+    value = get_path(attributes, *_keys(path))
     return None if value in EMPTY else value
+
+
+@cache
+def _path(name: str) -> tuple[str, ...]:
+    return tuple(name.split("."))
+
+
+@cache
+def _keys(name: str) -> tuple[str, ...]:
+    """Where an attribute is, as nested attributes have it while they are translated."""
+    keys = _path(name)
+    return ("openinference", *keys) if keys[0] in ("input", "output") else keys
 
 
 def _said(attributes: Nested, convention: Convention, operation: str, name: str, loaded: Loaded) -> dict[str, Any]:
@@ -428,7 +454,7 @@ def _said(attributes: Nested, convention: Convention, operation: str, name: str,
 def _add(attributes: Nested, said: dict[str, Any]) -> None:
     """Add what is said by dotted names, and not there yet."""
     for key, value in said.items():
-        path = key.split(".")
+        path = _path(key)
         if value not in EMPTY and get_path(attributes, *path) is None:
             put(attributes, value, *path)
 
@@ -553,3 +579,11 @@ _READERS: Final[Mapping[str, Callable[[Nested, str], dict[str, Any]]]] = {
     "Pydantic AI": _pydantic,
 }
 """What reads the messages of those conventions whose fields are not messages each."""
+_HEADS: Final = {
+    each.name: frozenset(
+        _keys(name)[:_DEEP]
+        for name in (*each.kinds, *(path for paths in each.values.values() for path in paths), *each.also)
+    )
+    for each in CONVENTIONS
+}
+"""The first keys of the attributes of each convention. Most spans have those of none."""

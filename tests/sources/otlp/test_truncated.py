@@ -210,3 +210,35 @@ async def test_short_texts_that_are_put_together_hide_no_limit(client: httpx2.As
         client, inbox, span(1, limited(told, 120)), span(2, {KIND: "LLM", **texts, **answered}, parent=1)
     )
     assert replies[1].skip is SkipReason.TRUNCATED
+
+
+ASKED = [{"role": "user", "content": "Which plan is cheaper in the first year?"}]
+
+
+@pytest.mark.parametrize(
+    ("agent", "chat"),
+    [
+        pytest.param(
+            {"ai.operationId": "ai.generateText", "ai.prompt": json.dumps({"messages": ASKED})},
+            {"ai.operationId": "ai.generateText.doGenerate", "ai.prompt.messages": json.dumps(ASKED)},
+            id="Vercel AI SDK",
+        ),
+        pytest.param(
+            {"traceloop.span.kind": "agent", "traceloop.entity.input": json.dumps({"inputs": ASKED})},
+            {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Which plan"},
+            id="OpenLLMetry",
+        ),
+        pytest.param(
+            {"pydantic_ai.all_messages": json.dumps(ASKED), "gen_ai.agent.name": "desk"},
+            {"gen_ai.operation.name": "chat", "gen_ai.input.messages": json.dumps(ASKED)},
+            id="Pydantic AI",
+        ),
+    ],
+)
+async def test_json_of_other_conventions_that_breaks_off_is_no_question(
+    client: httpx2.AsyncClient, inbox: Path, agent: dict[str, Any], chat: dict[str, Any]
+) -> None:
+    replies = await read(client, inbox, span(1, limited(agent, 40)), span(2, limited(chat, 40), parent=1))
+    (reply,) = replies.values()
+    assert ("{" in reply.query, reply.skip) == (False, SkipReason.TRUNCATED)
+    assert "the question was cut (gen_ai.input.messages)" in reply.skip_detail
