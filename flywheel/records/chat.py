@@ -387,6 +387,28 @@ def unread_in_result(value: Any) -> Iterator[str]:
     yield from _unread_of(_result_blocks(value) or ())
 
 
+def failed_in(message: Message) -> Iterator[str]:
+    """The ids of the calls whose results in a message say that they are errors."""
+    content = message["parts"] if "parts" in message else message.get("content")
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict) and any(map(_says_error, (block, *block.values()))):
+            results = (each for each in _blocks(block) if each["type"] in _RESULTS)
+            yield from (_plain(each.get("id", each.get("tool_use_id"))) for each in results)
+    if message.get("role") == "tool" and _says_error(message) and message.get("tool_call_id"):
+        yield str(message["tool_call_id"])
+
+
+def _says_error(value: Any) -> bool:
+    """Whether a result says that it is an error, as Anthropic, the Model Context Protocol, Bedrock and LangChain,
+    AgentScope, or the Vercel AI SDK write it."""
+    return isinstance(value, dict) and (
+        value.get("is_error") is True
+        or value.get("isError") is True
+        or "error" in (value.get("status"), value.get("state"))
+        or value.get("type") in ("error-text", "error-json")
+    )
+
+
 def _unread_of(blocks: Iterable[Block]) -> Iterator[str]:
     for block in blocks:
         if block["type"] == UNREAD:

@@ -18,6 +18,7 @@ from flywheel.records.chat import (
     Message,
     call_of,
     chat_of,
+    failed_in,
     has_media,
     messages_of,
     result_text,
@@ -228,6 +229,8 @@ class Conversation(NamedTuple):
     chat: list[ChatMessage]
     unread: tuple[str, ...]
     """Each `a part of type X at messages[N]`."""
+    failed: frozenset[str]
+    """The ids of the calls whose results say that they are errors."""
 
 
 def conversation(span: Span) -> list[ChatMessage]:
@@ -243,27 +246,31 @@ def read_conversation(span: Span) -> Conversation:
     """
     chat: list[ChatMessage] = []
     unread: dict[str, str] = {}
+    failed: set[str] = set()
     written = items_of(span.attributes.gen_ai.input.messages)
     items = [*map(bytes, written or items_of(first_argument(span, span.attributes.input.kwargs.messages)))]
     if not items or any(item[:1] == b"{" and b'"role"' not in item for item in items):
         # It is no list, or has items of the Responses API, of which several can be one message.
         items = [json.dumps(message).encode() for message in input_messages(span)]
     for place, item in enumerate(items):
-        said, kinds = _chat_item(item) if len(item) <= _CACHED_BYTES else _chat_item.__wrapped__(item)
+        said, kinds, errors = _chat_item(item) if len(item) <= _CACHED_BYTES else _chat_item.__wrapped__(item)
         chat += said
+        failed |= errors
         unread = dict.fromkeys(kinds, f"messages[{place}]") | unread
-    return Conversation(chat, tuple(f"a part of type {kind} at {where}" for kind, where in unread.items()))
+    parts = tuple(f"a part of type {kind} at {where}" for kind, where in unread.items())
+    return Conversation(chat, parts, frozenset(failed))
 
 
 @lru_cache(maxsize=1024)
-def _chat_item(data: bytes) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
-    """One item of a list of messages in the OpenAI form, and the types of its parts that were not read. Each model
-    call repeats most items of the one before it."""
+def _chat_item(data: bytes) -> tuple[tuple[ChatMessage, ...], tuple[str, ...], frozenset[str]]:
+    """One item of a list of messages in the OpenAI form, the types of its parts that were not read, and the ids of
+    the calls that failed. Each model call repeats most items of the one before it."""
     value = value_of(Raw(data))
     messages = [value] if isinstance(value, dict) and "role" in value else messages_of(value)
     return (
         tuple(chat for message in messages for chat in chat_of(message)),
         tuple(kind for message in messages for kind in unread_in(message)),
+        frozenset(name for message in messages for name in failed_in(message)) if b"rror" in data else frozenset(),
     )
 
 

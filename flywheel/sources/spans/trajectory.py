@@ -267,7 +267,12 @@ class Trajectory:
             # A call without a span of its own: 2.x makes none for a tool that does not exist.
             spans = {"", *(tool.id for tool in self.tools)}
             alone = [step for step in results if step["tool_call_id"] not in spans]
-            errors += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if TOOL_ERROR.match(s["content"])]
+            failed = at.read_conversation(self.models[-1]).failed if alone and self.models else ()
+            errors += [
+                f"tool {step['name']}: {step['content'] or 'the result says so'}"[:500]
+                for step in alone
+                if step["tool_call_id"] in failed or TOOL_ERROR.match(step["content"])
+            ]
         return tuple(errors)
 
 

@@ -105,6 +105,44 @@ def test_a_result_that_says_that_it_is_an_error_is_one(tmp_path: Path, result: d
     assert reply.trajectory[-1]["content"] == "no such SKU"
 
 
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda fails: message(
+            "user",
+            {"toolResult": {"toolUseId": "c1", "content": [{"text": "no SKU"}], "status": ["ok", "error"][fails]}},
+        ),
+        lambda fails: message(
+            "user", {"type": "tool_result", "tool_use_id": "c1", "content": "no SKU", "is_error": fails}
+        ),
+        lambda fails: {
+            "role": "tool", "tool_call_id": "c1", "content": "no SKU", "status": ["success", "error"][fails]
+        },
+        lambda fails: message(
+            "tool",
+            {
+                "type": "tool-result", "toolCallId": "c1", "toolName": "stock",
+                "output": {"type": ["text", "error-text"][fails], "value": "no SKU"},
+            },
+        ),
+    ],
+    ids=["Bedrock", "Anthropic", "LangChain", "Vercel"],
+)  # fmt: skip
+def test_an_error_is_known_from_the_next_request_where_the_tool_has_no_span(
+    tmp_path: Path, given: Any, fails: bool
+) -> None:
+    asked = message("user", part("Stock of 77?"))
+    called = message("assistant", {"type": "tool_call", "id": "c1", "name": "stock", "arguments": {}})
+    reply = told(
+        tmp_path,
+        chat("m0", [asked], [called], parent="a", began=1, ended=2),
+        chat("m1", [asked, called, given(fails)], [ANSWER], parent="a", began=3, ended=4),
+    )
+    assert reply.trajectory[-1]["content"] == "no SKU"
+    assert reply.errors == (("tool stock: no SKU",) if fails else ())
+
+
 def test_an_envelope_and_messages_of_langchain_are_read_in_a_studio_database_as_well(tmp_path: Path) -> None:
     sent = {
         "version": "0.1.0",
