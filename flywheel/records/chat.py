@@ -455,6 +455,14 @@ def images_of(message: Message) -> list[str]:
     return [reference for reference in references if reference]
 
 
+_AROUND_CONTENT: Final = frozenset(
+    {"content", "isError", "is_error", "structuredContent", "structured_content", "_meta", "status", "toolUseId",
+     "tool_use_id", "tool_call_id", "type", "id", "name", "role", "metadata", "state", "artifact", "stream",
+     "is_last", "is_interrupted", "chunk", "created_at"}
+)  # fmt: skip
+"""What stands beside the content of a result. An object with other keys, and a text as content, is the tool's own."""
+
+
 def result_text(value: Any) -> str:
     """The text of a tool's result: a text, blocks, an object with content, a repr, or JSON of blocks."""
     blocks = _result_blocks(value)
@@ -481,7 +489,9 @@ def _result_blocks(value: Any) -> list[Block] | None:
     if isinstance(value, dict) and "content" in value:
         # The Model Context Protocol may have it twice: structuredContent repeats it.
         content = value["content"]
-        return [_text(content)] if (blocks := _result_blocks(content)) is None else blocks
+        if (blocks := _result_blocks(content)) is not None:
+            return blocks
+        return [_text(content)] if value.keys() <= _AROUND_CONTENT else None
     if isinstance(value, dict):
         return _read_or_none([value]) if isinstance(value.get("type"), str) else None
     return _read_or_none(value) if isinstance(value, list) else None

@@ -267,11 +267,11 @@ class Trajectory:
             # A call without a span of its own: 2.x makes none for a tool that does not exist.
             spans = {"", *(tool.id for tool in self.tools)}
             alone = [step for step in results if step["tool_call_id"] not in spans]
-            failed = at.read_conversation(self.models[-1]).failed if alone and self.models else ()
+            refused = at.read_conversation(self.models[-1]).failed if alone and self.models else frozenset[str]()
             errors += [
                 f"tool {step['name']}: {step['content'] or 'the result says so'}"[:500]
                 for step in alone
-                if step["tool_call_id"] in failed or TOOL_ERROR.match(step["content"])
+                if step["tool_call_id"] in refused or TOOL_ERROR.match(step["content"])
             ]
         return tuple(errors)
 

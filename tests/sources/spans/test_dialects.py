@@ -105,6 +105,25 @@ def test_a_result_that_says_that_it_is_an_error_is_one(tmp_path: Path, result: d
     assert reply.trajectory[-1]["content"] == "no such SKU"
 
 
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": "41 pieces", "isError": False}, "41 pieces"),
+        ({"content": [{"type": "text", "text": "41 pieces"}], "trace": 1}, "41 pieces"),
+        ({"content": "41 pieces", "total": 3}, '{"content": "41 pieces", "total": 3}'),
+        ({"content": {"pieces": 41}, "total": 3}, '{"content": {"pieces": 41}, "total": 3}'),
+    ],
+)
+def test_an_object_of_the_tools_own_stays_whole(tmp_path: Path, result: dict[str, Any], text: str) -> None:
+    called = message("assistant", {"type": "tool_call", "id": "c1", "name": "stock", "arguments": {}})
+    reply = told(
+        tmp_path,
+        chat("m0", [message("user", part("Stock of 77?"))], [called], parent="a", began=1, ended=2),
+        tool("t", "c1", "stock", result, parent="a", began=2, ended=3),
+    )
+    assert reply.trajectory[-1]["content"] == text
+
+
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(
     "given",
