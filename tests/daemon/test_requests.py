@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sqlite3
 import subprocess
@@ -66,6 +67,8 @@ def hang(daemon: Daemon) -> subprocess.Popen[str]:
 
     def is_stopped() -> bool:
         daemon.process.send_signal(signal.SIGSTOP)
+        # Until all of its threads have stopped, one of them may begin to write.
+        os.waitpid(daemon.process.pid, os.WUNTRACED)
         with closing(sqlite3.connect(daemon.state / "state.db", timeout=0.2, isolation_level=None)) as conn:
             try:
                 conn.execute("BEGIN IMMEDIATE")

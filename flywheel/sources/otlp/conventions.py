@@ -1,8 +1,8 @@
 """Translates the attributes and events of other conventions into those of OpenTelemetry's GenAI convention.
 
 A span is translated when it is received, so that everything behind the receiver knows one convention. An attribute of
-the GenAI convention that the span has already is kept. `CONVENTIONS` says which attributes are read; the table in
-`docs/how-to/otlp.md` is generated from it (`python -m scripts.reference_pages`).
+the GenAI convention that the span has already is kept. `CONVENTIONS` says which attributes are read; the table that
+`flywheel docs otlp` shows is generated from it (`python -m scripts.reference_pages`).
 https://opentelemetry.io/docs/specs/semconv/gen-ai/
 https://github.com/Arize-ai/openinference/blob/main/spec/semantic_conventions.md
 https://langfuse.com/integrations/native/opentelemetry
