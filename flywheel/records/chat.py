@@ -391,14 +391,14 @@ def failed_in(message: Message) -> Iterator[str]:
     """The ids of the calls whose results in a message say that they are errors."""
     content = message["parts"] if "parts" in message else message.get("content")
     for block in content if isinstance(content, list) else ():
-        if isinstance(block, dict) and any(map(_says_error, (block, *block.values()))):
+        if isinstance(block, dict) and any(map(says_error, (block, *block.values()))):
             results = (each for each in _blocks(block) if each["type"] in _RESULTS)
             yield from (_plain(each.get("id", each.get("tool_use_id"))) for each in results)
-    if message.get("role") == "tool" and _says_error(message) and message.get("tool_call_id"):
+    if message.get("role") == "tool" and says_error(message) and message.get("tool_call_id"):
         yield str(message["tool_call_id"])
 
 
-def _says_error(value: Any) -> bool:
+def says_error(value: Any) -> bool:
     """Whether a result says that it is an error, as Anthropic, the Model Context Protocol, Bedrock and LangChain,
     AgentScope, or the Vercel AI SDK write it."""
     return isinstance(value, dict) and (

@@ -10,7 +10,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-from flywheel.records.chat import Message, chat_of, is_refusal, text_of, unread_in, unread_in_result, without_finish
+from flywheel.records.chat import (
+    Message,
+    chat_of,
+    is_refusal,
+    says_error,
+    text_of,
+    unread_in,
+    unread_in_result,
+    without_finish,
+)
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.reprs import ReprError, is_result, parse_call
 from flywheel.records.request_id import BASE_VERSION, mark_of
@@ -269,7 +278,7 @@ class Trajectory:
             alone = [step for step in results if step["tool_call_id"] not in spans]
             refused = at.read_conversation(self.models[-1]).failed if alone and self.models else frozenset[str]()
             errors += [
-                f"tool {step['name']}: {step['content'] or 'the result says so'}"[:500]
+                f"tool {step['name']}: {step['content'] or 'the tool says so'}"[:500]
                 for step in alone
                 if step["tool_call_id"] in refused or TOOL_ERROR.match(step["content"])
             ]
@@ -364,10 +373,10 @@ def tool_failure(tool: ToolUse) -> str:
 
 
 def _state(returned: Any) -> Any:
-    """The state that 2.x gives a tool's result, up to 2.0.6 in a repr, or `error` where the Model Context Protocol or
-    Strands say so; None if there is none."""
+    """The state that 2.x gives a tool's result, up to 2.0.6 in a repr, or `error` where other
+    dialects say so; None if there is none."""
     if isinstance(returned, dict) and "content" in returned and "state" not in returned:
-        return "error" if returned.get("isError") is True or returned.get("status") == "error" else None
+        return "error" if says_error(returned) else None
     if not isinstance(returned, str):
         return get_path(returned, "state")
     if not is_result(returned) or _STATE not in returned:

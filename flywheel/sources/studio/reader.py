@@ -23,7 +23,7 @@ from flywheel.records.request_id import recorded_in
 from flywheel.records.task import Batch, RawTrace
 from flywheel.records.trace import Checkpoint, Cursor, DeadRow
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row, shown
-from flywheel.sources.studio.schema import DIGEST_BITS, Schema, hash_of, is_id, packed, schema_of, true_id, unnamed
+from flywheel.sources.studio.schema import DIGEST_BITS, Schema, hash_of, is_id, packed, schema_of, span_id_of, unnamed
 from flywheel.sources.studio.trace_completion import FOREVER_NS, CallSizes, Completeness, OpenTrace, TraceCompletion
 
 BATCH_ROWS: Final = 500
@@ -93,7 +93,7 @@ class Scan:
         rowid = size = 0
         for row in rows:
             rowid = row[0]
-            trace.ids[rowid] = (true_id(row[1], row[2]), row[3])
+            trace.ids[rowid] = (span_id_of(row[1], row[2]), row[3])
             trace.ends.append(row[4])
             trace.rows[rowid] = data = packed(row)
             trace.hashes += hash_of(data)

@@ -55,7 +55,7 @@ class Schema:
         row = (rowid, *marshal.loads(data))
         try:
             _, row_id, trace_id, parent, ended, attributes, name, events, *own = row
-            span_id = true_id(row_id, trace_id)
+            span_id = span_id_of(row_id, trace_id)
             decoded = _attributes(attributes)
             kind, started_ns, status, message, conversation, service, resource = self.own_values(decoded, *own)
             if kind is SpanKind.AGENT and decoded.gen_ai.input.messages is NOTHING:
@@ -88,7 +88,7 @@ class Schema:
                 if isinstance(value, tuple):
                     # The other values were not loaded.
                     why, excerpt = f"{column} {_type_of(value)}", value
-            return DeadRow(rowid, shown(true_id(row[1], row[2])), shown(row[2]), why, shown(excerpt)[:500])
+            return DeadRow(rowid, shown(span_id_of(row[1], row[2])), shown(row[2]), why, shown(excerpt)[:500])
 
     def named_in(self, data: bytes) -> tuple[list[str], list[str]]:
         """The conversations and the users that a packed row names, as far as it can be read."""
@@ -105,7 +105,7 @@ class Schema:
             return 0
 
 
-def true_id(row_id: Any, trace_id: Any) -> Any:
+def span_id_of(row_id: Any, trace_id: Any) -> Any:
     """The span id of a row. Where another span has that id, its row in an inbox has trace and start in its id."""
     if type(row_id) is bytes and b"@" in row_id and type(trace_id) is bytes:
         return row_id.partition(b"@" + trace_id + b"@")[0]
