@@ -230,7 +230,7 @@ class ReplySelection(Struct, frozen=True):
 
 def reasoning_of(message: ChatMessage) -> str:
     """The reasoning in a message of the model; empty if it has none."""
-    texts = (message.get(key) for key in ("reasoning", "reasoning_content"))
+    texts = (message.get(key) for key in ("reasoning", "reasoning_content", "thinking"))
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 

@@ -8,7 +8,9 @@ completions. This module calls vLLM's own code with the server's settings.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,15 +18,25 @@ from typing import Any, Final, NoReturn
 
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
-from flywheel.records.trace import ChatMessage, reasoning_of
+from flywheel.records.trace import ChatMessage
+from flywheel.records.verdict import Exchange
 from flywheel.training.data.samples import CallTokens, RecordedReply, Sample, identity_of, message_identity, timelines
+from flywheel.training.engine.target_message import NoSampleError, Target, as_context
 
 PART: Final = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of a token that is only a part of a character."""
 MOST_PARTS: Final = 8
 """More tokens than one character has."""
-MARK: Final = "a mark that no reasoning has"
-"""Shows whether a template writes the reasoning of a message."""
+NO_REASONING: Final = "its reasoning: the chat template writes none"
+"""What a sample lacks whose template has no place for the reasoning of its message."""
+_READS_THINKING: Final = re.compile(r"message(\.thinking\b|\[['\"]thinking['\"]\])")
+_THINKING_TOO: Final = (
+    "{%- set with = namespace(thinking=[]) -%}{%- for message in messages -%}"
+    "{%- set same = not (loop.last and message.reasoning) -%}"
+    "{%- set with.thinking = with.thinking + [message if same else dict(message, thinking=message.reasoning)] -%}"
+    "{%- endfor -%}{%- set messages = with.thinking -%}{{- '' }}"
+)
+"""Before a template: the last message has its reasoning as `thinking`, too."""
 
 POLICY_SAMPLING: Final[Mapping[str, float]] = MappingProxyType(
     {
@@ -110,10 +122,6 @@ class ParsedAnswer:
     tools: tuple[str, ...] = ()
 
 
-class NoSampleError(Exception):
-    """A recorded reply that cannot be trained on; the message says why."""
-
-
 class ServedChat:
     """The chat endpoint of the server, as far as it depends on neither weights nor HTTP, with a `context` of so many
     tokens. Raises TrainError for a template or a parser that vLLM does not have."""
@@ -143,58 +151,128 @@ class ServedChat:
 
     async def _rendered(self, request: Any) -> tuple[str, tuple[int, ...]]:
         """The messages of a request as text and as tokens."""
+        text = await self._text(request, self._about(request))
+        return text, await self._tokens(text, request)
+
+    async def _text(self, request: Any, about: Any) -> str:
+        _, rendered = await self._renderer.render_messages_async(request.messages, about)
+        return str(rendered["prompt"])
+
+    async def _tokens(self, text: str, request: Any) -> tuple[int, ...]:
         from vllm.renderers.params import TokenizeParams
 
-        _, rendered = await self._renderer.render_messages_async(request.messages, self._about(request))
         # Callers check the length: a prompt is never truncated.
         whole = TokenizeParams(max_total_tokens=None, add_special_tokens=request.add_special_tokens)
-        tokens = (await self._renderer.tokenize_prompt_async(rendered, whole))["prompt_token_ids"]
-        return rendered["prompt"], tuple(tokens)
+        return tuple((await self._renderer.tokenize_prompt_async({"prompt": text}, whole))["prompt_token_ids"])
 
     async def recorded_reply(self, task: RoundTask, *, empty_reasoning: bool) -> RecordedReply:
         """The task's reply as training samples: each message of the model, up to and including the first token that
-        ends its turn, follows the prompt that the server would have rendered for it.
+        ends its turn, follows the prompt that the server would have rendered for it. Messages with the weight 0 are
+        context.
 
         `empty_reasoning` permits messages without reasoning where the template writes some. Raises NoSampleError for
         a reply that cannot be trained on, and whatever vLLM or the template raises.
         """
         calls: list[CallTokens] = []
+        without: tuple[str, ...] = ()
         for place, message in enumerate(task.reply):
-            if message.get("role") == "assistant":
-                calls.append(await self._recorded_message(task, task.reply[:place], message, empty_reasoning))
+            if message.get("role") == "assistant" and message.get("weight") != 0:
+                before = [*task.prompt, *map(as_context, task.reply[:place])]
+                call, is_whole = await self._recorded_message(task, before, Target.of(message), empty_reasoning)
+                calls.append(call)
+                without = without if is_whole else (NO_REASONING,)
+        if not calls:
+            raise NoSampleError("it has no message of the model to train on")
         samples = (Sample(sample.token_ids, sample.loss_mask) for sample in timelines(calls).samples)
-        return RecordedReply(task.task_id, tuple(samples))
+        return RecordedReply(task.task_id, tuple(samples), without)
 
     async def _recorded_message(
-        self, task: RoundTask, before: Sequence[ChatMessage], message: ChatMessage, empty_reasoning: bool
-    ) -> CallTokens:
-        tokenizer, text = self._renderer.get_tokenizer(), json.dumps(message, ensure_ascii=False)
-        if special := next((token for token in _special_tokens(tokenizer) if token in text), None):
-            raise NoSampleError(f"its text holds the special token {special}")
-        messages = [*task.prompt, *before]
-        prompt, prompt_ids = await self._rendered(_request(task, messages))
+        self, task: RoundTask, before: Sequence[ChatMessage], recorded: Target, empty_reasoning: bool
+    ) -> tuple[CallTokens, bool]:
+        """A message behind others, and whether all that was recorded of it is in its tokens."""
+        tokenizer, ends = self._renderer.get_tokenizer(), self._end_of_turn()
+        end_texts = tokenizer.convert_ids_to_tokens(sorted(ends))
+        special = {*_special_tokens(tokenizer), *end_texts}
+        if found := next((token for text in recorded.strings for token in special if token in text), None):
+            raise NoSampleError(f"its text holds the special token {found}")
+        request = _request(task, before)
+        prompt, prompt_ids = await self._rendered(request)
 
-        async def continued(message: ChatMessage) -> str:
-            """What the template writes for the message behind the prompt; empty if it changes the prompt."""
-            whole, _ = await self._rendered(_request(task, [*messages, message], add_generation_prompt=False))
-            return whole.removeprefix(prompt) if whole.startswith(prompt) else ""
+        async def written(target: Target) -> str:
+            """What the template writes behind the prompt until the turn ends; empty if it changes the prompt."""
+            asked = _request(task, [*before, target.message], add_generation_prompt=False)
+            whole = await self._text(asked, self._reading_thinking(self._about(asked)))
+            own = whole.removeprefix(prompt) if whole.startswith(prompt) else ""
+            return min((own[: own.find(end) + len(end)] for end in end_texts if end in own), key=len, default=own)
 
-        text = await continued(message)
-        if not text:
-            raise NoSampleError("the chat template does not write it behind its prompt")
-        if not reasoning_of(message) and not empty_reasoning:
-            marked = await continued({**message, "reasoning": MARK, "reasoning_content": MARK})
-            if MARK in marked:
+        for target, dropped in recorded.forms:
+            text, missing = await written(target), ""
+            if text:
+                marked = target.marked(reasoning=bool(target.reasoning.strip()))
+                missing = target.missing_in(text) or marked.missing_in(await written(marked))
+                if missing != dropped:
+                    break
+        is_recorded = bool(recorded.reasoning.strip())
+        if not (is_recorded or empty_reasoning):
+            reasoned, shown = target.marked(reasoning=True), ""
+            with contextlib.suppress(Exception):  # a template may refuse reasoning in such a message
+                shown = await written(reasoned)
+            if reasoned.reasoning in shown:
                 raise NoSampleError("its reasoning was not recorded (training.sft.reasoning)")
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-        ends = self._end_of_turn()
-        end = next((place for place, token in enumerate(token_ids) if token in ends), None)
+        if not text:
+            closed = _request(task, before, add_generation_prompt=False)
+            tail = prompt.removeprefix(await self._text(closed, self._about(closed)))
+            raise NoSampleError(f"the chat template does not write it behind its prompt, which ends in {tail!r}")
+        if missing:
+            raise NoSampleError(f"the chat template does not write its {missing}")
+        whole_ids = await self._tokens(prompt + text, request)
+        if whole_ids[: len(prompt_ids)] == prompt_ids:
+            own = whole_ids[len(prompt_ids) :]
+        else:  # a token of the prompt goes on into the text
+            own = tuple(tokenizer.encode(text, add_special_tokens=False))
+        end = next((place for place, token in enumerate(own) if token in ends), None)
         if end is None:
             raise NoSampleError("the chat template ends it with no token at which the server stops")
-        own = tuple(token_ids[: end + 1])
-        body = {"tools": task.exchange.tools, "messages": messages}
-        return CallTokens(
-            prompt_ids, own, (None,) * len(own), (None,) * len(own), identity_of(body), message_identity(message)
+        own = own[: end + 1]
+        about = identity_of({"tools": task.exchange.tools, "messages": before}), message_identity(target.message)
+        nothing = (None,) * len(own)
+        is_whole = not is_recorded or target != recorded.without_reasoning
+        return CallTokens(prompt_ids, own, nothing, nothing, *about), is_whole
+
+    def _reading_thinking(self, about: Any) -> Any:
+        """The same for a template that reads reasoning as `thinking`, a key that vLLM drops: the last message has its
+        reasoning under both."""
+        from vllm.renderers.hf import resolve_chat_template_content_format
+
+        tokenizer, tools = self._renderer.get_tokenizer(), about.chat_template_kwargs.get("tools")
+        template = tokenizer.get_chat_template(about.chat_template, tools=tools)
+        if _READS_THINKING.search(template) is None:
+            return about
+        form = resolve_chat_template_content_format(
+            template, tools, about.chat_template_content_format, tokenizer, model_config=self._model_config
+        )
+        return replace(about, chat_template=_THINKING_TOO + template, chat_template_content_format=form)
+
+    async def check_targets(self) -> None:
+        """Raise TrainError for a template with which no recorded message can be a sample, whatever it says."""
+        asked = {"role": "user", "content": "Hello"}
+        refused = []
+        for reasoning in ("", "A greeting."):
+            answer = {"role": "assistant", "content": "Hi", "reasoning": reasoning}
+            task = RoundTask(task_id="", exchange=Exchange("Hello", ""), prompt=[asked], reply=(answer,))
+            try:
+                await self.recorded_reply(task, empty_reasoning=True)
+            except NoSampleError as reason:
+                refused.append(str(reason))
+            except Exception:  # it refuses this question or answer, and perhaps no other
+                return
+            else:
+                return
+        model = self._model_config.model
+        raise TrainError(
+            f"train on recorded replies with {self._chat.template_of(model)}",
+            refused[0],
+            "Name a template that does in --chat-template of serving.extra_args, or train with GRPO.",
         )
 
     def _end_of_turn(self) -> set[int]:
@@ -309,7 +387,9 @@ def _request(task: RoundTask, messages: Sequence[ChatMessage] | None = None, **v
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     tools = {"tools": list(task.exchange.tools)} if task.exchange.tools else {}
-    return ChatCompletionRequest(model="", messages=list(messages or task.prompt), **tools, **values)
+    # vLLM renames keys of the messages that it is given.
+    own = [{**message} for message in messages or task.prompt]
+    return ChatCompletionRequest(model="", messages=own, **tools, **values)
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:

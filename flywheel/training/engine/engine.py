@@ -35,12 +35,13 @@ from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.rollout import Completion, LoadedAdapter, RolloutRequest, reply
 from flywheel.training.data.samples import RecordedReply
 from flywheel.training.engine.adapter_files import AdapterFiles
-from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, NoSampleError, ServedChat
+from flywheel.training.engine.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, why_too_small
 from flywheel.training.engine.policy import base_dtype
 from flywheel.training.engine.ray_cluster import RoundActor
 from flywheel.training.engine.rollout_engine import RolloutEngine
 from flywheel.training.engine.served_application import ServedApplication, unless_dead
+from flywheel.training.engine.target_message import NoSampleError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ END_OF_SEVERAL_SECONDS = 5.0
 class EngineSettings:
     """Settings of an engine; `kv_cache_gib` applies without a GPU, `gpu_memory_utilization` with one. The context is
     at least `max_model_len`, and the server's context if memory allows. `more_adapters` are loaded beside those of
-    the policy."""
+    the policy. `imitates`: all that is trained on are recorded replies."""
 
     model: str
     max_model_len: int
@@ -74,6 +75,7 @@ class EngineSettings:
     chat: ChatFormat = field(default_factory=ChatFormat)
     more_adapters: int = 0
     tensor_parallel: int = 1
+    imitates: bool = False
 
     @property
     def lora_slots(self) -> int:
@@ -131,6 +133,7 @@ class Engine(RolloutEngine, RoundActor):
 
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.renderers import renderer_from_config
         from vllm.v1.engine.async_llm import AsyncLLM
 
         gpu = torch.cuda.is_available()
@@ -174,7 +177,13 @@ class Engine(RolloutEngine, RoundActor):
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
             # As for a length of -1: the context is reduced to what memory allows, without an error.
             vllm_config.model_config.original_max_model_len = -1
+            if settings.imitates:
+                renderer, model_config = renderer_from_config(vllm_config), vllm_config.model_config
+                await ServedChat(settings.chat, model_config, renderer, served).check_targets()
+                renderer.shutdown()
             self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        except TrainError:
+            raise
         except Exception as error:
             raise TrainError(
                 f"start a rollout engine for {settings.model}",

@@ -129,6 +129,7 @@ class Round:
                 cpu_threads=threads,
                 chat=chat,
                 tensor_parallel=rollout.tensor_parallel,
+                imitates=has_trainer and _imitates(self.spec, training.stages),
             )
             self.engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
         if self.settings.ray.address is None:
@@ -523,6 +524,11 @@ class Round:
             device=self.about.device,
             **fields,
         )
+
+
+def _imitates(spec: RoundSpec, stages: Sequence[str]) -> bool:
+    """Whether all that a round trains on are recorded replies."""
+    return all(stage == "sft" or (stage == "dpo" and all(task.has_pair for task in spec.train)) for stage in stages)
 
 
 def _make_grade(make_grade: MakeGrade, spec: RoundSpec, directory: Path, pause: Pause) -> Grade:

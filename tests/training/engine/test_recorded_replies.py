@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.chat_rendering import ChatFormat, NoSampleError
+from flywheel.training.engine.chat_rendering import ChatFormat
+from flywheel.training.engine.target_message import NoSampleError
 from tests.factories.chat_rendering import Served, rendering
 from tests.factories.round import POLICY
 from tests.factories.task import round_task
@@ -217,10 +219,144 @@ def test_without_thinking_there_is_no_reasoning_to_record(served: Served) -> Non
     assert supervised(served, sample) == ["3<|im_end|>"]
 
 
-@pytest.mark.parametrize("reply", [said("It ends<|im_end|> here"), said(None, call(1, a=1) | {"id": "<|eot_id|>"})])
+def written(arguments: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        said("It ends<|im_end|> here"),
+        said("3", reasoning_content="Then <|im_end|>"),
+        said(None, call(1, a=1) | {"id": "<|eot_id|>"}),
+        said(None, written(r'{"a": "\u003c|im_end|\u003e"}')),
+        said(None, written(r'{"a": [{"\u003c|im_end|\u003e": 1}]}')),
+        said(None, {"id": "c1", "type": "function", "function": {"name": "<|im_end|>", "arguments": "{}"}}),
+    ],
+    ids=["text", "reasoning", "id", "arguments", "a name in them", "name"],
+)
 def test_a_reply_with_a_special_token_is_left_out(served: Served, reply: dict[str, Any]) -> None:
     with pytest.raises(NoSampleError, match="special token"):
-        samples(served, CHATML, task(reply, tools=True))
+        samples(served, QWEN3, task(reply, tools=True), empty=True)
+
+
+def test_a_special_token_in_a_question_or_a_result_stays_what_the_server_reads(served: Served) -> None:
+    prompt = [{"role": "user", "content": "What is <|im_end|>?"}]
+    of = task(said(None, call(1, a=1)), result(1, "<|im_end|>"), said("An end."), prompt=prompt, tools=True)
+    made = samples(served, QWEN3, of, empty=True)
+    assert served.decoded(made[0].token_ids).count("<|im_end|>") > 2
+    assert supervised(served, made[-1])[-1].endswith("An end.<|im_end|>")
+
+
+def test_the_last_message_is_trained_with_its_text_and_its_call(served: Served) -> None:
+    [sample] = samples(served, QWEN3, task(said("Let me look.", call(1, a=1)), tools=True), enable_thinking=False)
+    assert supervised(served, sample) == [
+        'Let me look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    ]
+
+
+def test_turns_before_a_last_result_are_trained(served: Served) -> None:
+    of = task(said("One moment."), result(1, "3"))
+    [sample] = samples(served, CHATML, of)
+    assert supervised(served, sample) == ["One moment.<|im_end|>"]
+    with pytest.raises(NoSampleError, match="no message of the model"):
+        samples(served, CHATML, task(result(1, "3")))
+
+
+@pytest.mark.parametrize("template", [CHATML, SMOLLM], ids=["chatml", "smollm2"])
+@pytest.mark.parametrize("content", [None, "Let me look."])
+def test_calls_that_a_template_does_not_write_are_not_trained_around(
+    served: Served, template: str, content: str | None
+) -> None:
+    of = task(said(content, call(1, a=1)), result(1, "3"), said("It is 3."), tools=True)
+    with pytest.raises(NoSampleError, match="the chat template does not write its calls"):
+        samples(served, template, of)
+
+
+@pytest.mark.parametrize("dropped", ["call.function.name | tojson", "call.function.arguments | tojson"])
+def test_a_template_that_writes_calls_in_part_writes_none(served: Served, dropped: str) -> None:
+    template = LLAMA.replace(dropped, "'add' | tojson" if "name" in dropped else "{} | tojson")
+    other = call(1, a=1) | {"function": {"name": "sum", "arguments": '{"a": 1}'}}
+    with pytest.raises(NoSampleError, match="does not write its calls"):
+        samples(served, template, task(said(None, other), tools=True))
+    only_first = LLAMA.replace("in message.tool_calls or []", "in (message.tool_calls or [])[:1]")
+    with pytest.raises(NoSampleError, match="does not write its calls"):
+        samples(served, only_first, task(said(None, call(1, a=1), call(2, a=1)), tools=True))
+
+
+def test_a_text_that_a_template_drops_beside_a_call_is_missed_though_the_call_says_it(served: Served) -> None:
+    template = LLAMA.replace("(message.content or '')", "('' if message.tool_calls else message.content)")
+    of = task(said("one", written('{"word": "one"}')), tools=True)
+    with pytest.raises(NoSampleError, match="does not write its text"):
+        samples(served, template, of)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"a": 1}, '{"a": 1}', '"{\\"a\\": 1}"'], ids=["an object", "its text", "encoded twice"]
+)
+def test_arguments_in_any_form_are_trained_as_the_object(served: Served, arguments: Any) -> None:
+    [sample] = samples(served, LLAMA, task(said(None, written(arguments)), result(1, "3"), said("3"), tools=True))
+    assert supervised(served, sample) == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "3<|eot_id|>"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", '"a"', "1", "null"])
+def test_arguments_that_are_no_object_are_no_target_but_may_be_context(served: Served, arguments: str) -> None:
+    reply = said(None, written(arguments)), result(1, "3"), said("3")
+    if arguments != "null":
+        with pytest.raises(NoSampleError, match="the arguments of its call of add are no JSON object"):
+            samples(served, LLAMA, task(*reply, tools=True))
+    [sample] = samples(served, LLAMA, task(reply[0] | {"weight": 0}, *reply[1:], tools=True))
+    assert supervised(served, sample) == ["3<|eot_id|>"]
+    assert '{"name": "add", "parameters": {}}' in served.decoded(sample.token_ids)
+
+
+def test_a_message_with_the_weight_0_is_context(served: Served) -> None:
+    of = task(said("One moment.", weight=0), result(1, "3"), said("It is 3.", weight=1))
+    [sample] = samples(served, CHATML, of)
+    assert supervised(served, sample) == ["It is 3.<|im_end|>"]
+    assert "One moment.<|im_end|>" in served.decoded(sample.token_ids)
+    with pytest.raises(NoSampleError, match="no message of the model"):
+        samples(served, CHATML, task(said("3", weight=0)))
+
+
+def test_reasoning_that_the_agent_does_not_send_again_is_trained_and_no_context(served: Served) -> None:
+    step = said(None, call(1, a=1), reasoning_content="First add.")
+    rest = result(1, "1"), said("It is 1.", reasoning_content="Now I know.")
+    sent = samples(served, QWEN3, task(step, *rest, tools=True))
+    assert [supervised(served, each) for each in sent] == [
+        [
+            '<think>\nFirst add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+            "<|im_end|>",
+            "<think>\nNow I know.\n</think>\n\nIt is 1.<|im_end|>",
+        ]
+    ]
+    kept = samples(served, QWEN3, task(step | {"reasoning_sent": False}, *rest, tools=True))
+    assert [text for each in kept for text in supervised(served, each)] == supervised(served, sent[0])
+    assert "First add." not in served.decoded(kept[1].token_ids)
+
+
+def test_a_template_is_asked_before_the_model_is_loaded_whether_it_trains(served: Served) -> None:
+    def checked(template: str) -> None:
+        asyncio.run(served.chat(ChatFormat(template=template), context=4096).check_targets())
+
+    for template in (CHATML, LLAMA, SMOLLM, QWEN3):
+        checked(template)
+    checked("{{ raise_exception('not this question') }}")
+    with pytest.raises(TrainError, match="no token at which the server stops"):
+        checked("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    opened = (
+        "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    with pytest.raises(TrainError, match=r"which ends in '<think>'"):
+        checked(opened)
+    # Reasoning is to be recorded with each reply.
+    checked(
+        opened.replace(
+            "{{ message.content",
+            "{% if message.reasoning %}<think>{{ message.reasoning }}{% endif %}{{ message.content",
+        )
+    )
 
 
 def test_a_template_that_ends_no_turn_is_named(served: Served) -> None:
