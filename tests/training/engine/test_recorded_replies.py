@@ -284,6 +284,12 @@ def test_a_template_that_writes_calls_in_part_writes_none(served: Served, droppe
         samples(served, only_first, task(said(None, call(1, a=1), call(2, a=1)), tools=True))
 
 
+def test_what_a_template_writes_behind_the_end_of_a_turn_is_not_written(served: Served) -> None:
+    template = LLAMA.replace("{%- for call", "{{ '<|eot_id|>' }}{%- for call")
+    with pytest.raises(NoSampleError, match="does not write its calls"):
+        samples(served, template, task(said("Let me look.", call(1, a=1)), tools=True))
+
+
 def test_a_text_that_a_template_drops_beside_a_call_is_missed_though_the_call_says_it(served: Served) -> None:
     template = LLAMA.replace("(message.content or '')", "('' if message.tool_calls else message.content)")
     of = task(said("one", written('{"word": "one"}')), tools=True)
