@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flywheel.records.tool_calls import said_in
 from flywheel.training.data.formats import messages
 from flywheel.training.data.formats.export_format import ExportSample, LeftOut
 
@@ -22,24 +23,22 @@ USED_UP = "more replies with this verdict than with the other to the same prompt
 
 @dataclass(frozen=True, slots=True)
 class PairCandidate:
-    """A reply that can be in a pair. `prompt` and `answer` are hashes."""
+    """A reply that can be in a pair. `prompt` and `reply` are hashes."""
 
     id: int
     prompt: bytes
-    answer: bytes
+    reply: bytes
     score: float
 
 
 def candidate(number: int, sample: ExportSample) -> PairCandidate:
     """Raises LeftOut for a reply that cannot be in a pair."""
     line = sample.line
-    messages.reply(line)
+    reply = said_in(messages.reply(line))
     if sample.score is None:
         raise LeftOut("there is no score")
     given = [messages.prompt(line), messages.tools(line)]
-    return PairCandidate(
-        number, _digest(json.dumps(given, sort_keys=True)), _digest(line["answer"].strip()), sample.score
-    )
+    return PairCandidate(number, _digest(json.dumps(given, sort_keys=True)), _digest(json.dumps(reply)), sample.score)
 
 
 def _digest(text: str) -> bytes:
@@ -96,10 +95,10 @@ class Pairing:
     def _differ(self, better: PairCandidate, worse: PairCandidate) -> bool:
         # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
         gap = round(better.score - worse.score, 9)
-        return better.answer != worse.answer and gap > 0 and gap >= self._margin
+        return better.reply != worse.reply and gap > 0 and gap >= self._margin
 
     def _why(self, possible: Sequence[tuple[PairCandidate, PairCandidate]]) -> str:
         """Why a reply is in no pair, from all pairs that were possible for it."""
-        if all(better.answer == worse.answer for better, worse in possible):
+        if all(better.reply == worse.reply for better, worse in possible):
             return SAME
         return USED_UP if any(self._differ(better, worse) for better, worse in possible) else CLOSE
