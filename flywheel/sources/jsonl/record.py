@@ -557,7 +557,7 @@ def _with_reply(line: TaskLine, key: str) -> TaskLine:
     if isinstance(line[key], str):
         return {**rest, "answer": line[key]}
     messages = messages_of(_chat(line[key], {}), key)
-    if messages and messages[0]["role"] == "assistant":
+    if not messages or messages[0]["role"] in ("assistant", "tool"):
         return {**rest, "completion": line[key]}
     # The whole conversation, which repeats its prompt.
     return {**{name: value for name, value in rest.items() if name not in QUERY}, "messages": line[key]}

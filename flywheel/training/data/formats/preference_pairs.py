@@ -23,11 +23,11 @@ USED_UP = "more replies with this verdict than with the other to the same prompt
 
 @dataclass(frozen=True, slots=True)
 class PairCandidate:
-    """A reply that can be in a pair. `prompt` and `reply` are hashes."""
+    """A reply that can be in a pair. `prompt` and `answer` are hashes, that of the whole reply."""
 
     id: int
     prompt: bytes
-    reply: bytes
+    answer: bytes
     score: float
 
 
@@ -95,10 +95,10 @@ class Pairing:
     def _differ(self, better: PairCandidate, worse: PairCandidate) -> bool:
         # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
         gap = round(better.score - worse.score, 9)
-        return better.reply != worse.reply and gap > 0 and gap >= self._margin
+        return better.answer != worse.answer and gap > 0 and gap >= self._margin
 
     def _why(self, possible: Sequence[tuple[PairCandidate, PairCandidate]]) -> str:
         """Why a reply is in no pair, from all pairs that were possible for it."""
-        if all(better.reply == worse.reply for better, worse in possible):
+        if all(better.answer == worse.answer for better, worse in possible):
             return SAME
         return USED_UP if any(self._differ(better, worse) for better, worse in possible) else CLOSE
