@@ -63,7 +63,7 @@ class Reply(Struct, frozen=True):
     - `history`: the conversation before the reply, the system prompt first. `turn`: the number of earlier turns.
     - `trajectory`: the model and tool messages between request and answer.
     - `errors`: the steps that failed ("tool search: TimeoutError: …").
-    - `reasoning`: of the model before its answer, if the call that gave it is recorded.
+    - `reasoning`: of the model before its answer, if that is recorded.
     - `is_refusal`: the answer is the text of the model's refusal.
     - `reference`: the right answer, if the source has one.
     - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:

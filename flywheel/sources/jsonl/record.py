@@ -109,14 +109,12 @@ def messages_of(value: Any, where: str) -> list[ChatMessage]:
 
 def dialogue_of(value: Any, where: str) -> Dialogue:
     """A list of messages as a dialogue. Raises LineError."""
-    messages = messages_of(value, where)
     unread = tuple(
         f"a part of type {part} at {where}[{place}] was not read"
-        for place, message in enumerate(value)
-        for part in unread_in(message)
+        for place, message in enumerate(value if isinstance(value, list) else ())
+        for part in (unread_in(message) if isinstance(message, dict) else ())
     )
-    value = _expanded(value)
-    messages = messages_of(value, where)
+    value, messages = _read(value, where)
     asked = _last(messages, "user")
     if asked is None:
         return Dialogue(history=tuple(messages), unread=unread)
@@ -124,16 +122,17 @@ def dialogue_of(value: Any, where: str) -> Dialogue:
         history=tuple(messages[:asked]),
         query=messages[asked]["content"],
         images=tuple(dict.fromkeys(images_of(value[asked]))),
-        answered=answered_by(value[asked + 1 :], f"{where}[{asked + 1}:]"),
+        answered=_answered(value[asked + 1 :], messages[asked + 1 :]),
         unread=unread,
     )
 
 
 def answered_by(value: Any, where: str) -> Answered:
     """What a list of messages answers to the question before it. Raises LineError."""
-    messages_of(value, where)
-    value = _expanded(value)
-    messages = messages_of(value, where)
+    return _answered(*_read(value, where))
+
+
+def _answered(value: Sequence[Any], messages: Sequence[ChatMessage]) -> Answered:
     last, every = _last(messages, "assistant"), tuple(messages)
     if any(message["role"] == "tool" for message in messages[0 if last is None else last :]) or (
         last is not None and _calls_tools(messages[last])
@@ -220,10 +219,14 @@ def _check_content(content: Any, where: str) -> None:
         raise LineError(f"`{where}` is {kind(content)}, neither text nor a list of parts")
 
 
-def _expanded(messages: list[Any]) -> list[Any]:
-    """The messages, of which those with tool calls or results among their parts are in the OpenAI form. A result
-    stands behind the message with its call."""
-    return [each for message in messages for each in (_said_in(message) if _has_tool_parts(message) else [message])]
+def _read(value: Any, where: str) -> tuple[list[Any], list[ChatMessage]]:
+    """A list of messages as they stand, and as they are read. Those with tool calls or results among their parts are
+    in the OpenAI form: a result stands behind the message with its call. Raises LineError."""
+    messages = messages_of(value, where)
+    if any(map(_has_tool_parts, value)):
+        value = [each for message in value for each in (_said_in(message) if _has_tool_parts(message) else [message])]
+        messages = messages_of(value, where)
+    return value, messages
 
 
 def _said_in(message: ChatMessage) -> list[ChatMessage]:
@@ -540,7 +543,7 @@ def _score(line: TaskLine, key: str) -> float | None:
     return value
 
 
-def _asked(line: TaskLine, text: bytes, source: Path, now: datetime) -> tuple[TaskLine, _Read]:
+def _asked(line: TaskLine, text: bytes, source: Path, now: datetime) -> tuple[TaskLine, _Line]:
     """The task of a line, which needs no answer. Raises LineError."""
     read = _reply(line, text, now)
     if read.reply.skip is SkipReason.NO_QUERY:
@@ -556,7 +559,7 @@ def _with_reply(line: TaskLine, key: str) -> TaskLine:
         rest["metadata"] = {name: value for name, value in line["metadata"].items() if name != "answer"}
     if isinstance(line[key], str):
         return {**rest, "answer": line[key]}
-    messages = messages_of(_chat(line[key], {}), key)
+    messages = messages_of(_chat(line[key]), key)
     if not messages or messages[0]["role"] in ("assistant", "tool"):
         return {**rest, "completion": line[key]}
     # The whole conversation, which repeats its prompt.
@@ -570,7 +573,7 @@ def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> TaskLine:
     return task
 
 
-class _Read(NamedTuple):
+class _Line(NamedTuple):
     """What a line says. `otherwise` is its key if another task has its id; see DataRow for the others."""
 
     reply: Reply
@@ -579,7 +582,7 @@ class _Read(NamedTuple):
     unread: tuple[str, ...]
 
 
-def _reply(line: TaskLine, text: bytes, now: datetime) -> _Read:
+def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
     """The reply that a parsed line describes. Raises LineError."""
     _restore_large_integers(line, text)
     _translate(line)
@@ -592,8 +595,8 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Read:
     # Flywheel's own exports have the tools as JSON text.
     offered = {key: _tools(_list(line, key)) for key in ("tools", "functions")}
     tools = offered["tools"] or offered["functions"] or _tools(_list(metadata, "tools_json"))
-    unread = [key for key, read in offered.items() if not read and line.get(key) not in _NOTHING]
-    functions = functions_by_name(tools)
+    unread = [key for key, read in offered.items() if not read and line.get(key) not in (*_NOTHING, "null", "[]")]
+    functions = functions_by_name(tools) if b"null" in text else None
     for key in (*HISTORY, "completion"):
         if isinstance(line.get(key), list):
             line[key] = _chat(line[key], functions)
@@ -652,7 +655,7 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> _Read:
         skip=skip,
         skip_detail=detail,
     )
-    return _Read(reply, otherwise, messages, tuple(dict.fromkeys(unread)))
+    return _Line(reply, otherwise, messages, tuple(dict.fromkeys(unread)))
 
 
 def _list(holder: Mapping[str, Any], key: str) -> list[Any]:
@@ -661,22 +664,22 @@ def _list(holder: Mapping[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else list(_json(holder, key, list))
 
 
-def _chat(messages: Any, functions: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A list of messages without the nulls of tables. The calls and results of OpenAI's older interface, and Gemini's
-    role of the model, are those of OpenAI's chats. Any other value stays as it is."""
+def _chat(messages: Any, functions: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """A list of messages, with `functions` without the nulls of tables. The calls and results of OpenAI's older
+    interface, and Gemini's role of the model, are those of OpenAI's chats. Any other value stays as it is."""
     if not isinstance(messages, list):
         return messages
     found, call_id = [], ""
     for place, each in enumerate(messages):
-        message = arrow_nulls.of_message(each, functions)
+        message = each if functions is None else arrow_nulls.of_message(each, functions)
         if isinstance(message, dict):
             if isinstance(called := message.get("function_call"), dict) and not message.get("tool_calls"):
                 call_id = f"call-{place}"
-                message["tool_calls"] = [{"id": call_id, "type": "function", "function": called}]
+                message = {**message, "tool_calls": [{"id": call_id, "type": "function", "function": called}]}
             if message.get("role") == "function":
                 message = {"tool_call_id": call_id, **message, "role": "tool"}
             elif message.get("role") == "model":
-                message["role"] = "assistant"
+                message = {**message, "role": "assistant"}
         found.append(message)
     return found
 
@@ -689,11 +692,11 @@ def _unread(message: Any) -> Iterator[str]:
     yield from (key for key in _REASONING if not isinstance(message.get(key, ""), str))
     if message.get("weight", 1) not in (0, 1):
         yield "weight"
-    if message.get("role") not in ROLES:
+    if str(message.get("role")) not in ROLES:
         yield f"role.{message.get('role')}"
-    if has_media(message):
-        yield "content.image"
-    yield from (f"content.{kind}" for kind in unread_in(message))
+    if not isinstance(message.get("content"), str):
+        yield from ("content.image",) if has_media(message) else ()
+        yield from (f"content.{kind}" for kind in unread_in(message))
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         said = call if isinstance(call, dict) else {}

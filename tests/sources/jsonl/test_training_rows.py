@@ -278,6 +278,8 @@ def test_a_message_of_weight_zero_is_context(weight: Any) -> None:
                                "audio": {"id": "a"}, "refusal": None, "weight": 1, "train": None, "a": "", "b": [],
                                "c": {}, "d": {"e": None}, "function_call": {"name": None, "arguments": None}}]}, ()),
         ({"question": "1+1?", "answer": "2", "level": 3, "metadata": {"source": "x"}}, ()),
+        ({"messages": [ASKED, RIGHT], "tools": "null", "functions": "[]"}, ()),
+        ({"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}], "system": "Hm."}, ()),
     ],
 )  # fmt: skip
 def test_keys_with_a_value_that_are_not_read_are_named(line: Any, unread: tuple[str, ...]) -> None:
