@@ -24,9 +24,10 @@ from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, res
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
 from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundResult, RoundSpec, RoundTask
+from flywheel.records.tool_calls import said_in
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
-from flywheel.sources.jsonl.record import DataRow
+from flywheel.sources.jsonl.record import DataRow, has_target
 from flywheel.system.files import tree_sha256
 from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
@@ -297,7 +298,7 @@ def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, 
     tasks: dict[str, RoundTask] = {}
     ties = 0
     for attempted, row in rows(map(DataSet.of, datasets), name, config, python):
-        if stages == ["sft"] and not row.task["answer"].strip():
+        if stages == ["sft"] and not has_target(row.reply):
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
         if stages == ["dpo"] and not compares and row.worse is None:
@@ -322,6 +323,6 @@ def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, 
 def _is_tie(row: DataRow, margin: float) -> bool:
     if row.worse is None:
         return False
-    is_same = all(row.worse["metadata"][key] == row.task["metadata"][key] for key in ("answer", "trajectory_json"))
+    is_same = said_in(row.reply) == said_in(row.worse_reply)
     # Scores such as 0.3 and 0.2 differ by 0.1.
     return is_same or (row.difference is not None and round(row.difference, 9) < margin)

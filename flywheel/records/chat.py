@@ -3,7 +3,7 @@
 Dialects: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention (`parts`), and the
 forms of OpenAI's chats and responses, Anthropic, Bedrock, DashScope, Gemini, LangChain, the Vercel AI SDK and the
 Model Context Protocol. `_BY_TYPE` and `_BY_KEY` say how each part is read. Reasoning never counts as text.
-`unread_in` says what is not understood.
+`reasoning_in` reads it, and `unread_in` says what is not understood.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from flywheel.records.reprs import ReprError, is_block, is_message, is_result, parse_call
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
-from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path
+from flywheel.records.trace import ChatMessage, ToolCall, ToolDefinition, get_path, reasoning_of
 
 Message = dict[str, Any]
 Block = dict[str, Any]
@@ -87,7 +87,10 @@ def constructed(value: Any) -> Any:
     if calls and isinstance(given, list):
         # Anthropic's calls stand among the parts as well.
         given = [part for part in given if get_path(part, "type") not in ("tool_use", "function_call")]
-    kept = {key: fields[key] for key in ("name", "tool_call_id", "status") if fields.get(key) is not None}
+    # DeepSeek's and others' reasoning stands beside what all models have.
+    fields = {"reasoning_content": get_path(fields, "additional_kwargs", "reasoning_content"), **fields}
+    of_message = ("name", "tool_call_id", "status", "reasoning_content")
+    kept = {key: fields[key] for key in of_message if fields.get(key) is not None}
     message: Message = {"role": str(fields.get("role") or _CLASSES.get(name, name)), "content": given, **kept}
     if calls:
         message["tool_calls"] = calls
@@ -361,6 +364,23 @@ def texts_in(blocks: Iterable[Block]) -> list[str]:
     return [_plain(block.get(block["type"], block.get("content"))) for block in blocks if block.get("type") in _TEXTS]
 
 
+def reasoning_in(message: Message) -> str:
+    """The model's reasoning in a message: under a key of its own, else in its blocks; empty if it has none."""
+    return reasoning_of(message) or _thought_in([each for each in blocks_of(message) if each["type"] in _THOUGHTS])
+
+
+_INSIDE: Final = ("thinking", "reasoning", "reasoningText", "text", "content", "summary")
+"""Keys of the text in a block of reasoning, or in what stands under one of these keys."""
+
+
+def _thought_in(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(_thought_in, value)))
+    if isinstance(value, dict):
+        return next(filter(None, (_thought_in(value.get(key)) for key in _INSIDE)), "")
+    return value if isinstance(value, str) and value.strip() else ""
+
+
 def is_refusal(message: Message) -> bool:
     """Whether all that a message says is the model's refusal."""
     said = [block for block in blocks_of(message) if block.get("type") in (*_TEXTS, *_CALLS)]
@@ -512,8 +532,9 @@ def _read_or_none(items: list[Any]) -> list[Block] | None:
     return blocks if is_read else None
 
 
-def chat_of(message: Message) -> list[ChatMessage]:
-    """A message in the OpenAI form; several messages if it has tool results between its parts."""
+def chat_of(message: Message, *, with_reasoning: bool = False) -> list[ChatMessage]:
+    """A message in the OpenAI form; several messages if it has tool results between its parts. `with_reasoning`,
+    those of the model have theirs as `reasoning_content`."""
     role = message.get("role")
     if role not in ROLES:
         role = "assistant" if role == "model" else "user"
@@ -530,10 +551,12 @@ def chat_of(message: Message) -> list[ChatMessage]:
             _tool_message(block.get("id") or call_id, block.get("name"), result_text(_result_in(block)))
             for block in results
         ]
-    if len(blocks) == 1 and blocks[0].get("type") in _TEXTS and not message.get("tool_calls"):
+    own = reasoning_of(message) if with_reasoning and role == "assistant" else ""
+    if len(blocks) == 1 and blocks[0].get("type") in _TEXTS and not message.get("tool_calls") and not own:
         return [{"role": role, "content": texts_in(blocks)[0]}]
     chat: list[ChatMessage] = []
     texts: list[Block] = []
+    thoughts: list[Any] = [own] if own else []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     for block in blocks:
         kind = block["type"]
@@ -541,14 +564,16 @@ def chat_of(message: Message) -> list[ChatMessage]:
             texts.append(block)
         elif kind in _CALLS:
             calls.append(call_of(block))
+        elif kind in _THOUGHTS and with_reasoning and role == "assistant" and not own:
+            thoughts.append(block)
         elif kind in _RESULTS:
-            if texts or calls:
-                chat.append(_said(role, texts, calls))
-                texts, calls = [], []
+            if texts or calls or thoughts:
+                chat.append(_said(role, texts, calls, thoughts))
+                texts, calls, thoughts = [], [], []
             call_id = block.get("id", block.get("tool_use_id"))
             chat.append(_tool_message(call_id, block.get("name"), result_text(_result_in(block))))
-    if texts or calls or not chat:
-        chat.append(_said(role, texts, calls))
+    if texts or calls or thoughts or not chat:
+        chat.append(_said(role, texts, calls, thoughts))
     return chat
 
 
@@ -569,10 +594,12 @@ def _result_in(block: Block) -> Any:
     return next((block[key] for key in keys if key in block), None)
 
 
-def _said(role: str, texts: list[Block], calls: list[ToolCall]) -> ChatMessage:
+def _said(role: str, texts: list[Block], calls: list[ToolCall], thoughts: list[Any]) -> ChatMessage:
     said: ChatMessage = {"role": role, "content": "\n".join(texts_in(texts))}
     if calls:
         said["tool_calls"] = calls
+    if reasoning := _thought_in(thoughts):
+        said["reasoning_content"] = reasoning
     return said
 
 

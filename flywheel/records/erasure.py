@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from flywheel.records.round import Probe, Recording
 from flywheel.records.task import TaskLine, trace_parts
+from flywheel.records.trace import reasoning_of
 
 BY_TASK: Final = frozenset({"left_out", "inexact", "candidates"})
 """Fields with an object that has one entry per task, by its id."""
@@ -47,7 +48,8 @@ class ErasedTasks:
         for line in lines:
             keys.add(line["task_id"])
             messages = (*line["init_messages"], *line["prompt"], *trace_parts(line).steps)
-            said = (message.get("content") for message in messages if message.get("role") != "system")
+            own = [message for message in messages if message.get("role") != "system"]
+            said = (text for message in own for text in (message.get("content"), reasoning_of(message)))
             thought = line["metadata"].get("answer_reasoning")
             every = (line["main_query"], line["answer"], thought, *said)
             texts |= dict.fromkeys(text for text in every if isinstance(text, str) and text)

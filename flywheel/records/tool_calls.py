@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
-from flywheel.records.trace import TOOL_ERROR, ChatMessage, get_path
+from flywheel.records.trace import TOOL_ERROR, ChatMessage, get_path, reasoning_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,37 @@ def finished(name: str, arguments: str) -> str:
         return finish_answer(name, given) if isinstance(given, dict) else arguments
     except (ValueError, RecursionError):
         return arguments
+
+
+def arguments_text(given: Any) -> str:
+    """The arguments of a call as JSON text: an object, its text, or that encoded again. None at all are `{}`. What is
+    no object stays as it is, as text."""
+    written = inner = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        while isinstance(value := json.loads(inner or "{}"), str):
+            inner = value.strip()
+    except (ValueError, RecursionError):
+        return written if written.strip() else "{}"
+    return inner if isinstance(value, dict) and inner else "{}" if value in (None, {}) else written
+
+
+def said_in(messages: Iterable[ChatMessage]) -> list[tuple[str, ...]]:
+    """What messages say: role, text, reasoning, and the names and arguments of calls, whatever the ids of these."""
+    return [
+        (
+            str(message.get("role")),
+            str(message.get("content") or "").strip(),
+            reasoning_of(message).strip(),
+            *(text for call in calls_in([message]) for text in (call.name, _sorted(call))),
+        )
+        for message in messages
+    ]
+
+
+def _sorted(call: Call) -> str:
+    with contextlib.suppress(ValueError):
+        return json.dumps(call.parsed, sort_keys=True)
+    return str(call.arguments)
 
 
 MAX_DIGITS: Final = 308

@@ -6,7 +6,7 @@ They are structs because a long history creates millions of them, and a frozen d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final, TypedDict
@@ -19,7 +19,8 @@ from flywheel.records.states import SkipReason
 
 ChatMessage = dict[str, Any]
 """One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
-`tool_call_id`, `reasoning_content`."""
+`tool_call_id`, `reasoning_content`. `reasoning_sent` is False where later calls were not sent this reasoning again; a
+message of the model with a `weight` of 0 is context, and not trained on."""
 ToolDefinition = dict[str, Any]
 """An offered tool in the OpenAI chat form."""
 
@@ -62,7 +63,7 @@ class Reply(Struct, frozen=True):
     - `history`: the conversation before the reply, the system prompt first. `turn`: the number of earlier turns.
     - `trajectory`: the model and tool messages between request and answer.
     - `errors`: the steps that failed ("tool search: TimeoutError: …").
-    - `reasoning`: of the model before its answer, if the call that gave it is recorded.
+    - `reasoning`: of the model before its answer, if that is recorded.
     - `is_refusal`: the answer is the text of the model's refusal.
     - `reference`: the right answer, if the source has one.
     - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:
@@ -228,8 +229,8 @@ class ReplySelection(Struct, frozen=True):
     private: PrivateNames = NOBODY
 
 
-def reasoning_of(message: ChatMessage) -> str:
-    """The reasoning in a message of the model; empty if it has none."""
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """The reasoning in a message of the model, under a key of its own; empty if it has none."""
     texts = (message.get(key) for key in ("reasoning", "reasoning_content", "thinking"))
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
@@ -246,8 +247,9 @@ def refusal_of(message: ChatMessage) -> str:
 
 def sends_reasoning(messages: Iterable[ChatMessage]) -> bool:
     """Whether an agent sends the model's reasoning again with later calls, as far as these messages show: a task's
-    prompt and steps. Steps have the reasoning of recorded calls only where a later call has it, too."""
-    return any(message.get("role") == "assistant" and reasoning_of(message) for message in messages)
+    prompt and steps."""
+    said = (message for message in messages if message.get("role") == "assistant")
+    return any(message.get("reasoning_sent", True) and reasoning_of(message) for message in said)
 
 
 def is_reminder(text: str) -> bool:

@@ -93,6 +93,16 @@ def test_one_conversation_is_trained_on(tmp_path: Path) -> None:
     ("stage", "lines", "why"),
     [
         ("sft", [CHATS[0], {"question": "1+1?"}], "line 2: it has no reply to train on"),
+        (
+            "sft",
+            [{"messages": [*CHATS[0]["messages"][:1], {"role": "tool", "content": "0"}]}],
+            "line 1: it has no reply",
+        ),
+        (
+            "sft",
+            [{"messages": [CHATS[0]["messages"][0], {**CHATS[0]["messages"][1], "weight": 0}]}],
+            "line 1: it has no",
+        ),
         ("sft", [], "it is empty"),
         ("dpo", [CHATS[0]], "line 1: it has no `chosen` and `rejected`, and no rubric grades replies to it"),
         ("grpo", CHATS, "there is no rubric"),
@@ -155,3 +165,56 @@ def test_a_preference_without_a_difference_gives_no_pair(tmp_path: Path, caplog:
         train, _ = tasks_of(config, data, None, compares=False)
     assert [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in train] == [("2", "3")] * 2
     assert "2 preferences left out" in caplog.text
+
+
+def calling(arguments: Any, call_id: str = "1", **message: Any) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **message}
+
+
+def test_whole_messages_of_the_model_are_trained_on(tmp_path: Path) -> None:
+    call = calling('{"a": 1}', content="I add.", reasoning_content="One and one.")
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    asked = [{"role": "user", "content": "1+1?"}]
+    rows: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+        "call": ({"messages": [*asked, call]}, [call], []),
+        "result": ({"prompt": asked, "completion": [call, result]}, [call, result], []),
+        "pair": ({"prompt": asked, "chosen": [call], "rejected": [calling({"a": 2})]}, [call], [calling('{"a": 2}')]),
+    }
+    for name, (line, reply, rejected) in rows.items():
+        data = written(tmp_path / f"{name}.jsonl", [line])
+        for stages in (["sft"], ["sft", "dpo"]):
+            [task], _ = tasks_of(settings(tmp_path, *stages), data, None, compares=False)
+            assert list(task.reply) == reply
+            assert list(task.rejected) == (rejected if "dpo" in stages else [])
+            assert (task.prompt, task.exchange.reference) == (asked, "")
+        config = settings(tmp_path, "grpo", filter={"rubric": str(BOXED_RUBRIC)}, gate={"min_tasks": 1})
+        [task], _ = tasks_of(config, data, data)
+        assert (task.reply, task.rejected) == ((), ())
+
+
+def test_structured_output_is_not_what_the_model_wrote(tmp_path: Path) -> None:
+    line = {"question": "1+1?", "answer": '{"sum": 2}', "metadata": {"structured_json": '{"sum": 2}'}}
+    [task], _ = tasks_of(settings(tmp_path, "sft"), written(tmp_path / "own.jsonl", [line]), None, compares=False)
+    assert task.reply == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_pair"),
+    [
+        (calling({"city": "Rome"}), calling('{"city": "Paris"}'), True),
+        (calling({"city": "Rome"}), calling(' {"city":"Rome"}', call_id="2"), False),
+        (calling({"a": 1, "b": True}), calling({"b": True, "a": 1}), False),
+        (calling({"a": 1}), calling({"a": True}), True),
+        (calling('{"a": 1'), calling('{"a": 2'), True),
+        (calling("{}"), calling("{}", reasoning="Hm."), True),
+        (calling("{}", reasoning_content="Hm."), calling("{}", thinking="Hm."), False),
+        (calling("{}"), calling("{}", content="I add."), True),
+        (calling("{}"), {"role": "assistant", "content": "{}"}, True),
+    ],
+)
+def test_a_pair_differs_in_what_its_replies_say(tmp_path: Path, one: Any, other: Any, is_pair: bool) -> None:
+    line = {"prompt": "1+1?", "chosen": [one], "rejected": [other]}
+    data = written(tmp_path / "data.jsonl", [line, {"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
+    train, _ = tasks_of(settings(tmp_path, "dpo"), data, None, compares=False)
+    assert len(train) == 1 + is_pair

@@ -15,12 +15,14 @@ from flywheel.records.chat import (
     images_of,
     is_refusal,
     messages_of,
+    reasoning_in,
     result_text,
     text_of,
     tool_of,
     unread_in,
     without_finish,
 )
+from tests.cases import for_each
 from tests.sources.studio.writer import message, part
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
@@ -378,3 +380,38 @@ def test_a_result_may_be_json_of_reprs_of_blocks() -> None:
 )
 def test_what_only_looks_like_reprs_of_blocks_is_a_text(text: str) -> None:
     assert result_text(text) == text
+
+
+THINKS = [{"type": "reasoning", "content": "I add."}, {"type": "text", "content": "It is 2."}]
+
+
+@for_each(
+    ("written", "expected"),
+    [
+        ({"role": "assistant", "content": "It is 2.", "thinking": "I add."}, ["I add."]),
+        ({"role": "assistant", "content": "It is 2.", "thinking": " ", "reasoning": "I add."}, ["I add."]),
+        ({"role": "assistant", "parts": THINKS}, ["I add."]),
+        ({"role": "assistant", "parts": THINKS, "reasoning_content": "I add"}, ["I add"]),
+        ({"role": "assistant", "parts": [THINKS[0], {"type": "thinking", "thinking": "Again."}]}, ["I add.\nAgain."]),
+        ({"role": "user", "parts": THINKS, "reasoning": "I add."}, [None]),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": 1}}]}, [None]),
+        (
+            {
+                "role": "assistant",
+                "parts": [THINKS[0], {"type": "tool_call_response", "id": "c", "response": "2"}, *THINKS],
+            },
+            ["I add.", None, "I add."],
+        ),
+    ],
+)
+def test_reasoning_is_that_of_its_message(written: dict[str, Any], expected: list[str | None]) -> None:
+    told = chat_of(written, with_reasoning=True)
+    assert [message.get("reasoning_content") for message in told] == expected
+    without = [{key: value for key, value in each.items() if key != "reasoning_content"} for each in told]
+    assert chat_of(written) == [each for each in without if each["content"] or len(without) == 1]
+
+
+def test_reasoning_beside_the_fields_of_langchain_is_the_messages() -> None:
+    more = {"additional_kwargs": {"reasoning_content": "I add."}, "response_metadata": {}}
+    [message] = messages_of([{"type": "ai", "content": "It is 2.", **more}])
+    assert reasoning_in(message) == "I add."

@@ -14,7 +14,7 @@ from flywheel.records.round import Probe, Recording
 from flywheel.records.task import task_line
 from tests.factories.erasure import GONE_HELD_OUT, STAYS_HELD_OUT, put_probe
 from tests.factories.trace import reply
-from tests.training.recorded.recordings import call, steps
+from tests.training.recorded.recordings import call, said, steps
 
 KEYS = ErasedTasks(frozenset({"a", "b"}))
 names = st.sampled_from(["a", "b", "c", "d"])
@@ -82,11 +82,12 @@ def test_a_sentence_that_quotes_a_task_is_replaced_and_another_is_not() -> None:
 
 
 def test_the_texts_of_a_task_are_all_that_was_said_but_system_prompts() -> None:
-    line = task_line(reply(1, query="Where?", answer="Here.", trajectory=steps((call("look", {}), "a map"))), "/a")
+    took = ({**said(first := call("look", {})), "reasoning_content": "I look."}, *steps((first, "a map"))[1:])
+    line = task_line(reply(1, query="Where?", answer="Here.", trajectory=took), "/a")
     line["prompt"] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where, please?"}]
     found = ErasedTasks.of([line])
     assert found.keys == {line["task_id"]}
-    assert {"Where?", "Here.", "a map", "Where, please?"} <= set(found.texts)
+    assert {"Where?", "Here.", "a map", "Where, please?", "I look."} <= set(found.texts)
     assert "Be brief." not in found.texts and "" not in found.texts
 
 

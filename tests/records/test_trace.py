@@ -11,6 +11,8 @@ from tests.cases import for_each
     [
         ({"role": "assistant", "content": "2", "reasoning": "1 and 1."}, True),
         ({"role": "assistant", "content": None, "reasoning_content": "1 and 1."}, True),
+        ({"role": "assistant", "content": None, "thinking": "1 and 1."}, True),
+        ({"role": "assistant", "content": None, "reasoning_content": "1 and 1.", "reasoning_sent": False}, False),
         ({"role": "assistant", "content": "2", "reasoning": None, "reasoning_content": " \n"}, False),
         ({"role": "user", "content": "?", "reasoning": "1 and 1."}, False),
         ({"role": "assistant", "content": "2"}, False),

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from flywheel.config import AgentProgramSettings, Config
-from flywheel.daemon.rounds.round_tasks import round_task
+from flywheel.daemon.rounds.round_tasks import RECORDED, round_task
 from flywheel.records.round import RoundTask
 from flywheel.sources.jsonl.data_set import DataSet, lines_of
-from flywheel.sources.jsonl.record import DataRow, rows_of
+from flywheel.sources.jsonl.record import DataRow, has_target, rows_of
 
 
 def rows(datasets: Iterable[DataSet], name: str, config: Config, python: Path) -> Iterator[tuple[str, DataRow]]:
@@ -26,14 +26,16 @@ def rows(datasets: Iterable[DataSet], name: str, config: Config, python: Path) -
 
 
 def task_of(row: DataRow, config: Config) -> RoundTask:
-    """The task of a row, with its replies if a stage trains on them."""
+    """The task of a row, with its replies if a stage trains on them and the model wrote them as text."""
     # As accepted ones: their answers are to be imitated. The judge gets none of them.
     task = round_task(row.task, config, is_accepted=True)
     right = {"metadata": {"reference": row.task["answer"], **task.exchange.line.get("metadata", {})}}
-    worse = round_task(row.worse, config, is_accepted=True).reply if row.worse is not None else ()
+    is_written = row.task["metadata"]["structured_json"] == "null" and has_target(row.reply)
+    reply = row.reply if is_written and RECORDED & {*config.training.stages} else ()
     return task.model_copy(
         update={
             "exchange": replace(task.exchange, reference="", line=right),
-            "rejected": worse if "dpo" in config.training.stages else (),
+            "reply": reply,
+            "rejected": row.worse_reply if "dpo" in config.training.stages else (),
         }
     )

@@ -22,7 +22,7 @@ from flywheel.records.ground_truth import raw_ground_truth
 from flywheel.records.round import RoundTask
 from flywheel.records.states import Split
 from flywheel.records.task import TaskLine, conversation_key, is_traced, trace_parts, whole_line
-from flywheel.records.tool_calls import SharedRecordings
+from flywheel.records.tool_calls import SharedRecordings, said_in
 from flywheel.records.trace import ChatMessage, sends_reasoning
 from flywheel.records.verdict import Exchange
 from flywheel.store import labels, rounds
@@ -117,7 +117,7 @@ def _paired(conn: Connection, asked: Sequence[RoundTask], config: Config, redact
         best = max(accepted[key], key=lambda task: score.get(task.task_id, 1.0))
         worst = min(worse, key=lambda task: score.get(task.task_id, 0.0))
         difference = round(score.get(best.task_id, 1.0) - score.get(worst.task_id, 0.0), 9)
-        if best.reply != worst.rejected and difference >= config.training.dpo.margin:
+        if said_in(best.reply) != said_in(worst.rejected) and difference >= config.training.dpo.margin:
             pairs[key] = {
                 "reply": best.reply, "reply_task_id": best.task_id, "is_of_teacher": best.is_of_teacher,
                 "rejected": worst.rejected, "rejected_task_id": worst.task_id,

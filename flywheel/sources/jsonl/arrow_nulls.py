@@ -61,6 +61,32 @@ def of_arguments(arguments: Any, schema: Any) -> Any:
     }
 
 
+_ARGUMENTS: Final = frozenset({"arguments", "input", "args", "parameters"})
+_RETURNED: Final = frozenset({"output", "response", "result", "json", "toolResult", "functionResponse"})
+"""What a tool has returned is data: its nulls stay."""
+
+
+def of_message(value: Any, functions: Mapping[str, Mapping[str, Any]]) -> Any:
+    """A message, or a part of one, as a new object without nulls and without objects that had nothing else.
+    `functions` are the definitions of offered tools, by name."""
+    if isinstance(value, list):
+        return [of_message(each, functions) for each in value]
+    if not isinstance(value, dict):
+        return value
+    is_result = {str(value.get("role")), str(value.get("type"))} & {"tool", "function", "tool_result"}
+    returned = {*_RETURNED, "content"} if is_result else _RETURNED
+    found = {}
+    for key, each in value.items():
+        if key in _ARGUMENTS and isinstance(each, dict):
+            name = str(value.get("name") or value.get("toolName"))
+            found[key] = of_arguments(each, functions.get(name, {}).get("parameters"))
+        elif each is not None:
+            kept = each if key in returned else of_message(each, functions)
+            if kept != {} or each == {}:
+                found[key] = kept
+    return found
+
+
 def takes_null(schema: Any) -> bool:
     """Whether null is a value of a schema; not if there is no schema."""
     if not isinstance(schema, Mapping):

@@ -80,10 +80,7 @@ def call_of(request: Line, response: Line | None) -> ModelCall:
 def task_of(request: Line, response: Line | None, call: ModelCall) -> Line:
     """A call as a line with messages: those of the request, and the answer."""
     conversation, user = names_in(request)
-    said: list[Line] = []
-    if call.answers:
-        answer = call.answers[0]
-        said = [message_of(answer) | ({"reasoning": answer.reasoning} if answer.reasoning else {})]
+    said = [message_of(answer) for answer in call.answers[:1]]
     body = get_path(response, "response", "body") or {}
     metadata: Line = {
         "conversation_id": conversation,

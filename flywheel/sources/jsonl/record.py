@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 import xxhash
@@ -23,28 +24,43 @@ from msgspec.structs import asdict, replace
 
 from flywheel.errors import ConfigError
 from flywheel.records import exclusion
-from flywheel.records.chat import chat_of, images_of, is_refusal, text_of, unread_in
+from flywheel.records.chat import (
+    ROLES,
+    chat_of,
+    has_media,
+    images_of,
+    is_refusal,
+    reasoning_in,
+    text_of,
+    tool_of,
+    unread_in,
+)
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames, named_in
 from flywheel.records.states import SkipReason
 from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, storable, task_line
-from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
-from flywheel.records.trace import (
-    LATEST_NS,
-    ChatMessage,
-    Reply,
-    ToolDefinition,
-    get_path,
-    reasoning_of,
-)
+from flywheel.records.tool_calls import FINISH_FUNCTIONS, arguments_text, functions_by_name
+from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolCall, ToolDefinition, get_path, reasoning_of
 from flywheel.sources.jsonl import arrow_nulls, batch_lines, sharegpt
 from flywheel.sources.spans.recorded_calls import inexact_because
 from flywheel.system.files import json_line
 
-_KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Keys of a message that are kept beside its role and its text."""
 _NAMES: Final = ("name", "tool_call_id")
+_REASONING: Final = ("reasoning", "reasoning_content", "thinking")
+_ARGUMENTS: Final = ("arguments", "input", "args", "parameters")
+_KEYS: Final = frozenset({
+    "role", "content", "parts", "refusal", "tool_calls", "function_call", "weight", *_NAMES, *_REASONING,
+    # What a program says about a message, where it comes from, how it ended; what is spoken has a text as well.
+    "id", "type", "object", "index", "metadata", "annotations", "audio", "timestamp", "created", "created_at",
+    "model", "finish_reason", "stop_reason", "usage", "logprobs", "cache_control", "status", "is_error",
+})  # fmt: skip
+"""Keys of a message that are read, or that say nothing to train on."""
+_CALL_KEYS: Final = frozenset({"id", "type", "index", "function", "custom", "name", *_ARGUMENTS})
+_ROW_KEYS: Final = ("system", "system_prompt", "chat_template_kwargs", "images", "videos", "audios")
+"""Keys by which other programs change what a row says; they are not read."""
+_NOTHING: Final[tuple[Any, ...]] = (None, "", [], {})
+_MANY_DIGITS: Final = re.compile(rb"[0-9]{19}")
 
 
 class LineError(ValueError):
@@ -55,7 +71,8 @@ class LineError(ValueError):
 class Answered:
     """What follows a question: the steps, and the answer of the last assistant message with the model's reasoning.
 
-    It is unfinished if it ends in a tool call or in the result of one: then all is steps.
+    It is unfinished if it ends in a tool call or in the result of one: then all is steps. `messages` are all of it
+    where it is a list.
     """
 
     steps: tuple[ChatMessage, ...] = ()
@@ -63,6 +80,7 @@ class Answered:
     reasoning: str = ""
     is_refusal: bool = False
     is_unfinished: bool = False
+    messages: tuple[ChatMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +100,8 @@ class Dialogue:
 
 
 def messages_of(value: Any, where: str) -> list[ChatMessage]:
-    """A list of messages, the content of each reduced to its text. `where` names the key. Raises LineError."""
+    """A list of messages in the form of the OpenAI API, the content of each reduced to its text. `where` names the
+    key. Raises LineError."""
     if not isinstance(value, list):
         raise LineError(f"`{where}` is {kind(value)}, not a list of messages")
     return [_message(message, f"{where}[{place}]") for place, message in enumerate(value)]
@@ -90,14 +109,12 @@ def messages_of(value: Any, where: str) -> list[ChatMessage]:
 
 def dialogue_of(value: Any, where: str) -> Dialogue:
     """A list of messages as a dialogue. Raises LineError."""
-    messages = messages_of(value, where)
     unread = tuple(
         f"a part of type {part} at {where}[{place}] was not read"
-        for place, message in enumerate(value)
-        for part in unread_in(message)
+        for place, message in enumerate(value if isinstance(value, list) else ())
+        for part in (unread_in(message) if isinstance(message, dict) else ())
     )
-    value = _expanded(value)
-    messages = messages_of(value, where)
+    value, messages = _read(value, where)
     asked = _last(messages, "user")
     if asked is None:
         return Dialogue(history=tuple(messages), unread=unread)
@@ -105,41 +122,47 @@ def dialogue_of(value: Any, where: str) -> Dialogue:
         history=tuple(messages[:asked]),
         query=messages[asked]["content"],
         images=tuple(dict.fromkeys(images_of(value[asked]))),
-        answered=answered_by(value[asked + 1 :], f"{where}[{asked + 1}:]"),
+        answered=_answered(value[asked + 1 :], messages[asked + 1 :]),
         unread=unread,
     )
 
 
 def answered_by(value: Any, where: str) -> Answered:
     """What a list of messages answers to the question before it. Raises LineError."""
-    messages_of(value, where)
-    value = _expanded(value)
-    messages = messages_of(value, where)
-    last = _last(messages, "assistant")
+    return _answered(*_read(value, where))
+
+
+def _answered(value: Sequence[Any], messages: Sequence[ChatMessage]) -> Answered:
+    last, every = _last(messages, "assistant"), tuple(messages)
     if any(message["role"] == "tool" for message in messages[0 if last is None else last :]) or (
         last is not None and _calls_tools(messages[last])
     ):
-        return Answered(tuple(messages), is_unfinished=True)
+        return Answered(every, is_unfinished=True, messages=every)
     if last is None:
-        return Answered(tuple(messages))
+        return Answered(every, messages=every)
     return Answered(
-        tuple(messages[:last]),
+        every[:last],
         messages[last]["content"],
-        reasoning_of(value[last]) or _thoughts(value[last].get("content")),
+        reasoning_of(messages[last]),
         is_refusal=is_refusal(value[last]),
+        messages=every,
     )
 
 
 def _calls_tools(message: ChatMessage) -> bool:
     """Whether a message calls tools. A finish function only hands in the answer."""
-    return any(_function(call)["name"] not in FINISH_FUNCTIONS for call in message.get("tool_calls") or ())
+    return any(call["function"]["name"] not in FINISH_FUNCTIONS for call in message.get("tool_calls") or ())
 
 
-def _thoughts(content: Any) -> str:
-    """The texts of the blocks of reasoning in a content."""
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("thinking") for part in parts if isinstance(part, dict) and part.get("type") == "thinking"]
-    return "\n".join(text for text in texts if isinstance(text, str))
+def has_target(reply: Iterable[ChatMessage]) -> bool:
+    """Whether there is a message of the model among these that can be trained on."""
+    return any(_is_said(message) and message.get("weight") != 0 for message in reply)
+
+
+def _is_said(message: ChatMessage) -> bool:
+    """Whether it is a message of the model with any text, reasoning or call."""
+    is_empty = not (message["content"].strip() or message.get("tool_calls") or reasoning_of(message))
+    return message["role"] == "assistant" and not is_empty
 
 
 def _last(messages: Sequence[ChatMessage], role: str) -> int | None:
@@ -152,19 +175,28 @@ def _message(value: Any, where: str) -> ChatMessage:
     role = value.get("role")
     if not isinstance(role, str) or not role:
         raise LineError(f"`{where}.role` is {kind(role)}, not a text")
-    kept = {key: value[key] for key in _KEPT if value.get(key) is not None}
+    kept: ChatMessage = {}
     for key in _NAMES:
-        if isinstance(kept.get(key, ""), bool | list | dict):
-            raise LineError(f"`{where}.{key}` is {kind(kept[key])}, not a text")
-    calls = kept.get("tool_calls") or []
+        if isinstance(name := value.get(key), bool | list | dict):
+            raise LineError(f"`{where}.{key}` is {kind(name)}, not a text")
+        if name is not None:
+            kept[key] = str(name)
+    calls = value.get("tool_calls") or []
     if not isinstance(calls, list):
         raise LineError(f"`{where}.tool_calls` is {kind(calls)}, not a list of calls")
     for place, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(_function(call).get("name"), str):
             raise LineError(f"`{where}.tool_calls[{place}]` names no function")
+    if calls:
+        kept["tool_calls"] = [_call(call) for call in calls]
     _check_content(value.get("content"), f"{where}.content")
+    if role == "assistant" and (reasoning := reasoning_in(value)):
+        kept["reasoning_content"] = reasoning
     content = chat_of(value)[0]["content"] if role == "tool" else text_of(value)
-    return {"role": role, "content": content, **kept}
+    message: ChatMessage = {"role": role, "content": content, **kept}
+    if role == "assistant" and (value.get("weight") == 0 or not _is_said(message)):
+        message["weight"] = 0
+    return message
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
@@ -173,23 +205,9 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def normalized(message: ChatMessage, tools: Sequence[ToolDefinition] = ()) -> ChatMessage:
-    """A message in the form of the OpenAI API: ids and names are strings, and each tool call has a `function`, with
-    arguments that the definitions of `tools` permit."""
-    changed: ChatMessage = {key: str(message[key]) for key in _NAMES if isinstance(message.get(key), int | float)}
-    if calls := message.get("tool_calls"):
-        changed["tool_calls"] = [_normalized_call(call, tools) for call in calls]
-    return {**message, **changed}
-
-
-def _normalized_call(call: dict[str, Any], tools: Sequence[ToolDefinition]) -> dict[str, Any]:
+def _call(call: dict[str, Any]) -> ToolCall:
     function = _function(call)
-    arguments = function.get("arguments", function.get("input"))
-    if isinstance(arguments, dict):
-        schema = functions_by_name(tools).get(function["name"], {}).get("parameters")
-        arguments = arrow_nulls.of_arguments(arguments, schema)
-    if isinstance(call.get("function"), dict) and isinstance(call.get("id", ""), str | None):
-        return {**call, "function": {**function, "arguments": arguments}} if "arguments" in function else call
+    arguments = arguments_text(next((function[key] for key in _ARGUMENTS if function.get(key) is not None), None))
     call_id = "" if call.get("id") is None else str(call["id"])
     return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -201,14 +219,23 @@ def _check_content(content: Any, where: str) -> None:
         raise LineError(f"`{where}` is {kind(content)}, neither text nor a list of parts")
 
 
-def _expanded(messages: list[Any]) -> list[Any]:
-    """The messages, of which those with tool calls or results among their parts are in the OpenAI form. A result
-    stands behind the message with its call."""
-    return [each for message in messages for each in (chat_of(message) if _has_tool_parts(message) else [message])]
+def _read(value: Any, where: str) -> tuple[list[Any], list[ChatMessage]]:
+    """A list of messages as they stand, and as they are read. Those with tool calls or results among their parts are
+    in the OpenAI form: a result stands behind the message with its call. Raises LineError."""
+    messages = messages_of(value, where)
+    if any(map(_has_tool_parts, value)):
+        value = [each for message in value for each in (_said_in(message) if _has_tool_parts(message) else [message])]
+        messages = messages_of(value, where)
+    return value, messages
+
+
+def _said_in(message: ChatMessage) -> list[ChatMessage]:
+    weight = {"weight": 0} if message.get("weight") == 0 else {}
+    return [{**each, **weight} for each in chat_of(message, with_reasoning=True)]
 
 
 def _has_tool_parts(message: Any) -> bool:
-    content = get_path(message, "content")
+    content = get_path(message, "parts") or get_path(message, "content")
     if not isinstance(content, list) or not isinstance(message.get("role"), str):
         return False
     return any(each.get("role") == "tool" or each.get("tool_calls") for each in chat_of(message)) and not (
@@ -271,7 +298,8 @@ def entry_of_line(
     """
     line = _parsed(text)
     content = _content(line)
-    reply, otherwise = _reply(line, text, now)
+    read = _reply(_exact(line, text), text, now)
+    reply, otherwise = read.reply, read.otherwise
     if private.cover(users=(reply.user,), conversations=(reply.conversation_id,), agents=(reply.agent,)):
         # Its time may be that of now, so its hash says nothing.
         counted = replace(entry_of(reply.without_content(), str(source)), key=reply.span_id, content=0)
@@ -368,7 +396,7 @@ def _reply_of_batch(request: TaskLine, response: TaskLine | None, now: datetime)
     """The reply of a request with its response, and its key as a task. Raises LineError."""
     try:
         call = batch_lines.call_of(request, response)
-        reply, key = _reply(batch_lines.task_of(request, response, call), b"", now)
+        reply, key = _reply(batch_lines.task_of(request, response, call), b"", now)[:2]
     except orjson.JSONEncodeError:
         raise LineError(f"it is nested more than {MAX_DEPTH} levels deep") from None
     skip: tuple[SkipReason, str] | None = None
@@ -409,12 +437,19 @@ class DataRow:
         task: Its task, which needs no answer. That of a preference has the better reply.
         worse: The same task with the worse reply; None for a line that is no preference.
         difference: How much higher the better reply's score is; None without scores.
+        reply: All messages behind the question, of a preference those of the better reply; `worse_reply` those of the
+            worse one. The model's are trained on, but for those with a `weight` of 0. It may end in a call, or in the
+            result of one.
+        unread_keys: Names of keys with a value that were not read, of messages, calls and the line itself.
     """
 
     number: int
     task: TaskLine
     worse: TaskLine | None = None
     difference: float | None = None
+    reply: tuple[ChatMessage, ...] = ()
+    worse_reply: tuple[ChatMessage, ...] = ()
+    unread_keys: tuple[str, ...] = ()
 
 
 def rows_of(
@@ -476,22 +511,29 @@ def entries_of(rows: Iterable[DataRow], attempted: str, called: str = "line") ->
 
 def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_question: bool) -> DataRow:
     line = _parsed(text)
+    _content(line)
+    line = _exact(line, text)
     if not _PREFERENCE.issubset(line):
-        if not needs_question and _reply({**line}, text, now)[0].skip is SkipReason.NO_QUERY:
+        if not needs_question and _reply({**line}, text, now).reply.skip is SkipReason.NO_QUERY:
             line["main_query"] = text.decode().strip()
-        return DataRow(number, _asked(line, text, source, now))
-    tasks = []
+        task, read = _asked(line, text, source, now)
+        return DataRow(number, task, reply=read.messages, unread_keys=read.unread)
+    tasks, replies = [], []
+    unread = [key for key in _REASONING if line.get(key)]
     for key in ("chosen", "rejected"):
-        task = _asked(_with_reply(line, key), text, source, now)
-        if not task["answer"].strip():
+        task, read = _asked(_with_reply(line, key), text, source, now)
+        if not has_target(read.messages):
             raise LineError(f"`{key}` holds no reply")
         tasks.append(task)
+        replies.append(read.messages)
+        unread += read.unread
     better, worse = tasks
     if better["prompt"] != worse["prompt"]:
         raise LineError("`chosen` and `rejected` reply to different messages")
     better_score, worse_score = (_score(line, key) for key in _SCORES)
     difference = None if better_score is None or worse_score is None else better_score - worse_score
-    return DataRow(number, better, worse, difference)
+    reply, worse_reply = replies
+    return DataRow(number, better, worse, difference, reply, worse_reply, tuple(dict.fromkeys(unread)))
 
 
 def _score(line: TaskLine, key: str) -> float | None:
@@ -501,24 +543,24 @@ def _score(line: TaskLine, key: str) -> float | None:
     return value
 
 
-def _asked(line: TaskLine, text: bytes, source: Path, now: datetime) -> TaskLine:
+def _asked(line: TaskLine, text: bytes, source: Path, now: datetime) -> tuple[TaskLine, _Line]:
     """The task of a line, which needs no answer. Raises LineError."""
-    reply, _ = _reply(line, text, now)
-    if reply.skip is SkipReason.NO_QUERY:
-        raise LineError(reply.skip_detail)
-    return _task(line, reply, source)
+    read = _reply(line, text, now)
+    if read.reply.skip is SkipReason.NO_QUERY:
+        raise LineError(read.reply.skip_detail)
+    return _task(line, read.reply, source), read
 
 
 def _with_reply(line: TaskLine, key: str) -> TaskLine:
     """A preference with the reply in `key` as its only one, in the keys of other lines. Raises LineError."""
-    replaced = _PREFERENCE | {*_SCORES, *ANSWER} - {*HISTORY}
+    replaced = _PREFERENCE | {*_SCORES, *_REASONING, *ANSWER} - {*HISTORY}
     rest = {name: value for name, value in line.items() if name not in replaced}
     if isinstance(line.get("metadata"), dict):
         rest["metadata"] = {name: value for name, value in line["metadata"].items() if name != "answer"}
     if isinstance(line[key], str):
         return {**rest, "answer": line[key]}
-    messages = messages_of(line[key], key)
-    if messages and messages[0]["role"] == "assistant":
+    messages = messages_of(_chat(line[key]), key)
+    if not messages or messages[0]["role"] in ("assistant", "tool"):
         return {**rest, "completion": line[key]}
     # The whole conversation, which repeats its prompt.
     return {**{name: value for name, value in rest.items() if name not in QUERY}, "messages": line[key]}
@@ -531,8 +573,17 @@ def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> TaskLine:
     return task
 
 
-def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
-    """The reply that a parsed line describes, and its key if another task has its id. Raises LineError."""
+class _Line(NamedTuple):
+    """What a line says. `otherwise` is its key if another task has its id; see DataRow for the others."""
+
+    reply: Reply
+    otherwise: str
+    messages: tuple[ChatMessage, ...]
+    unread: tuple[str, ...]
+
+
+def _reply(line: TaskLine, text: bytes, now: datetime) -> _Line:
+    """The reply that a parsed line describes. Raises LineError."""
     _restore_large_integers(line, text)
     _translate(line)
     if isinstance(line.get("messages"), str):
@@ -541,7 +592,20 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
     metadata = {} if line.get("metadata") is None else line["metadata"]
     if not isinstance(metadata, dict):
         raise LineError(f"`metadata` is {kind(metadata)}, not an object")
+    # Flywheel's own exports have the tools as JSON text.
+    offered = {key: _tools(_list(line, key)) for key in ("tools", "functions")}
+    tools = offered["tools"] or offered["functions"] or _tools(_list(metadata, "tools_json"))
+    unread = [key for key, read in offered.items() if not read and line.get(key) not in (*_NOTHING, "null", "[]")]
+    functions = functions_by_name(tools) if b"null" in text else None
+    for key in (*HISTORY, "completion"):
+        if isinstance(line.get(key), list):
+            line[key] = _chat(line[key], functions)
+            unread += (name for message in line[key] for name in _unread(message))
     parts = _parts(line, metadata)
+    reasoning = _text(metadata, "answer_reasoning") or parts.answered.reasoning
+    read_elsewhere = {"system", "system_prompt"} if any(each["role"] == "system" for each in parts.history) else ()
+    unread += (key for key in _ROW_KEYS if line.get(key) not in _NOTHING and key not in read_elsewhere)
+    unread += (key for key in _REASONING if line.get(key) not in (*_NOTHING, reasoning))
     skip, detail = _skip(parts)
     otherwise = _id(
         {"line": xxhash.xxh3_128_hexdigest(text.strip())}
@@ -550,11 +614,11 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
     )
     key = _own_id(line) or otherwise
     started = _time(metadata, "started_at") or now
-    # Flywheel's own exports have the tools as JSON text.
-    tools = _tools(line["tools"] if isinstance(line.get("tools"), list) else _json(line, "tools", list)) or _tools(
-        _json(metadata, "tools_json", list)
-    )
-    return Reply(
+    steps = parts.answered.steps or _trajectory(metadata)
+    messages = parts.answered.messages
+    if not messages and parts.answered.text.strip():
+        messages = (*steps, _answer_of(parts.answered.text, reasoning))
+    reply = Reply(
         span_id=key,
         # Several answers to one question belong to one split.
         trace_id=_text(metadata, "trace_id") or _id([parts.query, parts.history]),
@@ -572,13 +636,13 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         turn=_count(metadata, "turn")
         if "turn" in metadata
         else sum(message["role"] == "user" for message in parts.history),
-        history=tuple(normalized(message, tools) for message in parts.history),
-        trajectory=tuple(normalized(message, tools) for message in parts.answered.steps) or _trajectory(metadata),
+        history=tuple({key: message[key] for key in message if key != "weight"} for message in parts.history),
+        trajectory=steps,
         tools=tools,
         images=parts.images or tuple(str(image) for image in _json(metadata, "images_json", list)),
         structured=_json(metadata, "structured_json", dict) or None,
         errors=tuple(str(error) for error in _json(metadata, "errors_json", list)),
-        reasoning=_text(metadata, "answer_reasoning") or parts.answered.reasoning,
+        reasoning=reasoning,
         is_refusal=parts.answered.is_refusal or metadata.get("refusal") is True,
         reference=_text(metadata, "reference", int, float),
         service=_text(metadata, "service"),
@@ -590,7 +654,64 @@ def _reply(line: TaskLine, text: bytes, now: datetime) -> tuple[Reply, str]:
         extra=_extra(line, metadata),
         skip=skip,
         skip_detail=detail,
-    ), otherwise
+    )
+    return _Line(reply, otherwise, messages, tuple(dict.fromkeys(unread)))
+
+
+def _list(holder: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under a key, which may be JSON text; else an empty one."""
+    value = holder.get(key)
+    return value if isinstance(value, list) else list(_json(holder, key, list))
+
+
+def _chat(messages: Any, functions: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """A list of messages, with `functions` without the nulls of tables. The calls and results of OpenAI's older
+    interface, and Gemini's role of the model, are those of OpenAI's chats. Any other value stays as it is."""
+    if not isinstance(messages, list):
+        return messages
+    found, call_id = [], ""
+    for place, each in enumerate(messages):
+        message = each if functions is None else arrow_nulls.of_message(each, functions)
+        if isinstance(message, dict):
+            if isinstance(called := message.get("function_call"), dict) and not message.get("tool_calls"):
+                call_id = f"call-{place}"
+                message = {**message, "tool_calls": [{"id": call_id, "type": "function", "function": called}]}
+            if message.get("role") == "function":
+                message = {"tool_call_id": call_id, **message, "role": "tool"}
+            elif message.get("role") == "model":
+                message = {**message, "role": "assistant"}
+        found.append(message)
+    return found
+
+
+def _unread(message: Any) -> Iterator[str]:
+    """The names of what a message says that is not read."""
+    if not isinstance(message, dict):
+        return
+    yield from (key for key in message if key not in _KEYS and message[key] not in _NOTHING)
+    yield from (key for key in _REASONING if not isinstance(message.get(key, ""), str))
+    if message.get("weight", 1) not in (0, 1):
+        yield "weight"
+    if str(message.get("role")) not in ROLES:
+        yield f"role.{message.get('role')}"
+    if not isinstance(message.get("content"), str):
+        yield from ("content.image",) if has_media(message) else ()
+        yield from (f"content.{kind}" for kind in unread_in(message))
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        said = call if isinstance(call, dict) else {}
+        for each in (said, _function(said)):
+            yield from (f"tool_calls.{key}" for key in each if key not in _CALL_KEYS and each[key] not in _NOTHING)
+
+
+def _exact(line: TaskLine, text: bytes) -> TaskLine:
+    """The line with the integers in its lists to the digit: orjson rounds those beyond 64 bits."""
+    if _MANY_DIGITS.search(text) is None:
+        return line
+    with contextlib.suppress(ValueError):  # More digits than Python reads.
+        exact = json.loads(json_line(json.loads(text.removeprefix(_BYTE_ORDER_MARK))))
+        line |= {key: value for key, value in exact.items() if isinstance(line.get(key), list)}
+    return line
 
 
 def _translate(line: TaskLine) -> None:
@@ -673,16 +794,34 @@ def _parts(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> Dialogue:
     answered = _answer(line, metadata, dialogues)
     if asked in dialogues:
         own = dialogues[asked]
-        steps = answered.steps or own.answered.steps
-        return dataclasses.replace(own, answered=dataclasses.replace(answered, steps=steps))
+        return dataclasses.replace(own, answered=_behind(own.answered, answered, dialogues))
     query = _plain(line, asked) if asked else ""
     if "init_messages" in dialogues:
         own = _beside_init_messages(line, query, dialogues)
     else:
         own = dialogues.get("prompt") or dialogues.get("messages") or Dialogue()
     request = own.query if own.query != query else ""
-    answered = dataclasses.replace(answered, steps=answered.steps or own.answered.steps)
+    answered = _behind(own.answered, answered, dialogues)
     return Dialogue(own.history, query, own.images, answered, request, own.unread)
+
+
+def _behind(own: Answered, answered: Answered, dialogues: Mapping[str, Dialogue]) -> Answered:
+    """The answer of a line, behind what its messages have after the question."""
+    messages, prompt = answered.messages, dialogues.get("prompt", Dialogue()).answered
+    if not messages and answered.text.strip() == own.text.strip() != "":
+        return own
+    if not messages and answered.text.strip() and own is prompt and own.steps:
+        messages = (_answer_of(answered.text, answered.reasoning),)
+    elif any(messages is each.answered.messages for each in dialogues.values()):
+        own = dataclasses.replace(own, messages=())
+    if messages:
+        # What a prompt has behind the question is not trained on.
+        messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in own.messages), *messages)
+    return dataclasses.replace(answered, steps=answered.steps or own.steps, messages=messages)
+
+
+def _answer_of(text: str, reasoning: str) -> ChatMessage:
+    return {"role": "assistant", "content": text, **({"reasoning_content": reasoning} if reasoning else {})}
 
 
 def _asks(line: Mapping[str, Any], key: str, dialogues: Mapping[str, Dialogue]) -> bool:
@@ -704,7 +843,7 @@ def _beside_init_messages(line: Mapping[str, Any], query: str, dialogues: Mappin
 
 def _answer(line: Mapping[str, Any], metadata: Mapping[str, Any], dialogues: Mapping[str, Dialogue]) -> Answered:
     """The answer, with the messages before it if they are listed with it."""
-    is_unfinished = False
+    is_unfinished, rest = False, Answered()
     for key in ANSWER:
         found = Answered()
         if key in dialogues:
@@ -713,11 +852,16 @@ def _answer(line: Mapping[str, Any], metadata: Mapping[str, Any], dialogues: Map
             found = answered_by(line[key], key)
         elif key not in HISTORY:
             holder = metadata if key.startswith("metadata.") else line
-            found = Answered(text=_plain(holder, key.removeprefix("metadata."), key))
-        if found.text.strip():
+            # One word is a setting of another program, such as `on`.
+            reasoning = thought if holder is line and " " in (thought := reasoning_of(line).strip()) else ""
+            found = Answered(text=_plain(holder, key.removeprefix("metadata."), key), reasoning=reasoning)
+        is_said = any(map(_is_said, found.messages))
+        if found.text.strip() or (is_said and key == "completion"):
             return found
         is_unfinished |= found.is_unfinished
-    return Answered(is_unfinished=is_unfinished)
+        if is_said and not rest.messages:
+            rest = found
+    return dataclasses.replace(rest, is_unfinished=is_unfinished)
 
 
 def _plain(holder: Mapping[str, Any], key: str, where: str = "") -> str:
@@ -780,16 +924,21 @@ def _trajectory(metadata: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
     for part in _json(metadata, "trajectory_json", list):
         with contextlib.suppress(LineError):
             (message,) = messages_of([part], "trajectory_json")
-            steps.append(normalized(part if isinstance(part.get("content", ""), str) else message))
+            if isinstance(part.get("content", ""), str):
+                message = {**part, **{key: value for key, value in message.items() if key != "content"}}
+            steps.append(message)
     return tuple(steps)
 
 
 def _tools(offered: list[Any]) -> tuple[ToolDefinition, ...]:
-    """The tool definitions in a list; other values are left out."""
+    """The tool definitions in a list, which may be JSON texts, in the form of the OpenAI API; other values are left
+    out."""
+    read = (_json({"": tool}, "", dict) if isinstance(tool, str) else tool for tool in offered)
+    kept = (arrow_nulls.of_tool(tool) for tool in read if isinstance(tool, dict))
     return tuple(
-        arrow_nulls.of_tool(tool)
-        for tool in offered
-        if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
+        tool_of(tool) if "name" in tool and "function" not in tool else tool
+        for tool in kept
+        if tool and isinstance(tool.get("function", tool), dict)
     )
 
 

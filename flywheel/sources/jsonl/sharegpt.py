@@ -44,13 +44,17 @@ def messages(said: list[ChatMessage], system: Any = None) -> list[ChatMessage]:
             found.append(each)
         elif speaker in _CALLS and (calls := _calls(each.get("value"), place)):
             call_ids = [call["id"] for call in calls]
-            found.append({"role": "assistant", "content": "", "tool_calls": calls})
+            found.append({**_others(each), "role": "assistant", "content": "", "tool_calls": calls})
         else:
-            message: ChatMessage = {"role": _ROLES.get(speaker, speaker), "content": each.get("value")}
+            message = {**_others(each), "role": _ROLES.get(speaker, speaker), "content": each.get("value")}
             if message["role"] == "tool" and call_ids:
                 message["tool_call_id"] = call_ids.pop(0)
             found.append(message)
     return found
+
+
+def _others(message: ChatMessage) -> ChatMessage:
+    return {key: value for key, value in message.items() if key not in ("from", "value")}
 
 
 def _calls(value: Any, place: int) -> list[dict[str, Any]]:
@@ -66,7 +70,7 @@ def _calls(value: Any, place: int) -> list[dict[str, Any]]:
         {
             "id": f"call-{place}-{number}",
             "type": "function",
-            "function": {"name": call["name"], "arguments": call.get("arguments") or {}},
+            "function": call,
         }
         for number, call in enumerate(called)
     ]

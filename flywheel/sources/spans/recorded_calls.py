@@ -123,6 +123,8 @@ def message_of(answer: ModelAnswer) -> ChatMessage:
     message: ChatMessage = {"role": "assistant", "content": answer.content}
     if answer.is_refusal:
         message = {"role": "assistant", "content": None, "refusal": answer.content}
+    if answer.reasoning.strip():
+        message["reasoning_content"] = answer.reasoning.strip()
     return message | {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else message
 
 

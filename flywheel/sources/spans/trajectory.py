@@ -164,7 +164,9 @@ class Trajectory:
         """
         done = {step["tool_call_id"] for step in before if step["role"] == "tool"}
         said_by = {
-            place: chat_of(said) for place, said in enumerate(self.answers) if said and place not in self._aside
+            place: chat_of(said, with_reasoning=True)
+            for place, said in enumerate(self.answers)
+            if said and place not in self._aside
         }
         uses = _Uses(
             [tool for tool in self.tools if tool.id not in done],
@@ -178,8 +180,12 @@ class Trajectory:
             for message in chat:
                 wanted = message.get("tool_calls", ())
                 content = message["content"]
-                if wanted and (reasoning := self._reasoning_sent_after(place)):
-                    message["reasoning_content"] = reasoning
+                own = message.get("reasoning_content", "")
+                sent = self._reasoning_sent_after(place) if wanted or own else ""
+                if sent and (wanted or sent.strip() == own.strip()):
+                    message["reasoning_content"] = sent
+                elif own:
+                    message["reasoning_sent"] = False
                 if wanted or (content and not (place == last and content.strip() == answer)):
                     steps.append(message)
                 for call in wanted:
@@ -224,15 +230,15 @@ class Trajectory:
         return len(call.answers) if call is not None else at.choices(self.models[-1])
 
     def reasoning_of(self, answer: str) -> str:
-        """The reasoning before the reply's answer, if the model call that gave it is recorded; else empty."""
-        call = self.models[-1].call if self.models else None
-        if call is None or call.is_interrupted or not call.answers:
-            return ""
-        said = call.answers[0]
-        return said.reasoning.strip() if said.content.strip() == answer.strip() and not said.tool_calls else ""
+        """The reasoning before the reply's answer, if the last model call gave that; else empty."""
+        recorded = self.answers[-1] if self.answers else None
+        said = chat_of(recorded, with_reasoning=True)[-1] if recorded else {}
+        is_answer = said.get("content", "").strip() == answer.strip() and "tool_calls" not in said
+        return str(said.get("reasoning_content", "")).strip() if is_answer else ""
 
     def _reasoning_sent_after(self, place: int) -> str:
-        """The reasoning of a model call's answer, if the recorded call after it was sent it again; else empty."""
+        """The reasoning of a model call's answer, if the recorded call after it was sent it again; else empty.
+        The input of another call proves nothing: AgentScope traces reasoning there that it does not send."""
         later = (self.models[after] for after in range(place + 1, len(self.models)) if after not in self._aside)
         if (span := next(later, None)) is None or span.call is None:
             return ""

@@ -165,6 +165,41 @@ async def test_the_reasoning_of_an_answer_is_imitated_with_it(tmp_path: Path, st
     assert other == {"role": "assistant", "content": plain.answer}
 
 
+async def test_the_reasoning_of_steps_is_imitated_and_the_agent_does_not_send_it(
+    tmp_path: Path, store: Store
+) -> None:
+    thought = {**said(call(arguments=SUM, call_id="c")), "reasoning_content": "I add.", "reasoning_sent": False}
+    result = {"role": "tool", "tool_call_id": "c", "name": "add", "content": "3"}
+    [one] = replies_on(Split.TRAIN, 1)
+    await judged(store, replace(one, tools=(ADD,), trajectory=(thought, result)), *replies_on(Split.HELD_OUT, 1))
+    spec = await planned_round(store, round_config(tmp_path, training={"stages": ["sft"]}))
+    [task] = spec.train
+    assert task.reply == (thought, result, {"role": "assistant", "content": one.answer})
+    assert not task.sends_reasoning
+
+
+@pytest.mark.parametrize(("arguments", "is_pair"), [(SUM, False), ('{"a": 2, "b": 5}', True)])
+async def test_replies_with_the_same_calls_are_no_pair(
+    tmp_path: Path, store: Store, arguments: str, is_pair: bool
+) -> None:
+    """Whatever the ids of these calls: each reply has its own."""
+    first, second = (
+        replace(one, query="What now?", answer="3", tools=(ADD,), trajectory=tuple(steps((made, "3"))))
+        for one, made in zip(
+            replies_on(Split.TRAIN, 2),
+            (call(arguments=SUM, call_id="c1"), call(arguments=arguments, call_id="c2")),
+            strict=True,
+        )
+    )
+    worse = task_id(second.trace_id, second.span_id)
+    await judged(
+        store, first, second, *replies_on(Split.HELD_OUT, 1),
+        judge=lambda line: rejected() if line["task_id"] == worse else accepted(),
+    )  # fmt: skip
+    spec = await planned_round(store, round_config(tmp_path, training={"stages": ["dpo"]}))
+    assert [task.has_pair for task in spec.train] == [is_pair]
+
+
 async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data(
     tmp_path: Path, store: Store
 ) -> None:

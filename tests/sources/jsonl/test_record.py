@@ -192,9 +192,9 @@ def test_a_conversation_of_sharegpt() -> None:
     read = task(value)
     assert (read["main_query"], read["answer"], read["init_messages"]) == ("What is 1 plus 1?", "It is 2.", [SYSTEM])
     call, result = json.loads(read["metadata"]["trajectory_json"])
-    assert call["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 1}}
+    assert call["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 1}'}
     assert (result["content"], result["tool_call_id"]) == ("2", call["tool_calls"][0]["id"])
-    assert json.loads(read["metadata"]["tools_json"])[0]["name"] == "add"
+    assert json.loads(read["metadata"]["tools_json"]) == [{"type": "function", "function": tools[0]}]
     assert entry(value).key == entry(value).key
 
 
@@ -423,7 +423,7 @@ def test_a_call_without_a_function_around_it_is_one_all_the_same() -> None:
     read = task({"messages": turns})
     [step] = json.loads(read["metadata"]["trajectory_json"])
     assert step["tool_calls"] == [
-        {"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+        {"id": "", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
         {"id": "7", "type": "function", "function": {"name": "g", "arguments": "x"}},
         CALL["tool_calls"][0],
     ]

@@ -122,8 +122,7 @@ def test_steps_and_tools_are_those_of_the_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content", None])
-def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Path, key: str | None) -> None:
-    """Reasoning that was answered and not sent again is in no step."""
+def test_a_step_says_whether_the_next_call_was_sent_its_reasoning_again(tmp_path: Path, key: str | None) -> None:
     asked = recorded_call(answers=(ModelAnswer(reasoning="1 and 1.", tool_calls=(CALL,)),), tools=(TOOL,))
     said = {"role": "assistant", "content": None, "tool_calls": [CALL], **({key: "1 and 1."} if key else {})}
     after = recorded_call(SECOND, messages=(*SENT, said, {"role": "tool", "tool_call_id": "c1", "content": "2"}))
@@ -134,7 +133,8 @@ def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Pa
     )
     task = line(entries(tmp_path, *spans, calls=[asked, after])["a"])
     steps = json.loads(task["metadata"]["trajectory_json"])
-    assert [step.get("reasoning_content") for step in steps] == ["1 and 1." if key else None, None]
+    assert [step.get("reasoning_content") for step in steps] == ["1 and 1.", None]
+    assert [step.get("reasoning_sent", True) for step in steps] == [key is not None, True]
     assert sends_reasoning([*task["prompt"], *steps]) is (key is not None)
 
 

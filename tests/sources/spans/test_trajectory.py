@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.records.trace import ChatMessage, Reply
+from flywheel.records.trace import ChatMessage, Reply, sends_reasoning
 from flywheel.sources.spans import attributes as at
 from flywheel.sources.spans.span import Span
 from tests.sources.studio.reading import extracted
@@ -202,3 +202,38 @@ def test_what_a_model_call_was_given_is_looked_through_once(tmp_path: Path, monk
     results = [text for name, text in steps(reply.trajectory) if text.startswith("R")]
     assert results == [f"R{place}-{number}" for place in range(10) for number in range(5)]
     assert len(looked) <= 2 * 11, looked
+
+
+def thinking(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "content": text}
+
+
+def test_each_message_of_the_model_has_its_own_reasoning(tmp_path: Path) -> None:
+    """The input that a trace shows proves nothing: AgentScope traces reasoning there that it does not send."""
+    first = said(thinking("Add."), call("c0"))
+    then = [*ASKED, *first, returned("c0", "2")]
+    second = said(thinking("Again."), part("Once more."), call("c1"))
+    last = [*then, *second, returned("c1", "4")]
+    answer = said(thinking("Four."), part("It is 4."))
+    reply = told(
+        tmp_path,
+        chat("m0", ASKED, first, parent="a", began=1, ended=2),
+        chat("m1", then, second, parent="a", began=3, ended=4),
+        chat("m2", last, answer, parent="a", began=5, ended=6),
+        agent("a", "q", "It is 4.", began=0, ended=7),
+    )
+    about = [(each.get("reasoning_content"), each.get("reasoning_sent")) for each in reply.trajectory]
+    assert about == [("Add.", False), (None, None), ("Again.", False), (None, None)]
+    assert [each["content"] for each in reply.trajectory] == ["", "2", "Once more.", "4"]
+    assert reply.reasoning == "Four."
+    assert not sends_reasoning(reply.trajectory)
+    assert all(each.keys() <= {"role", "content"} for each in reply.history), "it is what the model was sent"
+
+
+def test_the_reasoning_of_an_answer_is_that_of_the_call_which_gave_it(tmp_path: Path) -> None:
+    reply = told(
+        tmp_path,
+        chat("m0", ASKED, said(thinking("Hm."), part("draft")), parent="a", began=1, ended=2),
+        agent("a", "q", "done", began=0, ended=3),
+    )
+    assert (reply.reasoning, [each.get("reasoning_content") for each in reply.trajectory]) == ("", ["Hm."])

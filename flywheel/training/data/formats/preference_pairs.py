@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flywheel.records.tool_calls import said_in
 from flywheel.training.data.formats import messages
 from flywheel.training.data.formats.export_format import ExportSample, LeftOut
 
@@ -22,7 +23,7 @@ USED_UP = "more replies with this verdict than with the other to the same prompt
 
 @dataclass(frozen=True, slots=True)
 class PairCandidate:
-    """A reply that can be in a pair. `prompt` and `answer` are hashes."""
+    """A reply that can be in a pair. `prompt` and `answer` are hashes, that of the whole reply."""
 
     id: int
     prompt: bytes
@@ -33,13 +34,11 @@ class PairCandidate:
 def candidate(number: int, sample: ExportSample) -> PairCandidate:
     """Raises LeftOut for a reply that cannot be in a pair."""
     line = sample.line
-    messages.reply(line)
+    reply = said_in(messages.reply(line))
     if sample.score is None:
         raise LeftOut("there is no score")
     given = [messages.prompt(line), messages.tools(line)]
-    return PairCandidate(
-        number, _digest(json.dumps(given, sort_keys=True)), _digest(line["answer"].strip()), sample.score
-    )
+    return PairCandidate(number, _digest(json.dumps(given, sort_keys=True)), _digest(json.dumps(reply)), sample.score)
 
 
 def _digest(text: str) -> bytes:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.data.formats.preference_pairs import PairCandidate, Pairing
+from flywheel.records.states import TaskState
+from flywheel.records.task import task_line
+from flywheel.training.data.formats.export_format import ExportSample
+from flywheel.training.data.formats.preference_pairs import PairCandidate, Pairing, candidate
+from tests.factories.trace import reply
+from tests.training.data.formats.filling import call, result
 
 candidates = st.lists(
     st.tuples(
@@ -47,3 +52,13 @@ def test_pairs_are_of_one_prompt_distinct_wide_and_disjoint(
             one, other = every[better], every[worse]
             gap = round(one.score - other.score, 9)
             assert one.prompt != other.prompt or one.answer == other.answer or gap <= 0 or gap < margin
+
+
+def test_replies_that_differ_in_their_calls_alone_differ() -> None:
+    def of(number: int, arguments: str) -> bytes:
+        steps = (call(number, "add", arguments), result(number, "add", "2"))
+        line = task_line(reply(1, trajectory=steps), "studio")
+        return candidate(1, ExportSample(line, TaskState.ACCEPTED, 1.0)).answer
+
+    assert of(1, '{"a": 1, "b": 2}') == of(2, '{"b": 2, "a": 1}'), "the ids of calls say nothing"
+    assert of(1, '{"a": 1}') != of(1, '{"a": 2}')
