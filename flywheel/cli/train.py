@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.config.training import Stage
     from flywheel.daemon.file_round import TuneResult
+    from flywheel.daemon.rounds.file_tasks import ReadRows
     from flywheel.records.round import RoundSpec
 
 train = command_group("train", "Train an adapter on a file by hand, without a daemon.")
@@ -174,6 +175,7 @@ def _train(
     as_json: bool,
 ) -> None:
     from flywheel.daemon import file_round
+    from flywheel.daemon.rounds.file_tasks import ReadRows
 
     output = _empty(absolute(files.output))
     adapter = absolute(adapter) if adapter is not None else None
@@ -187,13 +189,20 @@ def _train(
     }
     settings = _settings(options, files.config, f"`train {stage}`")
     compares = file_round.has_rewards(settings)
-    spec = file_round.spec_of(settings, files.data, files.held_out, parent=adapter, compares=compares, names=names)
+    about: dict[str, Any] = {"parent": adapter, "compares": compares, "names": names, "read": (read := ReadRows())}
+    spec = file_round.spec_of(settings, files.data, files.held_out, **about)
     file_round.require_packages(names.attempted)
     directory = _round_directory(output, spec)
-    made = run_async(_run(spec, directory, settings, quiet=as_json))
+    try:
+        made = run_async(_run(spec, directory, settings, quiet=as_json))
+    except TrainError as error:
+        raise TrainError(error.attempted, read.placed(error.why), error.hint, retryable=error.retryable) from error
     if made.adapter is not None:
         _copy(made.adapter, output)
-    report = _report(stage, made, output)
+    report = _report(stage, made, output) | _rows(spec, made, read)
+    rows = report["rows"]
+    if 2 * rows["left_out"] > rows["read"]:
+        print_error(f"flywheel: {rows['left_out']:,} of {quantity(rows['read'], 'row')} are left out")
     if as_json:
         print_json(report)
     else:
@@ -323,6 +332,34 @@ def _report(stage: str, made: TuneResult, output: Path) -> dict[str, Any]:
     }
 
 
+def _rows(spec: RoundSpec, made: TuneResult, read: ReadRows) -> dict[str, Any]:
+    """What became of the rows of the data."""
+    left_out = read.left_out | {task: why for task, why in made.left_out.items() if task in read.places}
+    used = {
+        name: sum(task.task_id not in left_out for task in tasks)
+        for name, tasks in (("trained", spec.train), ("held_out", spec.held_out))
+    }
+    notes = [*read.notes, *((task, why) for task, why in made.partly.items() if task in read.places)]
+    return {
+        "rows": {"read": len(read.places), **used, "left_out": len(left_out)},
+        "left_out": read.by_reason(left_out.items()),
+        "notes": read.by_reason(notes),
+    }
+
+
+def _print_rows(report: dict[str, Any]) -> None:
+    from flywheel.daemon.rounds.file_tasks import sentence_of
+
+    rows = report["rows"]
+    typer.echo(
+        f"{quantity(rows['read'], 'row')} read: {rows['trained']:,} trained on, {rows['held_out']:,} held out,"
+        f" {rows['left_out']:,} left out"
+    )
+    for name, words in (("left_out", "left out"), ("notes", "note")):
+        for each in report[name]:
+            typer.echo(f"{words}: {sentence_of(each)}")
+
+
 def _print(report: dict[str, Any]) -> None:
     if report["adapter"] is None:
         print_error(f"flywheel: {report['stage']} made no adapter: {report['reason']}")
@@ -341,4 +378,5 @@ def _print(report: dict[str, Any]) -> None:
             typer.echo(line)
     if report["adapter"] is not None:
         typer.echo(report["reason"])
+    _print_rows(report)
     typer.echo(f"files of the round: {report['directory']}")

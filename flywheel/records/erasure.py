@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from flywheel.records.round import Probe, Recording
 from flywheel.records.task import TaskLine, trace_parts
 
-BY_TASK: Final = frozenset({"left_out", "inexact", "candidates"})
+BY_TASK: Final = frozenset({"left_out", "unmeasured", "partly", "inexact", "candidates"})
 """Fields with an object that has one entry per task, by its id."""
 LISTED: Final = frozenset({"released", "without_gradient", "with_gradient"})
 """Fields with a list of task ids."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final, Literal
 
@@ -72,6 +74,12 @@ class RoundTask(Frozen):
     """Whether the agent sends the model's reasoning again with later calls."""
     suite: str = ""
     """The suite whose task it is; empty for tasks of the round itself."""
+
+    @property
+    def beginning(self) -> str:
+        """The first user message of its conversation; the question, where the prompt has none."""
+        found = (message.get("content") for message in self.prompt if message.get("role") == "user")
+        return str(next(found, None) or self.exchange.query)
 
     @property
     def has_pair(self) -> bool:
@@ -436,6 +444,28 @@ class StageResult(Frozen):
     """The tasks that it could train on."""
 
 
+_FIGURES: Final = re.compile(r"(?<!\S)[^\s`]*\d[^\s`]*")
+"""Words with a digit, but for quoted names."""
+
+MOST_REASONS: Final = 3
+
+
+def by_reason(reasons: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Task ids by reason, given pairs of both; that of the most tasks first. Reasons that differ only in their
+    figures are one, in the words of the first."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for task, why in reasons:
+        found.setdefault(_FIGURES.sub("0", why), (why, []))[1].append(task)
+    return dict(sorted(found.values(), key=lambda each: -len(each[1])))
+
+
+def in_one_clause(reasons: Mapping[str, str]) -> str:
+    """The most frequent reasons by task, each with the number of its tasks if there are several."""
+    found = by_reason(reasons.items())
+    words = [f"{why} ({len(tasks):,})" if len(found) > 1 else why for why, tasks in found.items()]
+    return "; ".join(words[:MOST_REASONS] + ["…"] * (len(words) > MOST_REASONS))
+
+
 class RoundResult(Frozen):
     """The result of a worker, written atomically when it ends."""
 
@@ -452,6 +482,10 @@ class RoundResult(Frozen):
     """Where the adapter comes from if another trainer made it."""
     left_out: dict[str, str] = {}
     """Tasks that were not trained on, by id, with the reason."""
+    unmeasured: dict[str, str] = {}
+    """Held-out tasks that were not asked, or whose loss was not measured, by id, with the reason."""
+    partly: dict[str, str] = {}
+    """Tasks of whose replies something was not trained on, by id: what, and why."""
     inexact: dict[str, str] = {}
     """Tasks whose prompt has another length than the traced one, by id, with the difference."""
     released: list[str] = []

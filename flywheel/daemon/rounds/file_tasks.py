@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Final
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon.rounds.round_tasks import round_task
-from flywheel.records.round import RoundTask
+from flywheel.records.round import RoundTask, by_reason
 from flywheel.sources.jsonl.data_set import DataSet, lines_of
 from flywheel.sources.jsonl.record import DataRow, rows_of
+from flywheel.system.terminal import quantity
+
+_NAMED: Final = re.compile(r"(?<=\bthat of )[^\s:,;()]+|(?<=\bthe first[:,] )[^\s:,;()]+")
+"""Where reasons of a worker name a task."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """What is known of the rows of data sets, by the id of each one's task.
+
+    Attributes:
+        places: The file of each, and its line.
+        left_out: Why it is not trained on.
+        notes: What is worth knowing of others: pairs of an id and a sentence.
+    """
+
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, row: DataRow, task: RoundTask, file: str) -> RoundTask:
+        """The task of a row, with an id of its own."""
+        key = task.task_id if task.task_id not in self.places else f"{task.task_id}-{len(self.places)}"
+        self.places[key] = file, row.number
+        self.notes.extend((key, f"`{name}` is not read") for name in row.unread_keys)
+        return task.model_copy(update={"task_id": key})
+
+    def place(self, task_id: str) -> str:
+        file, line = self.places[task_id]
+        return f"line {line:,} of {file}"
+
+    def placed(self, text: str) -> str:
+        """A reason of a worker that names tasks, with their lines."""
+        return _NAMED.sub(lambda found: self.place(found[0]) if found[0] in self.places else found[0], text)
+
+    def by_reason(self, reasons: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+        """The rows of each file by reason, given pairs of an id and its reason; those of the most rows first."""
+        of_file = defaultdict[str, list[tuple[str, str]]](list)
+        for task_id, why in reasons:
+            of_file[self.places[task_id][0]].append((task_id, self.placed(why)))
+        found = [
+            {
+                "reason": why,
+                "rows": len(tasks),
+                "file": file,
+                "first_line": min(self.places[task_id][1] for task_id in tasks),
+            }
+            for file, own in of_file.items()
+            for why, tasks in by_reason(own).items()
+        ]
+        return sorted(found, key=lambda each: -each["rows"])
+
+
+def sentence_of(reason: Mapping[str, Any]) -> str:
+    """One of `ReadRows.by_reason` in words."""
+    first = f"line {reason['first_line']:,} of {reason['file']}"
+    return f"{quantity(reason['rows'], 'row')}, the first is {first}: {reason['reason']}"
 
 
 def rows(datasets: Iterable[DataSet], name: str, config: Config, python: Path) -> Iterator[tuple[str, DataRow]]:

@@ -409,12 +409,14 @@ class DataRow:
         task: Its task, which needs no answer. That of a preference has the better reply.
         worse: The same task with the worse reply; None for a line that is no preference.
         difference: How much higher the better reply's score is; None without scores.
+        unread_keys: Keys of its messages, or of the line, that were not read and have a value.
     """
 
     number: int
     task: TaskLine
     worse: TaskLine | None = None
     difference: float | None = None
+    unread_keys: tuple[str, ...] = ()
 
 
 def rows_of(

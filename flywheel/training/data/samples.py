@@ -158,10 +158,11 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class RecordedReply:
     """A recorded reply of a task as samples: the messages of the model are trained on, the results of its tools are
-    context."""
+    context. `without` is what of the reply is not trained."""
 
     task_id: str
     samples: tuple[Sample, ...]
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
