@@ -126,13 +126,6 @@ def test_all_rows_that_are_held_out_leave_nothing_to_train_on(tmp_path: Path, da
         spec_of(settings(tmp_path, "sft"), data, data, compares=False)
 
 
-def test_tasks_of_the_users_agent_without_a_question_begin_as_no_other(tmp_path: Path) -> None:
-    config = settings(tmp_path, "grpo", rollout={"agent": {"command": ["true"]}})
-    data, held_out = (written(tmp_path / name, [{"seed": n} for n in range(9)]) for name in ("data", "held-out"))
-    train, asked = tasks_of(config, data, held_out)
-    assert (len(train), len(asked)) == (9, 9)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_split_has_each_question_on_one_side(tmp_path: Path, seed: int) -> None:
     asked = [f"What is the capital of {name}?" for name in ("Peru", "Chad", "Oman", "Fiji", "Mali", "Cuba")]
