@@ -154,8 +154,7 @@ class Stages:
                 trained = self._reinforce(own, path, training)
             start = None if training.adapter is None else Path(training.adapter.path)
             if not trained.refusal and is_unchanged(path, start):
-                steps = quantity(trained.steps, "step")
-                why = f"{steps} changed no weight: the learning rate is too small, or no example gave a gradient"
+                why = "no step changed a weight: the learning rate is too small, or no example gave a gradient"
                 trained = replace(trained, refusal=why, with_gradient=frozenset())
             if trained.refusal:
                 log.warning("stage %s is skipped: %s", stage, trained.refusal)
