@@ -196,7 +196,8 @@ def _train(
     try:
         made = run_async(_run(spec, directory, settings, quiet=as_json))
     except TrainError as error:
-        raise TrainError(error.attempted, read.placed(error.why), error.hint, retryable=error.retryable) from error
+        error.why = read.placed(error.why)
+        raise
     if made.adapter is not None:
         _copy(made.adapter, output)
     report = _report(stage, made, output) | _rows(spec, made, read)

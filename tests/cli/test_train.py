@@ -114,6 +114,70 @@ def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     assert (told["is_better"], told["held_out_loss"]) == (None, [3.0, 2.5])
 
 
+def ends_with(result: RoundResult) -> str:
+    return f"echo '{result.model_dump_json()}' > $3/result.json"
+
+
+TOO_LONG = "it has {} tokens, and rollout.max_model_len is 512"
+
+
+@pytest.mark.slow
+def test_what_became_of_each_row_is_said(
+    flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
+) -> None:
+    rows = [{"task_id": f"r{n}", **line} for n, line in enumerate((*CHATS, CHATS[3]), 1)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps(CHATS[0] | {"task_id": "h1"}) + "\n")
+    held_out = "it begins as line 1 of held.jsonl does, which is held out"
+    result = RoundResult(
+        round_id="sft",
+        outcome="trained",
+        adapter=AdapterRef(name="sft", path=str(tmp_path / "out.round" / "adapter"), sha256="0"),
+        left_out={
+            "r1": held_out,
+            "r4": "its prompt is that of r13",
+            **{f"r{n}": TOO_LONG.format(f"1,87{n}") for n in (9, 8, 6)},
+        },
+        partly={f"r{n}": "its reasoning: the chat template writes none" for n in (2, 5)},
+        steps=3,
+    )
+    work(f"mkdir $3/adapter; touch $3/adapter/weights $3/metrics.jsonl; {ends_with(result)}")
+    files = ("--base-model", "m", "--data", data, "--eval-data", "held.jsonl")
+    ran = flywheel("train", "sft", *files, "--output", "out")
+    told = ran.out.splitlines()
+    at = told.index("14 rows read: 8 trained on, 1 held out, 5 left out")
+    assert told[at + 1 : at + 5] == [
+        f"left out: 3 rows, the first is line 6 of {data}: {TOO_LONG.format('1,876')}",
+        f"left out: 1 row, the first is line 1 of {data}: {held_out}",
+        f"left out: 1 row, the first is line 4 of {data}: its prompt is that of line 13 of {data}",
+        f"note: 2 rows, the first is line 2 of {data}: its reasoning: the chat template writes none",
+    ]
+    assert f"1 row, the first is line 1 of {data}: {held_out}" in ran.err
+    assert "are left out" not in ran.err
+    more = {f"r{n}": TOO_LONG.format(900 + n) for n in range(2, 14)}
+    work(ends_with(RoundResult(round_id="sft", outcome="refused", reason="none of 13 tasks", left_out=more)))
+    ran = flywheel("train", "sft", *files, "--output", "out2", "--json")
+    assert (ran.code, ran.json["adapter"], ran.json["reason"]) == (1, None, "none of 13 tasks")
+    compare(ran.json, documented("train"), "train sft")
+    assert ran.json["rows"] == {"read": 14, "trained": 0, "held_out": 1, "left_out": 13}
+    first, second = ran.json["left_out"]
+    assert first == {"reason": TOO_LONG.format(902), "rows": 12, "file": str(data), "first_line": 2}
+    assert (second["reason"], second["rows"]) == (held_out, 1)
+    assert "flywheel: 13 of 14 rows are left out" in ran.err
+
+
+@pytest.mark.slow
+def test_an_error_of_the_worker_names_the_line(
+    flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
+) -> None:
+    data.write_text("".join(json.dumps({"task_id": f"r{n}", **line}) + "\n" for n, line in enumerate(CHATS, 1)))
+    error = {"error": "cannot render: it refuses all; the first: r3: no r3"}
+    work(f"echo '{json.dumps(error)}' > $3/error.json; exit 1")
+    ran = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out")
+    assert ran.code == 1
+    assert f"the first: line 3 of {data}: no r3" in ran.err
+
+
 @pytest.mark.slow
 def test_the_same_command_goes_on_with_a_round_that_was_stopped(
     flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]

@@ -52,15 +52,10 @@ class ReadRows:
     def by_reason(self, reasons: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
         """The rows of each file by reason, given pairs of an id and its reason; those of the most rows first."""
         of_file = defaultdict[str, list[tuple[str, str]]](list)
-        for task_id, why in reasons:
+        for task_id, why in sorted(reasons, key=lambda each: self.places[each[0]][1]):
             of_file[self.places[task_id][0]].append((task_id, self.placed(why)))
         found = [
-            {
-                "reason": why,
-                "rows": len(tasks),
-                "file": file,
-                "first_line": min(self.places[task_id][1] for task_id in tasks),
-            }
+            {"reason": why, "rows": len(tasks), "file": file, "first_line": self.places[tasks[0]][1]}
             for file, own in of_file.items()
             for why, tasks in by_reason(own).items()
         ]
