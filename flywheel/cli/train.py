@@ -193,11 +193,7 @@ def _train(
     spec = file_round.spec_of(settings, files.data, files.held_out, **about)
     file_round.require_packages(names.attempted)
     directory = _round_directory(output, spec)
-    try:
-        made = run_async(_run(spec, directory, settings, quiet=as_json))
-    except TrainError as error:
-        error.why = read.placed(error.why)
-        raise
+    made = run_async(_run(spec, directory, settings, quiet=as_json))
     if made.adapter is not None:
         _copy(made.adapter, output)
     report = _report(stage, made, output) | _rows(spec, made, read)
@@ -335,33 +331,18 @@ def _report(stage: str, made: TuneResult, output: Path) -> dict[str, Any]:
 
 def _rows(spec: RoundSpec, made: TuneResult, read: ReadRows) -> dict[str, Any]:
     """What became of the rows of the data."""
-    left_out = read.left_out | {task: why for task, why in made.left_out.items() if task in read.places}
-    used = {
-        name: sum(task.task_id not in left_out for task in tasks)
-        for name, tasks in (("trained", spec.train), ("held_out", spec.held_out))
-    }
-    notes = [*read.notes, *((task, why) for task, why in made.partly.items() if task in read.places)]
+    left_out = read.left_out | made.left_out
+    trained, held_out = (sum(each.task_id not in left_out for each in tasks) for tasks in (spec.train, spec.held_out))
     return {
-        "rows": {"read": len(read.places), **used, "left_out": len(left_out)},
+        "rows": {"read": len(read.places), "trained": trained, "held_out": held_out, "left_out": len(left_out)},
         "left_out": read.by_reason(left_out.items()),
-        "notes": read.by_reason(notes),
+        "notes": read.by_reason([*read.notes, *made.partly.items()]),
     }
-
-
-def _print_rows(report: dict[str, Any]) -> None:
-    from flywheel.daemon.rounds.file_tasks import sentence_of
-
-    rows = report["rows"]
-    typer.echo(
-        f"{quantity(rows['read'], 'row')} read: {rows['trained']:,} trained on, {rows['held_out']:,} held out,"
-        f" {rows['left_out']:,} left out"
-    )
-    for name, words in (("left_out", "left out"), ("notes", "note")):
-        for each in report[name]:
-            typer.echo(f"{words}: {sentence_of(each)}")
 
 
 def _print(report: dict[str, Any]) -> None:
+    from flywheel.daemon.rounds.file_tasks import sentence_of
+
     if report["adapter"] is None:
         print_error(f"flywheel: {report['stage']} made no adapter: {report['reason']}")
     else:
@@ -379,5 +360,12 @@ def _print(report: dict[str, Any]) -> None:
             typer.echo(line)
     if report["adapter"] is not None:
         typer.echo(report["reason"])
-    _print_rows(report)
+    typer.echo(
+        "{read:,} rows: {trained:,} trained on, {held_out:,} held out, {left_out:,} left out".format_map(
+            report["rows"]
+        )
+    )
+    for name, words in (("left_out", "left out"), ("notes", "note")):
+        for each in report[name]:
+            typer.echo(f"{words}: {sentence_of(each)}")
     typer.echo(f"files of the round: {report['directory']}")

@@ -23,15 +23,8 @@ from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_track
 from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
-from flywheel.records.round import (
-    AdapterRef,
-    Comparison,
-    GateTest,
-    RoundResult,
-    RoundSpec,
-    RoundTask,
-    in_one_clause,
-)
+from flywheel.records.reasons import in_one_clause
+from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.records.similarity import Questions, normalised
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
@@ -133,7 +126,7 @@ def spec_of(
     train, of_suites = apart_from(suites, train)
     read.left_out.update(of_suites)
     if not train:
-        why = f"all of {names.data} is left out: {read.placed(in_one_clause(read.left_out))}"
+        why = f"all of {names.data} is left out: {in_one_clause(read.left_out)}"
         hint = f"Name other tasks: those of {names.held_out} and of suites are not trained on."
         raise ConfigError(names.attempted, why, hint)
     for each in read.by_reason([*read.left_out.items(), *read.notes]):
@@ -231,30 +224,43 @@ def tasks_of(
     if train is None:
         raise ConfigError(names.attempted, f"there is no {names.data}", "Name a file of JSON lines, one task each.")
     tasks = read_tasks([train], names.data, config, python, compares=compares, read=read)
-    needed = config.gate.min_tasks if compares else 0
+    needed, asked = config.gate.min_tasks if compares else 0, list[RoundTask]()
     if held_out:
         several = held_out if isinstance(held_out, list) else [held_out]
         asked = read_tasks(several, names.held_out, config, python, compares=compares, read=read)
         if len(asked) < needed:
             why = f"{names.held_out} has {quantity(len(asked), 'task')}, and gate.min_tasks is {needed}"
             raise ConfigError(names.attempted, why, "Add tasks, or lower gate.min_tasks.")
-        return _apart_from(asked, tasks, read), asked
-    if not compares and "sft" not in stages:
-        return tasks, []
-    groups = _alike(tasks)
-    names_of_groups = sorted(groups)
-    random.Random(config.training.seed).shuffle(names_of_groups)
-    wanted, asked_for = max(needed, round(len(tasks) * (1 - config.ingest.train_ratio))), list[RoundTask]()
-    while len(names_of_groups) > 1 and len(asked_for) < wanted:
-        asked_for += groups.pop(names_of_groups.pop())
-    if len(asked_for) < needed:
-        why = (
-            f"{names.data} has {quantity(len(tasks), 'task')}, of which {needed} (gate.min_tasks) are held out; those"
-            " of one conversation, and those that begin alike, are on one side"
-        )
-        raise ConfigError(names.attempted, why, f"Add tasks, name an {names.held_out}, or lower gate.min_tasks.")
-    trained = {task.task_id for group in groups.values() for task in group}
-    return [task for task in tasks if task.task_id in trained], asked_for
+    elif compares or "sft" in stages:
+        groups = _alike(tasks)
+        leaders = sorted(groups)
+        random.Random(config.training.seed).shuffle(leaders)
+        wanted = max(needed, round(len(tasks) * (1 - config.ingest.train_ratio)))
+        while len(leaders) > 1 and len(asked) < wanted:
+            asked += groups.pop(leaders.pop())
+        if len(asked) < needed:
+            why = f"{names.data} has {quantity(len(tasks), 'task')}, of which {needed} (gate.min_tasks) are held out"
+            hint = f"Add tasks that begin otherwise, name an {names.held_out}, or lower gate.min_tasks."
+            raise ConfigError(names.attempted, why, hint)
+        tasks = [task for group in groups.values() for task in group]
+    return _apart_from(asked, tasks, read), asked
+
+
+def _alike(tasks: Sequence[RoundTask]) -> dict[str, list[RoundTask]]:
+    """The tasks by the conversation that theirs follows, by the rule of a daemon's split, but whatever their system
+    messages: the first one that begins alike, or nearly, and of the latter at most so many."""
+    groups, followed, of_text = defaultdict[str, list[RoundTask]](list), dict[str, str](), dict[str, str]()
+    questions, followers = Questions(), Counter[str]()
+    for task in tasks:
+        text, near = normalised(task.beginning), normalised(questions.nearest(task.beginning))
+        if task.conversation not in followed:
+            followers[near] += text not in of_text
+            like = text if text in of_text or followers[near] > TEMPLATE else near
+            followed[task.conversation] = of_text.get(like, task.conversation)
+        of_text.setdefault(text, followed[task.conversation])
+        questions.add(task.beginning)
+        groups[followed[task.conversation]].append(task)
+    return groups
 
 
 def _apart_from(held_out: Sequence[RoundTask], tasks: Sequence[RoundTask], read: ReadRows) -> list[RoundTask]:
@@ -262,44 +268,17 @@ def _apart_from(held_out: Sequence[RoundTask], tasks: Sequence[RoundTask], read:
     those that begin nearly as one does, this is noted."""
     same, questions, kept = dict[str, str](), Questions(), list[RoundTask]()
     for task in held_out:
-        same.setdefault(normalised(task.beginning), task.task_id)
+        file, line = read.places[task.task_id]
+        same.setdefault(normalised(task.beginning), f"line {line:,} of {file} does, which is held out")
         questions.add(task.beginning)
     for task in tasks:
-        text = normalised(task.beginning)
-        if text and text in same:
-            read.left_out[task.task_id] = f"it begins as {read.place(same[text])} does, which is held out"
+        if like := same.get(normalised(task.beginning)):
+            read.left_out[task.task_id] = f"it begins as {like}"
             continue
         kept.append(task)
         if near := questions.nearest(task.beginning):
-            like = read.place(same[normalised(near)])
-            read.notes.append((task.task_id, f"it begins nearly as {like} does, which is held out"))
+            read.notes.append((task.task_id, f"it begins nearly as {same[normalised(near)]}"))
     return kept
-
-
-def _alike(tasks: Sequence[RoundTask]) -> dict[str, list[RoundTask]]:
-    """The tasks in groups, by the first conversation of each. All of one conversation are in one, and those that
-    begin alike, whatever their system messages; of those that begin nearly as another one does, so many as in the
-    daemon's split."""
-    group_of, questions, near = dict[Any, Any](), Questions(), Counter[str]()
-
-    def group(key: Any) -> Any:
-        while (above := group_of.setdefault(key, key)) != key:
-            group_of[key], key = group_of[above], above
-        return key
-
-    for task in tasks:
-        own, text = group(task.conversation), normalised(task.beginning)
-        if not text:
-            continue
-        group_of[group((text,))] = own
-        if (like := normalised(questions.nearest(task.beginning))) not in ("", text) and near[like] < TEMPLATE:
-            near[like] += 1
-            group_of[group((like,))] = own
-        questions.add(task.beginning)
-    found = defaultdict[Any, list[RoundTask]](list)
-    for task in tasks:
-        found[group(task.conversation)].append(task)
-    return {min(task.conversation for task in own): own for own in found.values()}
 
 
 async def train_on_files(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final, Literal
 
@@ -77,9 +75,10 @@ class RoundTask(Frozen):
 
     @property
     def beginning(self) -> str:
-        """The first user message of its conversation; the question, where the prompt has none."""
+        """The first user message of its conversation; the question, where the prompt has none. Its id without any
+        text."""
         found = (message.get("content") for message in self.prompt if message.get("role") == "user")
-        return str(next(found, None) or self.exchange.query)
+        return str(next(found, None) or self.exchange.query or self.task_id)
 
     @property
     def has_pair(self) -> bool:
@@ -442,28 +441,6 @@ class StageResult(Frozen):
     steps: int = 0
     tasks: int = 0
     """The tasks that it could train on."""
-
-
-_FIGURES: Final = re.compile(r"(?<!\S)[^\s`]*\d[^\s`]*")
-"""Words with a digit, but for quoted names."""
-
-MOST_REASONS: Final = 3
-
-
-def by_reason(reasons: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Task ids by reason, given pairs of both; that of the most tasks first. Reasons that differ only in their
-    figures are one, in the words of the first."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for task, why in reasons:
-        found.setdefault(_FIGURES.sub("0", why), (why, []))[1].append(task)
-    return dict(sorted(found.values(), key=lambda each: -len(each[1])))
-
-
-def in_one_clause(reasons: Mapping[str, str]) -> str:
-    """The most frequent reasons by task, each with the number of its tasks if there are several."""
-    found = by_reason(reasons.items())
-    words = [f"{why} ({len(tasks):,})" if len(found) > 1 else why for why, tasks in found.items()]
-    return "; ".join(words[:MOST_REASONS] + ["…"] * (len(words) > MOST_REASONS))
 
 
 class RoundResult(Frozen):

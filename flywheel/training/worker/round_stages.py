@@ -19,17 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 from flywheel.config import Config
 from flywheel.config.training import Stage
 from flywheel.records.coreset import text_of
-from flywheel.records.round import (
-    AdapterRef,
-    RoundSpec,
-    RoundTask,
-    SamplePool,
-    StageResult,
-    by_reason,
-    in_one_clause,
-)
+from flywheel.records.reasons import in_one_clause
+from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, SamplePool, StageResult
 from flywheel.system.files import tree_sha256, write_atomic
-from flywheel.system.terminal import quantity
 from flywheel.training.data.graded_rollouts import GradedRollouts
 from flywheel.training.data.loss_selection import by_loss, read_selection, write_selection
 from flywheel.training.data.pairs import Pairs
@@ -197,8 +189,8 @@ class Stages:
         training.partly |= partly
         for task, why in left_out.items():
             log.warning("%s leaves %s out: %s", stage, task, why)
-        for why, tasks in by_reason(partly.items()).items():
-            log.warning("%s does not train on all of %s: %s", stage, quantity(len(tasks), "reply", "replies"), why)
+        if partly:
+            log.warning("%s does not train on all of %d replies: %s", stage, len(partly), in_one_clause(partly))
 
     def _chosen(
         self,
@@ -304,13 +296,13 @@ class Stages:
             return found  # type: ignore[no-any-return]
 
         made, refused = ray_cluster.anywhere(self._engines, replies)
-        longest = {each.task_id: max((len(sample.token_ids) for sample in each.samples), default=0) for each in made}
-        too_long = {
-            task: f"it has {tokens:,} tokens, and rollout.max_model_len is {limit:,}"
-            for task, tokens in longest.items()
-            if tokens > limit
-        }
-        return [each for each in made if each.task_id not in too_long], refused | too_long
+        kept = []
+        for each in made:
+            if (tokens := max((len(sample.token_ids) for sample in each.samples), default=0)) > limit:
+                refused[each.task_id] = f"it has {tokens:,} tokens, and rollout.max_model_len is {limit:,}"
+            else:
+                kept.append(each)
+        return kept, refused
 
     def _reinforce(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
         """GRPO on rollouts of the prompts."""

@@ -16,6 +16,7 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
 from flywheel.records.program_run import RunResult
+from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import (
     ADAPTER_DIR,
     LONGEST_SYSTEM_PROMPT,
@@ -29,7 +30,6 @@ from flywheel.records.round import (
     Suite,
     SuiteComparison,
     SystemPrompt,
-    in_one_clause,
 )
 from flywheel.serving.server.vllm_command import chat_arguments
 from flywheel.system.terminal import quantity
