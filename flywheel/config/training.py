@@ -173,7 +173,7 @@ class SftSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps; below 1 a share of all steps."""
+    """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
 
 
 class DpoSettings(Section):
@@ -198,7 +198,7 @@ class DpoSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps; below 1 a share of all steps."""
+    """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
 
     @model_validator(mode="after")
     def _smoothing_of_sigmoid(self) -> Self:
@@ -304,7 +304,7 @@ class TrainingSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps of the learning rate; below 1 a share of all steps."""
+    """Number of warm-up steps of the learning rate, fewer than there are steps; below 1 a share of all steps."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the policy the round starts from; 0 needs no reference model."""
     updates_per_batch: int = Field(default=1, gt=0)
