@@ -198,8 +198,8 @@ def _train(
         _copy(made.adapter, output)
     report = _report(stage, made, output) | _rows(spec, made, read)
     rows = report["rows"]
-    if 2 * rows["left_out"] > rows["read"]:
-        print_error(f"flywheel: {rows['left_out']:,} of {quantity(rows['read'], 'row')} are left out")
+    if rows["left_out"] > rows["trained"]:
+        print_error(f"flywheel: more rows are left out ({rows['left_out']:,}) than trained on ({rows['trained']:,})")
     if as_json:
         print_json(report)
     else:

@@ -602,7 +602,8 @@ class RolloutSettings(Section):
     """Maximum tokens of one message of the policy in a training rollout. Default: those that are left of the
     rollout."""
     max_model_len: int = Field(default=4096, gt=0)
-    """Maximum tokens of prompt and rollout together. Longer prompts are excluded from training."""
+    """Maximum tokens of prompt and rollout, or of prompt and recorded reply, together. Longer prompts and replies are
+    excluded from training."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Timeout in seconds of one batch of rollouts. An answer of the gate that takes longer is cut and graded as it
     is. A batch of the user's agent has at least the time that `agent_timeout_seconds` gives all of its runs."""

@@ -33,7 +33,9 @@ class ReadRows:
 
     def add(self, row: DataRow, task: RoundTask, file: str) -> RoundTask:
         """The task of a row, with an id of its own."""
-        key = task.task_id if task.task_id not in self.places else f"{task.task_id}-{len(self.places)}"
+        key = task.task_id
+        while key in self.places:
+            key += f"-{len(self.places)}"
         self.places[key] = file, row.number
         self.notes.extend((key, f"`{name}` is not read") for name in row.unread_keys)
         return task.model_copy(update={"task_id": key})

@@ -223,10 +223,7 @@ def is_unchanged(adapter: Path, parent: Path | None) -> bool:
     if parent is None:
         return not any(bool(weights.any()) for name, weights in made.items() if ".lora_B." in name)
     before = load_file(parent / WEIGHTS_FILE)
-    # A parent may be stored in half precision, and is trained in float32.
-    return before.keys() == made.keys() and all(
-        torch.equal(before[name].to(weights.dtype), weights) for name, weights in made.items()
-    )
+    return before.keys() == made.keys() and all(torch.equal(before[name], weights) for name, weights in made.items())
 
 
 def copy_adapter(source: Path, directory: Path) -> None:
