@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -254,7 +255,6 @@ def test_sft_on_conversations_and_dpo_on_preferences(
 ) -> None:
     preferences(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "tracked.yaml").write_text(json.dumps({"tracking": {"report_to": list(READERS)}}))
 
     def trained(stage: str, output: str, *options: str) -> Any:
         command = [sys.executable, "-m", "flywheel", "train", stage, "--output", output, "--json"]
@@ -269,8 +269,18 @@ def test_sft_on_conversations_and_dpo_on_preferences(
         return json.loads(ran.stdout)
 
     tracked = ("-c", "tracked.yaml")
+    asked = {"role": "user", "content": "What is 40 minus 40?"}
+    long = {"messages": [asked, {"role": "assistant", "content": "Zero. " * 200}]}
+    data.write_text(data.read_text() + json.dumps(long) + "\n")
+    (tmp_path / "tracked.yaml").write_text(
+        json.dumps({"tracking": {"report_to": list(READERS)}, "training": {"sft": {"warmup_steps": 0.9}}})
+    )
     first = trained("sft", "first", "--base-model", str(POLICY), "--data", str(data), "--epochs", "2", *tracked)
     assert (first["adapter"], first["steps"], first["comparison"]) == (str(tmp_path / "first"), 2, None)
+    [left_out] = first["left_out"]
+    assert first["rows"] == {"read": 13, "trained": 8, "held_out": 4, "left_out": 1}
+    assert (left_out["rows"], left_out["first_line"]) == (1, 13)
+    assert re.fullmatch(r"it has [\d,]+ tokens, and rollout\.max_model_len is 192", left_out["reason"])
     assert first["held_out_loss"][1] < first["held_out_loss"][0]
     steps = [(line["step"], figures_of(line)) for line in read_steps(tmp_path / "first.round")]
     for name, runs in READERS.items():
