@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.config.training import Stage
     from flywheel.daemon.file_round import TuneResult
+    from flywheel.daemon.rounds.file_tasks import ReadRows
     from flywheel.records.round import RoundSpec
 
 train = command_group("train", "Train an adapter on a file by hand, without a daemon.")
@@ -174,6 +175,7 @@ def _train(
     as_json: bool,
 ) -> None:
     from flywheel.daemon import file_round
+    from flywheel.daemon.rounds.file_tasks import ReadRows
 
     output = _empty(absolute(files.output))
     adapter = absolute(adapter) if adapter is not None else None
@@ -187,13 +189,17 @@ def _train(
     }
     settings = _settings(options, files.config, f"`train {stage}`")
     compares = file_round.has_rewards(settings)
-    spec = file_round.spec_of(settings, files.data, files.held_out, parent=adapter, compares=compares, names=names)
+    about: dict[str, Any] = {"parent": adapter, "compares": compares, "names": names, "read": (read := ReadRows())}
+    spec = file_round.spec_of(settings, files.data, files.held_out, **about)
     file_round.require_packages(names.attempted)
     directory = _round_directory(output, spec)
     made = run_async(_run(spec, directory, settings, quiet=as_json))
     if made.adapter is not None:
         _copy(made.adapter, output)
-    report = _report(stage, made, output)
+    report = _report(stage, made, output) | _rows(spec, made, read)
+    rows = report["rows"]
+    if rows["left_out"] > rows["trained"]:
+        print_error(f"flywheel: more rows are left out ({rows['left_out']:,}) than trained on ({rows['trained']:,})")
     if as_json:
         print_json(report)
     else:
@@ -323,7 +329,20 @@ def _report(stage: str, made: TuneResult, output: Path) -> dict[str, Any]:
     }
 
 
+def _rows(spec: RoundSpec, made: TuneResult, read: ReadRows) -> dict[str, Any]:
+    """What became of the rows of the data."""
+    left_out = read.left_out | made.left_out
+    trained, held_out = (sum(each.task_id not in left_out for each in tasks) for tasks in (spec.train, spec.held_out))
+    return {
+        "rows": {"read": len(read.places), "trained": trained, "held_out": held_out, "left_out": len(left_out)},
+        "left_out": read.by_reason(left_out.items()),
+        "notes": read.by_reason([*read.notes, *made.partly.items()]),
+    }
+
+
 def _print(report: dict[str, Any]) -> None:
+    from flywheel.daemon.rounds.file_tasks import sentence_of
+
     if report["adapter"] is None:
         print_error(f"flywheel: {report['stage']} made no adapter: {report['reason']}")
     else:
@@ -341,4 +360,12 @@ def _print(report: dict[str, Any]) -> None:
             typer.echo(line)
     if report["adapter"] is not None:
         typer.echo(report["reason"])
+    typer.echo(
+        "{read:,} rows: {trained:,} trained on, {held_out:,} held out, {left_out:,} left out".format_map(
+            report["rows"]
+        )
+    )
+    for name, words in (("left_out", "left out"), ("notes", "note")):
+        for each in report[name]:
+            typer.echo(f"{words}: {sentence_of(each)}")
     typer.echo(f"files of the round: {report['directory']}")

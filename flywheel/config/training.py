@@ -173,7 +173,7 @@ class SftSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps; below 1 a share of all steps."""
+    """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
 
 
 class DpoSettings(Section):
@@ -198,7 +198,7 @@ class DpoSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps; below 1 a share of all steps."""
+    """Number of warm-up steps, fewer than there are steps; below 1 a share of all steps."""
 
     @model_validator(mode="after")
     def _smoothing_of_sigmoid(self) -> Self:
@@ -304,7 +304,7 @@ class TrainingSettings(Section):
     scheduler: Scheduler = "linear"
     """How the learning rate decays to 0; `constant` keeps it."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Number of warm-up steps of the learning rate; below 1 a share of all steps."""
+    """Number of warm-up steps of the learning rate, fewer than there are steps; below 1 a share of all steps."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the policy the round starts from; 0 needs no reference model."""
     updates_per_batch: int = Field(default=1, gt=0)
@@ -602,7 +602,8 @@ class RolloutSettings(Section):
     """Maximum tokens of one message of the policy in a training rollout. Default: those that are left of the
     rollout."""
     max_model_len: int = Field(default=4096, gt=0)
-    """Maximum tokens of prompt and rollout together. Longer prompts are excluded from training."""
+    """Maximum tokens of prompt and rollout, or of prompt and recorded reply, together. Longer prompts and replies are
+    excluded from training."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Timeout in seconds of one batch of rollouts. An answer of the gate that takes longer is cut and graded as it
     is. A batch of the user's agent has at least the time that `agent_timeout_seconds` gives all of its runs."""

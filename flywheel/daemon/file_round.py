@@ -7,27 +7,30 @@ import json
 import logging
 import math
 import random
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon.judging.judge_setup import rubric_of
-from flywheel.daemon.rounds.file_tasks import rows, task_of
+from flywheel.daemon.rounds.file_tasks import ReadRows, rows, sentence_of, task_of
 from flywheel.daemon.rounds.rounds import WorkerWatch
 from flywheel.daemon.rounds.suites import apart_from, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.judge.filters.chain import chain_of
+from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import AdapterRef, Comparison, GateTest, RoundResult, RoundSpec, RoundTask
+from flywheel.records.similarity import Questions, normalised
 from flywheel.records.tool_calls import said_in
 from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.sources.jsonl.record import DataRow, has_target
+from flywheel.store.splits import TEMPLATE
 from flywheel.system.files import tree_sha256
 from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
@@ -38,6 +41,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
+_TIE: Final = "its replies are equal, or their scores differ by less than training.dpo.margin"
 NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"
 
 
@@ -53,6 +57,8 @@ class TuneResult:
         comparison: The figures of that.
         directory: The files of the round: `metrics.jsonl`, `rollouts.jsonl`, `worker.log` and others.
         reward_first, reward_last: Mean rewards of the first and the last step.
+        left_out: Tasks that were not trained on, or held out and not measured, by id, with the reason.
+        partly: Tasks of whose replies something was not trained on, by id, with the reason.
     """
 
     adapter: Path | None
@@ -63,6 +69,8 @@ class TuneResult:
     steps: int
     reward_first: float | None
     reward_last: float | None
+    left_out: dict[str, str] = field(default_factory=dict)
+    partly: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +114,24 @@ def spec_of(
     names: RoundNames = TUNE,
     epochs: int | None = None,
     python: Path | None = None,
+    read: ReadRows | None = None,
 ) -> RoundSpec:
     """A round on files that starts from the adapter in the folder `parent`. If it does not compare its adapter with
     that, nothing is graded. A step asks at most the tasks that there are; with `epochs`, the round has as many steps
-    as ask each task so often. Raises ConfigError."""
+    as ask each task so often. What is known of the rows goes to `read`. Raises ConfigError."""
+    read = read or ReadRows()
     require_trackers(settings.tracking, names.attempted, python or trainer_python(None))
     rubric = rubric_of(settings) if compares else None
     suites = suites_of(settings, rubric) if rubric is not None else []
-    train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python)
-    train, left_out = apart_from(suites, train)
+    train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python, read=read)
+    train, of_suites = apart_from(suites, train)
+    read.left_out.update(of_suites)
     if not train:
-        why = f"all of {names.data} is left out: {next(iter(left_out.values()))}"
-        raise ConfigError(names.attempted, why, "Name other tasks: those of a suite are not trained on.")
+        why = f"all of {names.data} is left out: {in_one_clause(read.left_out)}"
+        hint = f"Name other tasks: those of {names.held_out} and of suites are not trained on."
+        raise ConfigError(names.attempted, why, hint)
+    for each in read.by_reason([*read.left_out.items(), *read.notes]):
+        log.warning("%s", sentence_of(each))
     batch = min(settings.training.prompts_per_step, len(train))
     steps = settings.training.steps if epochs is None else math.ceil(epochs * len(train) / batch)
     fitted = settings.training.model_copy(update={"prompts_per_step": batch, "steps": steps})
@@ -131,7 +145,7 @@ def spec_of(
         parent=adapter_in(parent, names.attempted) if parent is not None else None,
         train=train,
         held_out=asked,
-        left_out=left_out,
+        left_out=read.left_out,
         rubric=rubric.model_dump(mode="json") if rubric is not None else {},
         settings=settings.model_dump(mode="json"),
         test=GateTest(epoch=1, number=1, alpha=alpha_of(settings.gate.alpha, 1)) if compares else None,
@@ -193,13 +207,16 @@ def tasks_of(
     compares: bool = True,
     names: RoundNames = TUNE,
     python: Path | None = None,
+    read: ReadRows | None = None,
 ) -> tuple[list[RoundTask], list[RoundTask]]:
     """The tasks to train on, and those of the comparison or, without one, those of which SFT measures the loss.
 
     `train` and `held_out` are data sets: paths, objects with `path`, `name` and `split`, or mappings with these
-    names; `held_out` may be a list of them. Without it, whole conversations of `train` are held out. `datasets` reads
-    them in the interpreter `python`. Raises ConfigError.
+    names; `held_out` may be a list of them. Tasks of `train` that begin as one of it does are left out. Without it,
+    whole conversations of `train` are held out, and all that begin alike. `datasets` reads them in the interpreter
+    `python`. What is known of the rows goes to `read`. Raises ConfigError.
     """
+    read = read or ReadRows()
     python = python or trainer_python(None)
     stages = config.training.stages
     if not compares and ("grpo" in stages or config.training.sft.when != "always"):
@@ -207,30 +224,62 @@ def tasks_of(
         raise ConfigError(names.attempted, why, "Name one: see `flywheel docs rubrics`.")
     if train is None:
         raise ConfigError(names.attempted, f"there is no {names.data}", "Name a file of JSON lines, one task each.")
-    tasks = read_tasks([train], names.data, config, python, compares=compares)
-    needed = config.gate.min_tasks if compares else 0
+    tasks = read_tasks([train], names.data, config, python, compares=compares, read=read)
+    needed, asked = config.gate.min_tasks if compares else 0, list[RoundTask]()
     if held_out:
         several = held_out if isinstance(held_out, list) else [held_out]
-        asked = read_tasks(several, names.held_out, config, python, compares=compares)
+        asked = read_tasks(several, names.held_out, config, python, compares=compares, read=read)
         if len(asked) < needed:
             why = f"{names.held_out} has {quantity(len(asked), 'task')}, and gate.min_tasks is {needed}"
             raise ConfigError(names.attempted, why, "Add tasks, or lower gate.min_tasks.")
-        return tasks, asked
-    if not compares and "sft" not in stages:
-        return tasks, []
-    # Whole conversations, as in a daemon: tasks of one are not independent.
-    by_conversation = defaultdict[str, list[RoundTask]](list)
+    elif compares or "sft" in stages:
+        groups = _alike(tasks)
+        leaders = sorted(groups)
+        random.Random(config.training.seed).shuffle(leaders)
+        wanted = max(needed, round(len(tasks) * (1 - config.ingest.train_ratio)))
+        while len(leaders) > 1 and len(asked) < wanted:
+            asked += groups.pop(leaders.pop())
+        if len(asked) < needed:
+            why = f"{names.data} has {quantity(len(tasks), 'task')}, of which {needed} (gate.min_tasks) are held out"
+            hint = f"Add tasks that begin otherwise, name an {names.held_out}, or lower gate.min_tasks."
+            raise ConfigError(names.attempted, why, hint)
+        tasks = [task for group in groups.values() for task in group]
+    return _apart_from(asked, tasks, read), asked
+
+
+def _alike(tasks: Sequence[RoundTask]) -> dict[str, list[RoundTask]]:
+    """The tasks by the conversation that theirs follows, by the rule of a daemon's split, but whatever their system
+    messages: the first one that begins alike, or nearly, and of the latter at most so many."""
+    groups, followed, of_text = defaultdict[str, list[RoundTask]](list), dict[str, str](), dict[str, str]()
+    questions, followers = Questions(), Counter[str]()
     for task in tasks:
-        by_conversation[task.conversation].append(task)
-    conversations = sorted(by_conversation)
-    random.Random(config.training.seed).shuffle(conversations)
-    wanted, asked_for = max(needed, round(len(tasks) * (1 - config.ingest.train_ratio))), list[RoundTask]()
-    while len(conversations) > 1 and len(asked_for) < wanted:
-        asked_for += by_conversation.pop(conversations.pop())
-    if len(asked_for) < needed:
-        why = f"{names.data} has {quantity(len(tasks), 'task')}, of which {needed} (gate.min_tasks) are held out"
-        raise ConfigError(names.attempted, why, f"Add tasks, name an {names.held_out}, or lower gate.min_tasks.")
-    return [task for task in tasks if task.conversation in by_conversation], asked_for
+        text, near = normalised(task.beginning), normalised(questions.nearest(task.beginning))
+        if task.conversation not in followed:
+            followers[near] += text not in of_text
+            like = text if text in of_text or followers[near] > TEMPLATE else near
+            followed[task.conversation] = of_text.get(like, task.conversation)
+        of_text.setdefault(text, followed[task.conversation])
+        questions.add(task.beginning)
+        groups[followed[task.conversation]].append(task)
+    return groups
+
+
+def _apart_from(held_out: Sequence[RoundTask], tasks: Sequence[RoundTask], read: ReadRows) -> list[RoundTask]:
+    """The tasks that begin as none that is held out does, whatever their system messages. Others are left out; of
+    those that begin nearly as one does, this is noted."""
+    same, questions, kept = dict[str, str](), Questions(), list[RoundTask]()
+    for task in held_out:
+        file, line = read.places[task.task_id]
+        same.setdefault(normalised(task.beginning), f"line {line:,} of {file} does, which is held out")
+        questions.add(task.beginning)
+    for task in tasks:
+        if like := same.get(normalised(task.beginning)):
+            read.left_out[task.task_id] = f"it begins as {like}"
+            continue
+        kept.append(task)
+        if near := questions.nearest(task.beginning):
+            read.notes.append((task.task_id, f"it begins nearly as {same[normalised(near)]}"))
+    return kept
 
 
 async def train_on_files(
@@ -259,6 +308,8 @@ async def train_on_files(
         steps=result.steps,
         reward_first=result.reward_first,
         reward_last=result.reward_last,
+        left_out=result.left_out | result.unmeasured,
+        partly=result.partly,
     )
 
 
@@ -291,33 +342,33 @@ async def run_worker(
         await worker.stop()
 
 
-def read_tasks(datasets: list[Any], name: str, config: Config, python: Path, *, compares: bool) -> list[RoundTask]:
-    """The tasks of data sets, with their replies if a stage trains on them. Raises ConfigError, which names the
-    line."""
-    stages = config.training.stages
-    tasks: dict[str, RoundTask] = {}
-    ties = 0
-    for attempted, row in rows(map(DataSet.of, datasets), name, config, python):
+def read_tasks(
+    datasets: list[Any], name: str, config: Config, python: Path, *, compares: bool, read: ReadRows | None = None
+) -> list[RoundTask]:
+    """The tasks of data sets, with their replies if a stage trains on them. What is known of the rows goes to `read`.
+    Raises ConfigError, which names the line."""
+    stages, read = config.training.stages, read or ReadRows()
+    tasks: list[RoundTask] = []
+    data = [DataSet.of(each) for each in datasets]
+    for file, (attempted, row) in (
+        (each.path, found) for each in data for found in rows([each], name, config, python)
+    ):
         if stages == ["sft"] and not has_target(row.reply):
             why = f"line {row.number}: it has no reply to train on"
             raise ConfigError(attempted, why, "End its `messages` with the assistant's, or give an `answer`.")
         if stages == ["dpo"] and not compares and row.worse is None:
             why = f"line {row.number}: it has no `chosen` and `rejected`, and no rubric grades replies to it"
             raise ConfigError(attempted, why, "Give each line both, or name a rubric.")
+        task = read.add(row, task_of(row, config), file)
         if "dpo" in stages and _is_tie(row, config.training.dpo.margin):
-            ties += 1
-            continue
-        task = task_of(row, config)
-        key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{len(tasks)}"
-        tasks[key] = task.model_copy(update={"task_id": key})
-    paths = ", ".join(DataSet.of(each).path for each in datasets)
-    if ties:
-        why = "their replies are equal, or their scores differ by less than training.dpo.margin"
-        log.warning("%s: %s left out: %s", paths, quantity(ties, "preference"), why)
+            read.left_out[task.task_id] = _TIE
+        else:
+            tasks.append(task)
     if not tasks:
-        why = "no line can be trained on" if ties else "it is empty"
+        paths = ", ".join(each.path for each in data)
+        why = f"no line can be trained on: {_TIE}" if read.left_out else "it is empty"
         raise ConfigError(f"read {name} {paths}", why, "Name another file.")
-    return list(tasks.values())
+    return tasks
 
 
 def _is_tie(row: DataRow, margin: float) -> bool:

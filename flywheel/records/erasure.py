@@ -17,7 +17,7 @@ from flywheel.records.round import Probe, Recording
 from flywheel.records.task import TaskLine, trace_parts
 from flywheel.records.trace import reasoning_of
 
-BY_TASK: Final = frozenset({"left_out", "inexact", "candidates"})
+BY_TASK: Final = frozenset({"left_out", "unmeasured", "partly", "inexact", "candidates"})
 """Fields with an object that has one entry per task, by its id."""
 LISTED: Final = frozenset({"released", "without_gradient", "with_gradient"})
 """Fields with a list of task ids."""

@@ -74,6 +74,13 @@ class RoundTask(Frozen):
     """The suite whose task it is; empty for tasks of the round itself."""
 
     @property
+    def beginning(self) -> str:
+        """The first user message of its conversation; the question, where the prompt has none. Its id without any
+        text."""
+        found = (message.get("content") for message in self.prompt if message.get("role") == "user")
+        return str(next(found, None) or self.exchange.query or self.task_id)
+
+    @property
     def has_pair(self) -> bool:
         """Whether it has a better and a worse recorded reply."""
         return bool(self.reply and self.rejected)
@@ -452,6 +459,10 @@ class RoundResult(Frozen):
     """Where the adapter comes from if another trainer made it."""
     left_out: dict[str, str] = {}
     """Tasks that were not trained on, by id, with the reason."""
+    unmeasured: dict[str, str] = {}
+    """Held-out tasks that were not asked, or whose loss was not measured, by id, with the reason."""
+    partly: dict[str, str] = {}
+    """Tasks of whose replies something was not trained on, by id: what, and why."""
     inexact: dict[str, str] = {}
     """Tasks whose prompt has another length than the traced one, by id, with the difference."""
     released: list[str] = []

@@ -341,17 +341,24 @@ class Questions:
     """Questions of which no two are near-duplicates."""
 
     def __init__(self) -> None:
-        self._by_band = defaultdict[int, list[frozenset[int]]](list)
+        self._by_band = defaultdict[int, list[tuple[frozenset[int], str]]](list)
 
     def add(self, question: str) -> bool:
         """Add a question; False if it is a near-duplicate of another one."""
+        if self.nearest(question):
+            return False
+        [(words, bands)] = prompt_signatures([question])
+        for band in bands:
+            self._by_band[band].append((frozenset(words), question))
+        return True
+
+    def nearest(self, question: str) -> str:
+        """The one of which a question is most nearly a duplicate; empty if it is of none."""
         [(words, bands)] = prompt_signatures([question])
         own = frozenset(words)
-        if any(jaccard(own, other) >= NEAR for band in bands for other in self._by_band[band]):
-            return False
-        for band in bands:
-            self._by_band[band].append(own)
-        return True
+        found = ((jaccard(own, other), text) for band in bands for other, text in self._by_band.get(band, ()))
+        share, text = max(found, default=(0.0, ""))
+        return text if share >= NEAR else ""
 
 
 def first_question(messages: Sequence[Mapping[str, Any]]) -> str:

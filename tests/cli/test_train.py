@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,6 +115,58 @@ def test_the_report_as_json(flywheel: Run, data: Path) -> None:
     assert (told["is_better"], told["held_out_loss"]) == (None, [3.0, 2.5])
 
 
+def ends_with(result: RoundResult) -> str:
+    return f"echo '{result.model_dump_json()}' > $3/result.json"
+
+
+TOO_LONG = "it has {} tokens, and rollout.max_model_len is 512"
+
+
+@pytest.mark.slow
+def test_what_became_of_each_row_is_said(
+    flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
+) -> None:
+    rows = [{"task_id": f"r{n}", **line} for n, line in enumerate((*CHATS, CHATS[3]), 1)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps(CHATS[0] | {"task_id": "h1"}) + "\n")
+    held_out = "it begins as line 1 of held.jsonl does, which is held out"
+    result = RoundResult(
+        round_id="sft",
+        outcome="trained",
+        adapter=AdapterRef(name="sft", path=str(tmp_path / "out.round" / "adapter"), sha256="0"),
+        left_out={
+            "r1": held_out,
+            "r4": "its prompt is that of r13",
+            **{f"r{n}": TOO_LONG.format(f"1,87{n}") for n in (9, 8, 6)},
+        },
+        partly={f"r{n}": "its reasoning: the chat template writes none" for n in (2, 5)},
+        steps=3,
+    )
+    work(f"mkdir $3/adapter; touch $3/adapter/weights $3/metrics.jsonl; {ends_with(result)}")
+    files = ("--base-model", "m", "--data", data, "--eval-data", "held.jsonl")
+    ran = flywheel("train", "sft", *files, "--output", "out")
+    told = ran.out.splitlines()
+    at = told.index("14 rows: 8 trained on, 1 held out, 5 left out")
+    assert told[at + 1 : at + 5] == [
+        f"left out: 3 rows, the first is line 6 of {data}: {TOO_LONG.format('1,876')}",
+        f"left out: 1 row, the first is line 1 of {data}: {held_out}",
+        f"left out: 1 row, the first is line 4 of {data}: its prompt is that of r13",
+        f"note: 2 rows, the first is line 2 of {data}: its reasoning: the chat template writes none",
+    ]
+    assert f"1 row, the first is line 1 of {data}: {held_out}" in ran.err
+    assert "more rows are left out" not in ran.err
+    more = {f"r{n}": TOO_LONG.format(900 + n) for n in range(2, 14)}
+    work(ends_with(RoundResult(round_id="sft", outcome="refused", reason="none of 13 tasks", left_out=more)))
+    ran = flywheel("train", "sft", *files, "--output", "out2", "--json")
+    assert (ran.code, ran.json["adapter"], ran.json["reason"]) == (1, None, "none of 13 tasks")
+    compare(ran.json, documented("train"), "train sft")
+    assert ran.json["rows"] == {"read": 14, "trained": 0, "held_out": 1, "left_out": 13}
+    first, second = ran.json["left_out"]
+    assert first == {"reason": TOO_LONG.format(902), "rows": 12, "file": str(data), "first_line": 2}
+    assert (second["reason"], second["rows"]) == (held_out, 1)
+    assert "flywheel: more rows are left out (13) than trained on (0)" in ran.err
+
+
 @pytest.mark.slow
 def test_the_same_command_goes_on_with_a_round_that_was_stopped(
     flywheel: Run, tmp_path: Path, data: Path, work: Callable[[str], None]
@@ -202,7 +255,6 @@ def test_sft_on_conversations_and_dpo_on_preferences(
 ) -> None:
     preferences(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "tracked.yaml").write_text(json.dumps({"tracking": {"report_to": list(READERS)}}))
 
     def trained(stage: str, output: str, *options: str) -> Any:
         command = [sys.executable, "-m", "flywheel", "train", stage, "--output", output, "--json"]
@@ -217,8 +269,18 @@ def test_sft_on_conversations_and_dpo_on_preferences(
         return json.loads(ran.stdout)
 
     tracked = ("-c", "tracked.yaml")
+    asked = {"role": "user", "content": "What is 40 minus 40?"}
+    long = {"messages": [asked, {"role": "assistant", "content": "Zero. " * 200}]}
+    data.write_text(data.read_text() + json.dumps(long) + "\n")
+    (tmp_path / "tracked.yaml").write_text(
+        json.dumps({"tracking": {"report_to": list(READERS)}, "training": {"sft": {"warmup_steps": 0.9}}})
+    )
     first = trained("sft", "first", "--base-model", str(POLICY), "--data", str(data), "--epochs", "2", *tracked)
     assert (first["adapter"], first["steps"], first["comparison"]) == (str(tmp_path / "first"), 2, None)
+    [left_out] = first["left_out"]
+    assert first["rows"] == {"read": 13, "trained": 8, "held_out": 4, "left_out": 1}
+    assert (left_out["rows"], left_out["first_line"]) == (1, 13)
+    assert re.fullmatch(r"it has [\d,]+ tokens, and rollout\.max_model_len is 192", left_out["reason"])
     assert first["held_out_loss"][1] < first["held_out_loss"][0]
     steps = [(line["step"], figures_of(line)) for line in read_steps(tmp_path / "first.round")]
     for name, runs in READERS.items():

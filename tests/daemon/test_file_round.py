@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flywheel.config import Config
+from flywheel.daemon import file_round
 from flywheel.daemon.file_round import has_rewards, spec_of, tasks_of, train_on_files
+from flywheel.daemon.rounds import file_tasks
+from flywheel.daemon.rounds.file_tasks import ReadRows
 from flywheel.errors import ConfigError, TrainError
+from flywheel.records.similarity import normalised
 from flywheel.training.data.round_directory import read_spec, settings_of
 from tests.daemon.rounds.workers import works
 from tests.factories.config import BOXED_RUBRIC, make_config
@@ -76,10 +81,103 @@ def test_the_judge_of_a_round_on_files_gets_the_answer_and_the_ground_truth(tmp_
     }
 
 
-def test_a_file_to_hold_out_leaves_the_other_whole(tmp_path: Path, data: Path) -> None:
-    held_out = written(tmp_path / "held-out.jsonl", CHATS[:1])
+def chat(question: str, answer: str = "yes", system: str = "", **more: Any) -> dict[str, Any]:
+    before = [{"role": "system", "content": system}] if system else []
+    said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": [*before, *said], **more}
+
+
+WEATHER = "Will it rain in Oslo tomorrow, and do I need a coat and an umbrella when I go out?"
+
+
+def test_a_file_to_hold_out_leaves_the_rest_of_the_other_whole(tmp_path: Path, data: Path) -> None:
+    held_out = written(tmp_path / "held-out.jsonl", [chat("5+7?")])
     train, asked = tasks_of(settings(tmp_path, "sft"), data, held_out, compares=False)
     assert (len(train), len(asked)) == (10, 1)
+
+
+def test_what_begins_as_a_held_out_conversation_does_is_not_trained_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "no"}]
+    lines = [
+        chat("Is it late?"),
+        chat(f" {WEATHER.upper()}\n", "no", "You are kind."),
+        {"messages": [*chat(WEATHER)["messages"], *later]},
+        chat(WEATHER.replace("Oslo", "Bergen")),
+        chat(WEATHER.replace("a coat", "2 coats")),
+    ]
+    data = written(tmp_path / "data.jsonl", lines)
+    held_out = written(tmp_path / "held.jsonl", [chat("Who?"), chat(WEATHER, "no", "You are brief.")])
+    read = ReadRows()
+    with caplog.at_level(logging.WARNING):
+        spec = spec_of(settings(tmp_path, "sft"), data, held_out, compares=False, read=read)
+    assert [read.places[task.task_id] for task in spec.train] == [(str(data), 1), (str(data), 4), (str(data), 5)]
+    assert list(spec.left_out.values()) == [f"it begins as line 2 of {held_out} does, which is held out"] * 2
+    assert read.by_reason(spec.left_out.items()) == [
+        {"reason": next(iter(spec.left_out.values())), "rows": 2, "file": str(data), "first_line": 2}
+    ]
+    near = f"1 row, the first is line 4 of {data}: it begins nearly as line 2 of {held_out} does, which is held out"
+    assert near in caplog.messages
+
+
+def test_all_rows_that_are_held_out_leave_nothing_to_train_on(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"all of train_dataset is left out: it begins as line 1 of .*data.jsonl"):
+        spec_of(settings(tmp_path, "sft"), data, data, compares=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_split_has_each_question_on_one_side(tmp_path: Path, seed: int) -> None:
+    asked = [f"What is the capital of {name}?" for name in ("Peru", "Chad", "Oman", "Fiji", "Mali", "Cuba")]
+    asked += [f"{n} times {n}?" for n in range(14)]
+    told = [chat(f"  {question.replace(' ', '  ')}\n", system="You are kind.") for question in asked]
+    data = written(tmp_path / "data.jsonl", [*map(chat, asked), *told])
+    train, held_out = tasks_of(settings(tmp_path, "sft", training={"seed": seed}), data, None, compares=False)
+    assert (len(train) + len(held_out), len(held_out) >= 12) == (40, True)
+    sides = [{normalised(task.beginning) for task in side} for side in (train, held_out)]
+    assert not sides[0] & sides[1]
+
+
+def test_the_split_follows_conversations_and_beginnings_alike(tmp_path: Path) -> None:
+    same = {"metadata": {"conversation_id": "c-1"}}
+    lines = [chat("One?", **same), chat("Two?"), chat("two ?", system="Hi", **same), chat(WEATHER)]
+    near = [chat(f"{WEATHER} {'Do tell me' if n else 'Please'}") for n in range(2)]
+    data = written(tmp_path / "data.jsonl", [*lines, *near, chat("Three?")])
+    for seed in range(6):
+        config, read = settings(tmp_path, "sft", training={"seed": seed}), ReadRows()
+        train, held_out = tasks_of(config, data, None, compares=False, read=read)
+        sides = [{normalised(task.beginning) for task in side} for side in (train, held_out)]
+        assert not sides[0] & sides[1]
+        assert not {task.conversation for task in train} & {task.conversation for task in held_out}
+        assert all(len({text for text in side if text.startswith(normalised(WEATHER))}) in (0, 3) for side in sides)
+        # A later question of a conversation may be the first one of another that is on the other side.
+        assert [read.places[task][1] for task in read.left_out] in ([], [2], [3])
+        assert len(train) + len(held_out) + len(read.left_out) == 7
+
+
+def test_rows_that_share_a_template_are_divided(tmp_path: Path) -> None:
+    template = "Tell me in one short and polite sentence, as a friend would do it, what this word may mean: "
+    data = written(
+        tmp_path / "data.jsonl", [chat(f"{template} w{chr(97 + n % 26)}{chr(97 + n // 26)}") for n in range(200)]
+    )
+    train, held_out = tasks_of(settings(tmp_path, "sft"), data, None, compares=False)
+    assert (len(train) + len(held_out), 60 <= len(held_out) < 120) == (200, True)
+
+
+def test_keys_that_are_not_read_are_named_once_a_file(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(*given: Any) -> Any:
+        for attempted, row in file_tasks.rows(*given):
+            yield attempted, replace(row, unread_keys=("mood", "key2") if row.number % 3 == 0 else ())
+
+    monkeypatch.setattr(file_round, "rows", rows)
+    read = ReadRows()
+    spec_of(settings(tmp_path, "sft"), data, None, compares=False, read=read)
+    assert [(each["reason"], each["rows"], each["first_line"]) for each in read.by_reason(read.notes)] == [
+        ("`mood` is not read", 3, 3),
+        ("`key2` is not read", 3, 3),
+    ]
 
 
 def test_one_conversation_is_trained_on(tmp_path: Path) -> None:
@@ -162,9 +260,9 @@ def test_a_preference_without_a_difference_gives_no_pair(tmp_path: Path, caplog:
     data = written(tmp_path / "data.jsonl", lines)
     config = settings(tmp_path, "dpo", training={"dpo": {"margin": 0.1}})
     with caplog.at_level(logging.WARNING):
-        train, _ = tasks_of(config, data, None, compares=False)
-    assert [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in train] == [("2", "3")] * 2
-    assert "2 preferences left out" in caplog.text
+        spec = spec_of(config, data, None, compares=False)
+    assert [(task.reply[-1]["content"], task.rejected[-1]["content"]) for task in spec.train] == [("2", "3")] * 2
+    assert f"2 rows, the first is line 2 of {data}: its replies are equal" in caplog.text
 
 
 def calling(arguments: Any, call_id: str = "1", **message: Any) -> dict[str, Any]:
@@ -189,7 +287,7 @@ def test_whole_messages_of_the_model_are_trained_on(tmp_path: Path) -> None:
             assert list(task.rejected) == (rejected if "dpo" in stages else [])
             assert (task.prompt, task.exchange.reference) == (asked, "")
         config = settings(tmp_path, "grpo", filter={"rubric": str(BOXED_RUBRIC)}, gate={"min_tasks": 1})
-        [task], _ = tasks_of(config, data, data)
+        [task], _ = tasks_of(config, data, written(tmp_path / "other.jsonl", [{"question": "7+7?", "answer": "14"}]))
         assert (task.reply, task.rejected) == ((), ())
 
 

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon.rounds.round_tasks import RECORDED, round_task
+from flywheel.records.reasons import by_reason
 from flywheel.records.round import RoundTask
 from flywheel.sources.jsonl.data_set import DataSet, lines_of
 from flywheel.sources.jsonl.record import DataRow, has_target, rows_of
+from flywheel.system.terminal import quantity
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """What is known of the rows of data sets, by the id of each one's task.
+
+    Attributes:
+        places: The file of each, and its line.
+        left_out: Why it is not trained on.
+        notes: What is worth knowing of others: pairs of an id and a sentence.
+    """
+
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, row: DataRow, task: RoundTask, file: str) -> RoundTask:
+        """The task of a row, with an id of its own."""
+        key = task.task_id
+        while key in self.places:
+            key += f"-{len(self.places)}"
+        self.places[key] = file, row.number
+        self.notes.extend((key, f"`{name}` is not read") for name in row.unread_keys)
+        return task.model_copy(update={"task_id": key})
+
+    def by_reason(self, reasons: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+        """The rows of each file by reason, given pairs of an id and its reason; those of the most rows first."""
+        of_file = defaultdict[str, list[tuple[str, str]]](list)
+        for task_id, why in sorted(reasons, key=lambda each: self.places[each[0]][1]):
+            of_file[self.places[task_id][0]].append((task_id, why))
+        found = [
+            {"reason": why, "rows": len(tasks), "file": file, "first_line": self.places[tasks[0]][1]}
+            for file, own in of_file.items()
+            for why, tasks in by_reason(own).items()
+        ]
+        return sorted(found, key=lambda each: -each["rows"])
+
+
+def sentence_of(reason: Mapping[str, Any]) -> str:
+    """One of `ReadRows.by_reason` in words."""
+    first = f"line {reason['first_line']:,} of {reason['file']}"
+    return f"{quantity(reason['rows'], 'row')}, the first is {first}: {reason['reason']}"
 
 
 def rows(datasets: Iterable[DataSet], name: str, config: Config, python: Path) -> Iterator[tuple[str, DataRow]]:

@@ -91,11 +91,11 @@ def apart_from(suites: Iterable[Suite], tasks: Iterable[RoundTask]) -> tuple[lis
     # Exactly, not by bands: a suite is small enough, and bands miss a few pairs.
     of_suites = defaultdict[tuple[str, ...], list[tuple[frozenset[int], str]]](list)
     for each in (task for suite in suites for task in suite.tasks):
-        text = _first_message(each)
+        text = each.beginning
         of_suites[numbers(text)].append((words(text), each.task_id))
     kept, left_out = [], {}
     for task in tasks:
-        text = _first_message(task)
+        text = task.beginning
         similar = of_suites.get(numbers(text), [])
         own = words(text) if similar else frozenset[int]()
         near = next((task_id for others, task_id in similar if jaccard(own, others) >= NEAR), None)
@@ -104,9 +104,3 @@ def apart_from(suites: Iterable[Suite], tasks: Iterable[RoundTask]) -> tuple[lis
         else:
             left_out[task.task_id] = f"it begins nearly as {near} does, a task of gate.suites"
     return kept, left_out
-
-
-def _first_message(task: RoundTask) -> str:
-    """The first user message; the question, where the prompt has none."""
-    found = (message.get("content") for message in task.prompt if message.get("role") == "user")
-    return str(next(found, None) or task.exchange.query)

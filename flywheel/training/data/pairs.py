@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import RoundTask
 from flywheel.records.trace import ChatMessage
 from flywheel.system.files import json_line, write_atomic
@@ -24,20 +25,22 @@ PAIRS_FILE: Final = "pairs.jsonl"
 """The pairs of a stage as TRL reads them, in the stage's folder."""
 
 SEVERAL: Final = "rollouts whose turns do not continue each other"
-TOO_LONG: Final = "replies that reached their maximum length"
-CLOSE: Final = "prompts whose rewards differ by less than the margin"
-SAME: Final = "prompts whose better and worse reply are the same"
-MISSES: Final = "prompts with too many calls without a recorded result"
-UNRENDERED: Final = "recorded pairs that the chat template does not make samples of"
+TOO_LONG: Final = "rollouts that reached their maximum length"
+CLOSE: Final = "the rewards of its rollouts differ by less than the margin"
+SAME: Final = "its better and its worse reply are the same"
+MISSES: Final = "it has too many calls without a recorded result"
+UNRENDERED: Final = "its replies are not one sample each"
 
 
 @dataclass(slots=True)
 class Pairs:
-    """`lines` are the same pairs for the file. `left_out` counts what is in none, by reason."""
+    """`lines` are the same pairs for the file. `left_out` has the reason of each task that is in none, `rollouts`
+    counts those that could be in none, by reason."""
 
     pairs: list[Pair] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: dict[str, str] = field(default_factory=dict)
+    rollouts: Counter[str] = field(default_factory=Counter)
 
     def add_rollouts(self, batch: RolloutBatch, margin: float) -> None:
         """Of each group the rollouts with the highest and the lowest reward, if these differ by `margin`."""
@@ -46,33 +49,32 @@ class Pairs:
             groups[rollout.request.group].append(rollout)
         with_misses = {group for group, reason in batch.dropped.items() if reason == "misses"}
         for group, rollouts in groups.items():
+            task = rollouts[0].request.prompt.task
             if group in with_misses:
-                self.left_out[MISSES] += 1
+                self.left_out[task.task_id] = MISSES
                 continue
             graded = [(rollout.reward, rollout) for rollout in rollouts if rollout.reward is not None]
             usable = [(reward, rollout) for reward, rollout in graded if self._is_whole(rollout)]
             if not usable:
-                self.left_out[CLOSE] += 1
+                self.left_out[task.task_id] = CLOSE
                 continue
             best, worst = max(usable, key=lambda item: item[0]), min(usable, key=lambda item: item[0])
-            self._add(best[1].request.prompt.task, _ends(*best), _ends(*worst), margin)
+            self._add(task, _ends(*best), _ends(*worst), margin)
 
     def add_recorded(
         self,
         tasks: Sequence[RoundTask],
         chosen: Mapping[str, RecordedReply],
         rejected: Mapping[str, RecordedReply],
-        longest: int,
+        refused: Mapping[str, str],
     ) -> None:
-        """Of each task its `reply` and its `rejected` one, given the samples of both by task. Replies of more than
-        `longest` tokens, prompt included, are left out."""
+        """Of each task its `reply` and its `rejected` one, given the samples of both by task, or why one of them is
+        `refused`."""
         for task in tasks:
             made = chosen.get(task.task_id), rejected.get(task.task_id)
             samples = [reply.samples[0] for reply in made if reply is not None and len(reply.samples) == 1]
             if len(samples) < len(made):
-                self.left_out[UNRENDERED] += 1
-            elif max(len(sample.token_ids) for sample in samples) > longest:
-                self.left_out[TOO_LONG] += 1
+                self.left_out[task.task_id] = refused.get(task.task_id, UNRENDERED)
             else:
                 self._add(task, (samples[0], task.reply, None), (samples[1], task.rejected, None), 0.0)
 
@@ -84,15 +86,16 @@ class Pairs:
     @property
     def reasons(self) -> str:
         """What was left out, in one clause; empty if nothing was."""
-        return "; ".join(f"{number} {reason}" for reason, number in self.left_out.most_common())
+        counts = (f"{number} {reason}" for reason, number in self.rollouts.most_common())
+        return "; ".join(filter(None, (in_one_clause(self.left_out), *counts)))
 
     def _is_whole(self, rollout: Rollout) -> bool:
         """Whether a rollout can be in a pair; if not, it is counted."""
         completion = rollout.completion
         if completion.truncated:
-            self.left_out[TOO_LONG] += 1
+            self.rollouts[TOO_LONG] += 1
         elif len(completion.samples) != 1 or not completion.samples[0].trained:
-            self.left_out[SEVERAL] += 1
+            self.rollouts[SEVERAL] += 1
         else:
             return True
         return False
@@ -101,10 +104,10 @@ class Pairs:
         (chosen, chosen_messages, high), (rejected, rejected_messages, low) = better, worse
         # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
         if high is not None and low is not None and round(high - low, 9) < margin:
-            self.left_out[CLOSE] += 1
+            self.left_out[task.task_id] = CLOSE
             return
         if chosen.token_ids == rejected.token_ids:
-            self.left_out[SAME] += 1
+            self.left_out[task.task_id] = SAME
             return
         self.pairs.append(Pair(task.task_id, chosen, rejected, high, low))
         self.lines.append(

@@ -19,7 +19,7 @@ from flywheel.config import LoraSettings
 from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
-from flywheel.serving.adapter_files import FILES, most_rank, why_unloadable
+from flywheel.serving.adapter_files import FILES, WEIGHTS_FILE, most_rank, why_unloadable
 from flywheel.system.files import sync
 
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
@@ -211,6 +211,19 @@ def write_adapter(model: Any, directory: Path) -> None:
     model.save_pretrained(directory, selected_adapters=["default"])
     # PEFT's model card is an empty template.
     (directory / "README.md").unlink(missing_ok=True)
+
+
+def is_unchanged(adapter: Path, parent: Path | None) -> bool:
+    """Whether the weights of an adapter are those that its training started from: its parent's, or those of a new
+    one, which change nothing because all of its B matrices are 0."""
+    import torch
+    from safetensors.torch import load_file
+
+    made = load_file(adapter / WEIGHTS_FILE)
+    if parent is None:
+        return not any(bool(weights.any()) for name, weights in made.items() if ".lora_B." in name)
+    before = load_file(parent / WEIGHTS_FILE)
+    return before.keys() == made.keys() and all(torch.equal(before[name], weights) for name, weights in made.items())
 
 
 def copy_adapter(source: Path, directory: Path) -> None:

@@ -115,9 +115,6 @@ def dpo_config(settings: Config, directory: Path, *, seed: int, compute_dtype: t
     return DPOConfig(
         **shared_arguments(settings, directory, seed=seed, compute_dtype=compute_dtype),
         **loss_arguments(training.dpo),
-        max_steps=training.steps,
-        # Below 1 it is a share of all updates.
-        warmup_steps=training.warmup_steps,
         # An item of TRL's dataset is a whole step, which `PairTrainer` divides itself.
         per_device_train_batch_size=1,
         remove_unused_columns=False,

@@ -317,13 +317,9 @@ def grpo_config(
     `compute_dtype` is that of autocast; a float32 model with float32 stays exact."""
     training, rollout = settings.training, settings.rollout
     updates = training.updates_per_batch
-    shared = shared_arguments(settings, directory, seed=seed, compute_dtype=compute_dtype)
     return GRPOConfig(
-        **(shared | {"save_steps": training.save_steps * updates}),
-        max_steps=training.steps * updates,
+        **shared_arguments(settings, directory, seed=seed, compute_dtype=compute_dtype, updates=updates),
         num_iterations=updates,
-        # Below 1 it is a share of all updates.
-        warmup_steps=training.warmup_steps * (updates if training.warmup_steps >= 1 else 1),
         # An item of TRL's dataset is a whole step, which `RoundTrainer` divides itself. TRL wants two of each item.
         per_device_train_batch_size=2,
         num_generations=2,
@@ -338,15 +334,23 @@ def grpo_config(
     )
 
 
-def shared_arguments(settings: Config, directory: Path, *, seed: int, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments that TRL's trainers have in common, as `grpo_config` has them."""
+def shared_arguments(
+    settings: Config, directory: Path, *, seed: int, compute_dtype: torch.dtype, updates: int = 1
+) -> dict[str, Any]:
+    """The arguments that TRL's trainers have in common, as `grpo_config` has them. A step is so many `updates`."""
     training = settings.training
     gpu = torch.cuda.is_available()
+    steps = training.steps * updates
+    # Below 1 it is a share of all updates.
+    warmup = math.ceil(training.warmup_steps * (updates if training.warmup_steps >= 1 else steps))
     return {
         "output_dir": str(directory),
         "seed": seed,
         "learning_rate": training.learning_rate,
         "lr_scheduler_type": training.scheduler,
+        "max_steps": steps,
+        # The learning rate of the first update of a warm-up is 0. A run that ends in its warm-up may have no other.
+        "warmup_steps": min(warmup, steps - 1),
         "max_grad_norm": training.max_grad_norm,
         "gradient_accumulation_steps": 1,
         "bf16": compute_dtype == torch.bfloat16,
@@ -358,7 +362,7 @@ def shared_arguments(settings: Config, directory: Path, *, seed: int, compute_dt
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "steps",
-        "save_steps": training.save_steps,
+        "save_steps": training.save_steps * updates,
         "save_total_limit": 2,
         "report_to": "none",
         "disable_tqdm": True,

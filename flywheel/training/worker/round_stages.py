@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from flywheel.config import Config
 from flywheel.config.training import Stage
 from flywheel.records.coreset import text_of
+from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import AdapterRef, RoundSpec, RoundTask, SamplePool, StageResult
 from flywheel.system.files import tree_sha256, write_atomic
 from flywheel.training.data.graded_rollouts import GradedRollouts
@@ -31,6 +32,7 @@ from flywheel.training.data.samples import RecordedReply
 from flywheel.training.data.stages import TRAINED_FILE, adapter_of, stage_adapter, tasks_by_stage
 from flywheel.training.engine import ray_cluster
 from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import is_unchanged
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.rollout_grading import Pause
 from flywheel.training.optim.round_steps import RoundSteps, roll_out
@@ -54,6 +56,10 @@ class Training:
     usage: dict[str, int] = field(default_factory=dict)
     system_prompts: Counter[str] = field(default_factory=Counter)
     with_gradient: set[str] = field(default_factory=set)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """These three are as in `RoundResult`: by the stages, which have rendered the replies."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    partly: dict[str, str] = field(default_factory=dict)
 
     def add(self, stage: Stage, trained: Trained, tasks: int, adapter: AdapterRef | None) -> None:
         outcome: Literal["trained", "skipped"] = "trained" if adapter is not None else "skipped"
@@ -120,6 +126,8 @@ class Stages:
         stages = self._settings.training.stages
         by_stage = tasks_by_stage([prompt.task for prompt in prompts], stages, self._spec.seed)
         prompt_of = {prompt.task.task_id: prompt for prompt in prompts}
+        unused = prompt_of.keys() - {task.task_id for own in by_stage.values() for task in own}
+        training.left_out |= dict.fromkeys(sorted(unused), "it has no reply to train on")
         ended = len(training.stages)
         for number, stage in list(enumerate(stages, 1))[ended:]:
             own = [prompt_of[task.task_id] for task in by_stage[stage]]
@@ -136,6 +144,10 @@ class Stages:
                 trained = self._prefer(own, path, training)
             else:
                 trained = self._reinforce(own, path, training)
+            start = None if training.adapter is None else Path(training.adapter.path)
+            if not trained.refusal and is_unchanged(path, start):
+                why = "no step changed a weight: the learning rate is too small, or no example gave a gradient"
+                trained = replace(trained, refusal=why, with_gradient=frozenset())
             if trained.refusal:
                 log.warning("stage %s is skipped: %s", stage, trained.refusal)
             adapter = None if trained.refusal else adapter_of(f"{self._spec.round_id}-{stage}", path)
@@ -157,16 +169,28 @@ class Stages:
         if self._settings.training.sft.when == "spread_below" and (needless := self._has_spread(asked, training)):
             return Trained(0, None, None, refusal=needless)
         replies, refused = self._replies(prompts)
-        for task, why in refused.items():
-            log.warning("SFT leaves %s out: %s", task, why)
+        self._note(training, "SFT", replies, refused)
         if not replies:
-            first = next((f": {why}" for why in refused.values()), "")
-            return Trained(0, None, None, refusal=f"none of {len(prompts)} tasks has a reply to train on{first}")
+            why = f"none of {len(prompts)} tasks has a reply to train on"
+            return Trained(0, None, None, refusal=f"{why}: {in_one_clause(refused)}" if refused else why)
+        measured, training.unmeasured = self._replies(held_out)
         if (pool := self._spec.pool) is not None:
             replies = self._chosen(pool, prompts, replies, adapter, training)
         trained: Trained
-        trained = self._trainers.call("imitate", replies, self._replies(held_out)[0], adapter, training.steps)
+        trained = self._trainers.call("imitate", replies, measured, adapter, training.steps)
         return trained
+
+    def _note(
+        self, training: Training, stage: str, replies: Sequence[RecordedReply], left_out: Mapping[str, str]
+    ) -> None:
+        """Keep why a stage leaves tasks out, and what of others it does not train on."""
+        training.left_out |= left_out
+        partly = {each.task_id: "; ".join(each.without) for each in replies if each.without}
+        training.partly |= partly
+        for task, why in left_out.items():
+            log.warning("%s leaves %s out: %s", stage, task, why)
+        if partly:
+            log.warning("%s does not train on all of %d replies: %s", stage, len(partly), in_one_clause(partly))
 
     def _chosen(
         self,
@@ -211,12 +235,13 @@ class Stages:
         """DPO on pairs: recorded ones of the prompts that have them, and rollouts of all others."""
         settings, pairs = self._settings.training, Pairs()
         recorded = [prompt.task for prompt in prompts if prompt.task.has_pair]
+        better: list[RecordedReply] = []
         if recorded:
-            chosen, rejected = (
-                {reply.task_id: reply for reply in self._recorded(tasks)[0]}
-                for tasks in (recorded, [task.model_copy(update={"reply": task.rejected}) for task in recorded])
-            )
-            pairs.add_recorded(recorded, chosen, rejected, self._settings.rollout.max_model_len)
+            better, refused = self._recorded(recorded)
+            worse, also = self._recorded([task.model_copy(update={"reply": task.rejected}) for task in recorded])
+            chosen, rejected = ({reply.task_id: reply for reply in replies} for replies in (better, worse))
+            refused = {task: f"its rejected reply: {why}" for task, why in also.items()} | refused
+            pairs.add_recorded(recorded, chosen, rejected, refused)
         others = [prompt for prompt in prompts if not prompt.task.has_pair]
         steps = math.ceil(len(others) / settings.prompts_per_step)
         rewards: list[float] = []
@@ -226,8 +251,11 @@ class Stages:
             rewards += batch.rewards
             pairs.add_rollouts(batch, settings.dpo.margin)
         pairs.write(adapter.parent)
-        if pairs.reasons:
+        if pairs.rollouts:
             log.info("not in a pair: %s", pairs.reasons)
+        paired = {pair.task_id for pair in pairs.pairs}
+        left_out = {task: why for task, why in pairs.left_out.items() if task not in paired}
+        self._note(training, "DPO", [reply for reply in better if reply.task_id in paired], left_out)
         reward = mean(rewards)
         if not pairs.pairs:
             why = f"none of {len(prompts)} tasks has a better and a worse reply"
@@ -255,17 +283,26 @@ class Stages:
         return Collector.of(settings, self._engines, self._make_grade(self._directory, meter.pause), meter, store)
 
     def _replies(self, prompts: Sequence[Prompt]) -> tuple[list[RecordedReply], dict[str, str]]:
-        """The replies of tasks that have one, as samples, and why others cannot be trained on, by task."""
+        """The replies of tasks that have one, as samples, and why others are not trained on, by task."""
         return self._recorded([prompt.task for prompt in prompts if prompt.task.reply])
 
     def _recorded(self, tasks: Sequence[RoundTask]) -> tuple[list[RecordedReply], dict[str, str]]:
+        """The same of these tasks. A reply with a sample that is too long is none: nothing is cut."""
+        limit = self._settings.rollout.max_model_len
         empty = self._settings.training.sft.reasoning == "empty"
 
         def replies(engine: Any) -> tuple[list[RecordedReply], dict[str, str]]:
             [found] = ray_cluster.wait([engine.recorded_replies.remote(tasks, empty_reasoning=empty)])
             return found  # type: ignore[no-any-return]
 
-        return ray_cluster.anywhere(self._engines, replies)
+        made, refused = ray_cluster.anywhere(self._engines, replies)
+        kept = []
+        for each in made:
+            if (tokens := max((len(sample.token_ids) for sample in each.samples), default=0)) > limit:
+                refused[each.task_id] = f"it has {tokens:,} tokens, and rollout.max_model_len is {limit:,}"
+            else:
+                kept.append(each)
+        return kept, refused
 
     def _reinforce(self, prompts: Sequence[Prompt], adapter: Path, training: Training) -> Trained:
         """GRPO on rollouts of the prompts."""

@@ -16,6 +16,7 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
 from flywheel.records.program_run import RunResult
+from flywheel.records.reasons import in_one_clause
 from flywheel.records.round import (
     ADAPTER_DIR,
     LONGEST_SYSTEM_PROMPT,
@@ -102,6 +103,7 @@ class Round:
         self.usage: dict[str, int] = {}
         self.about = StartedEngine("none", 0)
         self.left_out: dict[str, str] = {}
+        self.unmeasured: dict[str, str] = {}
         self.inexact: dict[str, str] = {}
         self.suites: list[tuple[Suite, list[Prompt]]] = []
 
@@ -248,7 +250,7 @@ class Round:
             self._use_program()
             train = self.asked(self.spec.train) if self.spec.train else Asked([], {})
             gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
-        prompts, self.left_out = train.prompts, self.spec.left_out | train.left_out
+        prompts, self.left_out, self.unmeasured = train.prompts, self.spec.left_out | train.left_out, gate.left_out
         held_out = gate.prompts[-self.settings.gate.max_tasks :]
         for task, why in {**gate.left_out, **self.left_out}.items():
             log.warning("%s is left out: %s", task, why)
@@ -261,7 +263,7 @@ class Round:
         if not prompts and (self.spec.trains or self.spec.debug):
             raise TrainError(
                 f"train {self.spec.round_id}",
-                f"none of its {len(self.spec.train)} tasks leaves room for a completion in rollout.max_model_len",
+                f"none of its {len(self.spec.train)} tasks can be trained on: {in_one_clause(train.left_out)}",
                 "Raise rollout.max_model_len or lower rollout.max_completion_tokens.",
             )
         if is_compared:
@@ -291,12 +293,15 @@ class Round:
         self.usage = trained.usage
         lines = read_selection(self.directory) if self.spec.pool is not None else []
         released = [line["task_id"] for line in lines if line["outcome"] == "released"]
-        self.left_out |= {line["task_id"]: why_set_aside(line) for line in lines if line["outcome"] == "set aside"}
+        set_aside = {line["task_id"]: why_set_aside(line) for line in lines if line["outcome"] == "set aside"}
+        self.left_out |= trained.left_out | set_aside
+        self.unmeasured = gate.left_out | ({} if is_compared else trained.unmeasured)
         others = trained.with_gradient | set(released)
         asked = [task.task_id for task in self.spec.train if task.task_id not in others]
         without_gradient = [*asked, *self.spec.left_out]
         figures: dict[str, Any] = {
             "stages": trained.stages,
+            "partly": trained.partly,
             "steps": trained.steps,
             "sampling": self._sampling(trained.rollout_steps, trained.system_prompts)
             if trained.rollout_steps
@@ -517,6 +522,7 @@ class Round:
             round_id=self.spec.round_id,
             outcome=outcome,
             left_out=self.left_out,
+            unmeasured=self.unmeasured,
             inexact=self.inexact,
             seconds=self.seconds,
             usage=self.usage,

@@ -43,7 +43,7 @@ def test_each_group_gives_its_extremes_or_none(rewards: list[list[float | None]]
         if known and round(max(known) - min(known), 9) >= margin:
             expected.append((f"t-{group}", max(known), min(known)))
     assert [(pair.task_id, pair.chosen_score, pair.rejected_score) for pair in made.pairs] == expected
-    assert made.left_out.total() == len(rewards) - len(expected)
+    assert len(made.left_out) == len(rewards) - len(expected)
     assert len(made.lines) == len(made.pairs)
 
 
@@ -51,7 +51,8 @@ def test_a_difference_that_is_the_margin_counts_and_a_tie_does_not() -> None:
     made = Pairs()
     made.add_rollouts(own_tokens([[0.8, 0.9, 0.85, 0.8], [0.5, 0.5, 0.5, 0.5], [0.5, 0.55, 0.5, 0.5]]), 0.1)
     assert [pair.task_id for pair in made.pairs] == ["t-0"]
-    assert made.left_out == {pairs.CLOSE: 2}
+    assert made.left_out == {"t-1": pairs.CLOSE, "t-2": pairs.CLOSE}
+    assert made.reasons == pairs.CLOSE
 
 
 def change(one: Rollout, **completion: object) -> Rollout:
@@ -67,14 +68,15 @@ def test_rollouts_that_are_not_whole_are_in_no_pair_and_counted() -> None:
     )
     [pair] = made.pairs
     assert (pair.chosen, pair.rejected) == (best.completion.samples[0], worst.completion.samples[0])
-    assert made.left_out == {pairs.SEVERAL: 1, pairs.TOO_LONG: 1}
+    assert (made.left_out, made.rollouts) == ({}, {pairs.SEVERAL: 1, pairs.TOO_LONG: 1})
+    assert made.reasons == f"1 {pairs.SEVERAL}; 1 {pairs.TOO_LONG}"
 
 
 def test_equal_replies_are_no_pair() -> None:
     made = Pairs()
     made.add_rollouts(batch([0.1, 0.9, 0.5, 0.5]), 0.1)
     assert made.pairs == []
-    assert made.left_out == {pairs.SAME: 1}
+    assert made.left_out == {"t-0": pairs.SAME}
 
 
 def test_a_group_with_many_misses_is_left_out() -> None:
@@ -82,27 +84,27 @@ def test_a_group_with_many_misses_is_left_out() -> None:
     made = Pairs()
     made.add_rollouts(RolloutBatch((*several, missed(0), missed(0))), 0.1)
     assert made.pairs == []
-    assert made.left_out == {pairs.MISSES: 1}
+    assert made.left_out == {"t-0": pairs.MISSES}
 
 
 @pytest.mark.parametrize(
-    ("worse", "longest", "reason"),
+    ("worse", "reason"),
     [
-        (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), 9, None),
-        (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), 2, pairs.TOO_LONG),
-        (RecordedReply("t-1", (Sample((5, 8), (False, True)), Sample((6, 8), (False, True)))), 9, pairs.UNRENDERED),
-        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), 9, pairs.SAME),
-        (None, 9, pairs.UNRENDERED),
+        (RecordedReply("t-1", (Sample((5, 6, 8), (False, False, True)),)), None),
+        (RecordedReply("t-1", (Sample((5, 8), (False, True)), Sample((6, 8), (False, True)))), pairs.UNRENDERED),
+        (RecordedReply("t-1", (Sample((5, 7), (False, True)),)), pairs.SAME),
+        (None, "it is refused"),
     ],
 )
-def test_recorded_pairs(worse: RecordedReply | None, longest: int, reason: str | None, tmp_path: Path) -> None:
+def test_recorded_pairs(worse: RecordedReply | None, reason: str | None, tmp_path: Path) -> None:
     task = round_task("t-1", reply=({"role": "assistant", "content": "7"},))
     worse_reply = ({"role": "assistant", "content": "8"},)
     task = task.model_copy(update={"rejected": worse_reply, "rejected_task_id": "t-worse"})
     better = RecordedReply("t-1", (Sample((5, 7), (False, True)),))
     made = Pairs()
-    made.add_recorded([task], {"t-1": better}, {} if worse is None else {"t-1": worse}, longest)
-    assert made.left_out == ({} if reason is None else {reason: 1})
+    refused, rejected = ({"t-1": "it is refused"}, {}) if worse is None else ({}, {"t-1": worse})
+    made.add_recorded([task], {"t-1": better}, rejected, refused)
+    assert made.left_out == ({} if reason is None else {"t-1": reason})
     made.write(tmp_path / "1-dpo")
     lines = [json.loads(line) for line in (tmp_path / "1-dpo" / "pairs.jsonl").read_text().splitlines()]
     if reason is not None:

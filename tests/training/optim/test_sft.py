@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from flywheel.config import Config
 from flywheel.records.round import METRICS_FILE
+from flywheel.serving.adapter_files import WEIGHTS_FILE
+from flywheel.training.data.round_progress import read_steps
 from flywheel.training.data.samples import RecordedReply, Sample, TrainingRow
+from flywheel.training.engine.adapter_files import AdapterFiles
+from flywheel.training.engine.policy import is_unchanged
 from flywheel.training.optim.epochs import minibatches, rows_of, stage_settings
 from tests.factories.policy_training import gradients, policy
 from tests.factories.round import POLICY, round_spec
@@ -213,3 +217,37 @@ def test_a_reply_of_several_samples_is_one_rollout() -> None:
 def test_tokens_without_an_engine_are_trained_and_the_first_never_is() -> None:
     assert Sample((5, 6, 7), (True, False, True)).trained == [2]
     assert Sample((5, 6, 7), (False, True, True), (None, None, -0.5)).trained == [2]
+
+
+@pytest.mark.training
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_short_run_has_a_learning_rate_and_one_that_changes_nothing_is_seen(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def trained(name: str, parent: Path | None = None, count: int = 1, **own: Any) -> Path:
+        sft = {"epochs": 1, "batch_size": 1, "learning_rate": 1e-3, **own}
+        settings = Config.model_validate(GRPO | {"training": GRPO["training"] | {"sft": sft}})
+        (tmp_path / name).mkdir()
+        trainer = trainer_on(tmp_path / name, settings, POLICY)
+        trainer.load(None if parent is None else AdapterFiles.read(parent))
+        trainer.imitate(REPLIES[:count], (), tmp_path / name / "adapter", 0)
+        return tmp_path / name / "adapter"
+
+    def rates(adapter: Path) -> list[float]:
+        return [line["learning_rate"] for line in read_steps(adapter.parent)]
+
+    for scheduler in ("linear", "cosine", "constant"):
+        warm = trained(scheduler, scheduler=scheduler, warmup_steps=0.03)
+        assert rates(warm) == [1e-3]
+        assert not is_unchanged(warm, None)
+    warm = trained("several", count=3, warmup_steps=50)
+    assert rates(warm) == [0.0, pytest.approx(5e-4), 1e-3]
+    assert is_unchanged(trained("new", learning_rate=1e-60), None)
+    parent = trained("parent")
+    assert is_unchanged(trained("same", parent, learning_rate=1e-30), parent)
+    assert not is_unchanged(trained("other", parent), parent)
+    # In half precision, a parent's weights are the same numbers.
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(parent / WEIGHTS_FILE).items()}
+    save_file(weights, parent / WEIGHTS_FILE)
+    assert is_unchanged(trained("half", parent, learning_rate=1e-30), parent)

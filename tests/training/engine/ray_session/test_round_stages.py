@@ -32,9 +32,13 @@ from tests.training.data.rollouts import verdict
 
 pytestmark = [pytest.mark.training, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+LIMIT = 1024
+"""Of a sample, in tokens."""
+
 
 class Engine:
-    """Answers with the request's seed, and makes a sample of each reply that is not empty."""
+    """Answers with the request's seed, and makes a sample of each reply that is not empty, with a token for each
+    number. Of one with reasoning, this is not trained."""
 
     async def generate(self, wanted: RolloutRequest) -> Completion:
         return reply(wanted.prompt, (wanted.seed % 100, 2), (-0.1, -0.2), str(wanted.seed % 100))
@@ -44,20 +48,25 @@ class Engine:
     ) -> tuple[list[RecordedReply], dict[str, str]]:
         good = [task for task in tasks if task.reply[-1]["content"]]
         refused = {task.task_id: "its text is empty" for task in tasks if task not in good}
-        texts = [(1, int(task.reply[-1]["content"])) for task in good]
-        made = [Sample(ids, (False, True)) for ids in texts]
-        return [RecordedReply(task.task_id, (one,)) for task, one in zip(good, made, strict=True)], refused
+        texts = [tuple(map(int, task.reply[-1]["content"].split())) for task in good]
+        made = [Sample((1, *text), (False, *map(bool, text))) for text in texts]
+        without = [("its reasoning",) if task.reply[-1].get("reasoning_content") else () for task in good]
+        return [
+            RecordedReply(task.task_id, (one,), left) for task, one, left in zip(good, made, without, strict=True)
+        ], refused
 
 
 class Trainer:
-    """Writes an empty adapter for a stage, or refuses it."""
+    """Writes an adapter for a stage, or refuses it."""
 
-    def begin(self, directory: Path, refused: frozenset[str]) -> None:
-        """As a new process would."""
-        self._directory, self._refused = directory, refused
+    def begin(self, directory: Path, refused: frozenset[str], idle: frozenset[str]) -> None:
+        """As a new process would. Stages that are `idle` change no weight."""
+        self._directory, self._refused, self._idle = directory, refused, idle
         self._calls: list[Any] = []
+        self._weights = weights(0)
 
     def load(self, parent: AdapterFiles | None) -> None:
+        self._weights = parent.contents[WEIGHTS_FILE] if parent is not None else weights(0)
         self._calls.append(("load", parent and parent.contents[CONFIG_FILE].decode()))
 
     def imitate(self, replies: Any, held_out: Any, adapter: Path, before: int) -> Trained:
@@ -88,8 +97,17 @@ class Trainer:
         adapter = self._directory / adapter
         adapter.mkdir()
         (adapter / CONFIG_FILE).write_text(stage)
-        (adapter / WEIGHTS_FILE).write_text("")
+        (adapter / WEIGHTS_FILE).write_bytes(self._weights if stage in self._idle else weights(sum(stage.encode())))
         return trained
+
+
+def weights(value: float) -> bytes:
+    """The file of an adapter whose B has this value."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    shape = "base_model.model.layer.lora_{}.weight".format
+    return save({shape("A"): np.ones((1, 2), np.float32), shape("B"): np.full((2, 1), value, np.float32)})
 
 
 @dataclass(frozen=True)
@@ -119,18 +137,20 @@ def run(
     *,
     some: Sequence[RoundTask] = (),
     refused: Sequence[str] = (),
+    idle: Sequence[str] = (),
     spread: bool = True,
     pool: SamplePool | None = None,
 ) -> tuple[Training, list[Any]]:
     """The stages on these tasks, and what the trainer was called for. With `spread`, rewards differ."""
-    settings = Config.model_validate({"training": {"steps": 2, "prompts_per_step": 2, "group_size": 4, **training}})
+    training = {"steps": 2, "prompts_per_step": 2, "group_size": 4, **training}
+    settings = Config.model_validate({"training": training, "rollout": {"max_model_len": LIMIT}})
     spec = round_spec(train=list(some or tasks()), settings=settings.model_dump(mode="json"), pool=pool)
     prompts = [Prompt(task, (5, number), max_tokens=8) for number, task in enumerate(spec.train)]
 
     def grade(shown: Exchange) -> Verdict:
         return verdict(int(shown.answer) / 100 if spread else 0.0)
 
-    ray_cluster.wait([actors.trainer.begin.remote(directory, frozenset(refused))])
+    ray_cluster.wait([actors.trainer.begin.remote(directory, frozenset(refused), frozenset(idle))])
     process = TrainerProcesses([actors.trainer], directory)
     stages = Stages(spec, settings, directory, [actors.engine], process, lambda *_: grade, lambda _: None, 4)
     made = stages.run(prompts, prompts[:2], ended_stages(spec, settings, directory))
@@ -204,6 +224,76 @@ def test_replies_that_cannot_be_trained_on_refuse_a_round_of_sft(actors: Actors,
     assert calls == []
 
 
+@pytest.mark.parametrize("stages", [["sft"], ["dpo"], ["sft", "grpo"]])
+def test_a_sample_that_is_longer_than_the_limit_is_trained_on_by_no_stage(
+    actors: Actors, tmp_path: Path, stages: list[str]
+) -> None:
+    reply, long, longest = (
+        ({"role": "assistant", "content": " ".join(["7"] * tokens)},) for tokens in (1, LIMIT, LIMIT - 1)
+    )
+    worse = ({"role": "assistant", "content": "9"},)
+    some = [task.model_copy(update={"rejected": worse, "is_of_teacher": True}) for task in tasks(5)]
+    for number, text in enumerate((long, reply, longest, long, reply)):
+        some[number] = some[number].model_copy(update={"reply": text})
+    some[4] = some[4].model_copy(update={"rejected": long})
+    some += [
+        task.model_copy(update={"task_id": f"p-{n}", "reply": (), "conversation": f"p-{n}"})
+        for n, task in enumerate(tasks(2))
+    ]
+    some = some[: 5 if stages == ["dpo"] else 7]
+    made, calls = run(actors, tmp_path, {"stages": stages}, some=some)
+    why = "it has 1,025 tokens, and rollout.max_model_len is 1,024"
+    if stages == ["dpo"]:
+        assert calls == [("dpo", [(None, None)] * 2, 0)]
+        assert made.left_out == {"t-0": why, "t-3": why, "t-4": f"its rejected reply: {why}"}
+        return
+    assert calls[0] == ("sft", 3, 1, 0)
+    assert made.unmeasured == {"t-0": why}
+    without = {} if "grpo" in stages else dict.fromkeys(("p-0", "p-1"), "it has no reply to train on")
+    assert made.left_out == {"t-0": why, "t-3": why, **without}
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_a_round_whose_samples_are_all_too_long_is_refused_with_the_lengths(
+    actors: Actors, tmp_path: Path, stage: str
+) -> None:
+    worse = ({"role": "assistant", "content": "9"},)
+    some = [task.model_copy(update={"rejected": worse}) for task in tasks(3, " ".join(["7"] * 1877))]
+    made, calls = run(actors, tmp_path, {"stages": [stage]}, some=some)
+    assert calls == []
+    assert made.refusal.endswith(": it has 1,878 tokens, and rollout.max_model_len is 1,024")
+    assert made.left_out.keys() == {"t-0", "t-1", "t-2"}
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "grpo"])
+def test_a_round_that_changed_no_weight_is_refused(actors: Actors, tmp_path: Path, stage: str) -> None:
+    made, _ = run(actors, tmp_path, {"stages": [stage]}, idle=[stage])
+    assert (made.adapter, ends(made)) == (None, [(stage, "skipped")])
+    assert "no step changed a weight: the learning rate is too small" in made.refusal
+
+
+def test_a_stage_that_changed_no_weight_is_skipped_and_the_next_starts_where_it_did(
+    actors: Actors, tmp_path: Path
+) -> None:
+    made, calls = run(actors, tmp_path, {"stages": ["sft", "dpo", "grpo"]}, idle=["dpo"])
+    assert ends(made) == [("sft", "trained"), ("dpo", "skipped"), ("grpo", "trained")]
+    assert [call for call in calls if call[0] == "load"] == [("load", "sft")] * 2
+    made, _ = run(actors, tmp_path / "2", {"stages": ["sft", "grpo"]}, idle=["sft"])
+    assert ends(made) == [("sft", "skipped"), ("grpo", "trained")]
+
+
+def test_what_of_a_reply_is_not_trained_is_kept_by_task(
+    actors: Actors, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    some = tasks(3)
+    thought = ({"role": "assistant", "content": "7", "reasoning_content": "Seven."},)
+    some[1:] = [task.model_copy(update={"reply": thought}) for task in some[1:]]
+    made, calls = run(actors, tmp_path, {"stages": ["sft"]}, some=some)
+    assert calls == [("sft", 3, 2, 0)]
+    assert (made.partly, made.left_out) == ({"t-1": "its reasoning", "t-2": "its reasoning"}, {})
+    assert "SFT does not train on all of 2 replies: its reasoning" in caplog.text
+
+
 @pytest.mark.parametrize("spread", [True, False])
 def test_sft_is_left_out_where_rollouts_have_a_signal(actors: Actors, tmp_path: Path, spread: bool) -> None:
     made, calls = run(actors, tmp_path, {"stages": ["sft", "grpo"], "sft": {"when": "spread_below"}}, spread=spread)
@@ -249,6 +339,7 @@ def test_without_a_pair_dpo_is_skipped_or_the_round_refused(
     assert "dpo" not in [call[0] for call in calls]
     assert made.stages[-1].outcome == "skipped"
     count = 4 if "sft" in stages else 8
-    reason = f"none of {count} tasks has a better and a worse reply: {count} prompts whose rewards differ by less"
+    reason = f"none of {count} tasks has a better and a worse reply: the rewards of its rollouts differ by less"
     assert made.stages[-1].reason.startswith(reason)
+    assert len(made.left_out) == count
     assert bool(made.refusal) == (stages == ["dpo"])
