@@ -7,7 +7,10 @@ time; the worst of the three. With 5 there is one epoch, with 50 every round beg
 that would not start for lack of power. `power_10_points`: how often a candidate that is better by ten points is
 promoted in the first test, by the number of tasks. `tripwire_cost`: by how much the tripwires lower that, for an
 honest candidate, which is as often cut, fails as many calls and writes half as much again; `tripwires_block`: how
-often they stop a candidate that is better by ten points and has one harm, with 100 tasks.
+often they stop a candidate that is better by ten points and has one harm, with 100 tasks. `undecided`: with a share
+of the answers of both sides undecided at random, `false_promotion_20` and `power_10_points` with 50 tasks.
+`undecided_losses`: how often a candidate is promoted that is worse by ten points and whose wrong answers the judge
+leaves undecided with this probability, with 100 tasks.
 
 Comparison, gate, error budget and settings are those of the program. Scores are 0 and 1, the hardest kind. The
 chance that an answer to a task is right is drawn from a beta distribution with mean 0.6, of which half of the
@@ -45,12 +48,15 @@ BETWEEN: Final = 1.0
 @dataclass(frozen=True)
 class Traffic:
     """How many held-out conversations there are at the first round, how many come after each one, and of how many
-    tasks a conversation is. With `alike`, its tasks fare alike under an adapter."""
+    tasks a conversation is. With `alike`, its tasks fare alike under an adapter. So many of all answers are
+    `undecided`, and of the candidate's wrong ones `unread`."""
 
     conversations: int
     after_each: int = 0
     tasks: int = 1
     alike: bool = False
+    undecided: float = 0.0
+    unread: float = 0.0
 
 
 def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = ROUNDS) -> bool:
@@ -75,6 +81,12 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
         )
         never_tested += traffic.after_each - more
     return False
+
+
+def promotes(traffic: Traffic, gate: GateSettings, gain: float, seed: int) -> bool:
+    """Whether the first test promotes a candidate that is better by `gain`."""
+    test, random = following_test(gate.alpha, None, traffic.conversations), np.random.default_rng(seed)
+    return decide(compared(traffic, traffic.conversations, gate, test, random, gain=gain), gate).promote
 
 
 def shows_ten_points(gate: GateSettings, tasks: int, seed: int, harm: str | None = "") -> bool:
@@ -130,7 +142,12 @@ def compared(
     chances = np.stack([_chances(luck[0], MEAN + gain), _chances(luck[1], MEAN)])
     # (2, conversations, tasks, samples)
     right = random.random((2, conversations, traffic.tasks, samples)) < chances[..., None]
-    candidate, deployed = right.astype(float).tolist()
+    scores = right.astype(float)
+    if traffic.undecided or traffic.unread:
+        lost = random.random(right.shape) < traffic.undecided
+        lost[0] |= ~right[0] & (random.random(right[0].shape) < traffic.unread)
+        scores = np.where(lost, None, scores)
+    candidate, deployed = scores.tolist()
     tasks = [
         Paired(f"t-{place}-{number}", tuple(of_candidate), tuple(of_deployed), f"c-{place}")
         for place in range(conversations)
@@ -175,6 +192,19 @@ def main() -> None:
             "tripwires_block": {
                 name: round(1 - share(pool, partial(shows_ten_points, gate, 100, harm=name), times), 4)
                 for name in TRIPWIRES
+            },
+            "undecided": {
+                str(part): {
+                    "false_promotion_20": share(
+                        pool, partial(promotes_one, Traffic(50, undecided=part), gate), sequences
+                    ),
+                    "power_10_points": share(pool, partial(promotes, Traffic(50, undecided=part), gate, GAIN), times),
+                }
+                for part in (0.0, 0.05, 0.2)
+            },
+            "undecided_losses": {
+                str(part): share(pool, partial(promotes, Traffic(100, unread=part), gate, -GAIN), times)
+                for part in (0.0, 0.5, 1.0)
             },
             "sequences": sequences,
         }

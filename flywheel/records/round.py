@@ -302,7 +302,7 @@ class Comparison(Frozen):
     gain: float
     """Mean of the paired differences over tasks."""
     lower: float
-    """Lower bound of the gain's confidence interval."""
+    """Lower bound of the gain's confidence interval, also if undecided answers are counted at their worst."""
     upper: float
     """Its upper bound."""
     confidence: float
@@ -319,6 +319,10 @@ class Comparison(Frozen):
     tripwires: list[CriterionComparison] = []
     """What was measured for the tripwires (`flywheel.training.gate.gate.TRIPWIRES`), in their order, so that more is
     better."""
+    candidate_undecided: int = 0
+    """Answers of the candidate without a score."""
+    deployed_undecided: int = 0
+    """Those of the deployed adapter. The lower bounds count both at their worst."""
     candidate_missed: int = 0
     """Answers of the candidate that ended by a miss: a call without a recorded result. They score 0."""
     deployed_missed: int = 0

@@ -376,8 +376,8 @@ class RolloutBatch:
         """Number of groups that can be trained on: with few misses, and enough rewards, which differ."""
         return self.groups - sum(why != "surplus" for why in self.dropped.values())
 
-    def refuse_undecided(self, max_share: float) -> None:
-        """Raise TrainError when too many rewards are missing for a meaningful step.
+    def refuse_undecided(self, max_share: float, of: str = "the rollouts of a step") -> None:
+        """Raise TrainError when too many rewards are missing for a meaningful step, or comparison.
 
         Rollouts that ended by a miss need no reward, and a few others prove no failure of the judge. The same for
         those in which the user's agent failed, see `refuse_failed`.
@@ -387,7 +387,7 @@ class RolloutBatch:
         if len(undecided) <= max_share * graded or (graded < len(self.rollouts) and graded < MIN_REWARDS):
             return
         raise TrainError(
-            "reward the rollouts of a step",
+            f"reward {of}",
             f"{len(undecided)} of {graded} are undecided, more than the share {max_share:g} allowed by"
             f" training.max_undecided_share; {_most_frequent_failure(undecided)}",
             "Check the judge's endpoint and the worker's log; the round can be started again.",

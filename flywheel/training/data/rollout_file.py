@@ -239,25 +239,26 @@ def _unreadable(path: Path, error: OSError) -> StoreError:
 
 
 def read_answers(path: Path, tasks: Collection[str]) -> list[dict[str, Any]] | None:
-    """The answers about these held-out tasks in their order; None without the file, which retention removes.
+    """The answers about these held-out tasks in their order, of those that were graded again the last grade; None
+    without the file, which retention removes.
 
     Only lines about these tasks are parsed. The incomplete last line of a running round is left out. Raises
     StoreError.
     """
     wanted = [task.encode() for task in tasks]
-    found = []
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n") and any(task in line for task in wanted):
                     answer = _answer(line, path, number)
                     if answer["task_id"] in tasks and "suite" not in answer:
-                        found.append(answer)
+                        found[answer["task_id"], answer["side"], answer["seed"]] = answer
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StoreError(f"read {path}", error.strerror or str(error), "Run it as the user of the state.") from error
-    return found
+    return list(found.values())
 
 
 def _answer(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -142,6 +142,12 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     )
     if comparison.undecided:
         figures += f", {comparison.undecided} more undecided"
+    if comparison.candidate_undecided or comparison.deployed_undecided:
+        answers = quantity(comparison.candidate_undecided, "answer")
+        figures += (
+            f"; {answers} of the candidate and {comparison.deployed_undecided:,} of the deployed are undecided, which"
+            " the lower bound counts at their worst"
+        )
     if missed := misses_of(comparison):
         figures += f"; {missed}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -131,9 +131,14 @@ def _within(found: Interval) -> Interval:
     return found._replace(lower=max(-1.0, round(found.lower, 12)), upper=min(1.0, round(found.upper, 12)))
 
 
+MORE_UNDECIDED: Final = 0.05
+"""The one-sided level at which the deployed adapter is found to have more undecided answers than the candidate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The rewards of one task, with the same number of samples for both adapters; None where the judge gave no score.
+    """The rewards of one task for both adapters; None where the judge gave no score. An answer to which a criterion
+    does not apply has no value of it.
 
     A task without a `conversation` is its own conversation.
     """
@@ -144,12 +149,22 @@ class Paired:
     conversation: str = ""
 
 
-def compare(tasks: Sequence[Paired], *, samples: int, alpha: float, needed: float, seed: int) -> Comparison:
+def compare(
+    tasks: Sequence[Paired],
+    *,
+    samples: int,
+    alpha: float,
+    needed: float,
+    seed: int,
+    limits: tuple[float, float] = (0.0, 1.0),
+) -> Comparison:
     """Means, gain and its confidence interval, each bound with error probability `alpha`.
 
-    A task with an undecided answer of either adapter is excluded and counted: missing scores may depend on the
-    answer. The interval decides whether the gain is above `needed`, see `interval`. Conversations are resampled, not
-    tasks or answers, because those of one conversation are correlated.
+    They are those of decided answers: a task has the mean of its own, and one without any for an adapter is excluded
+    and counted. The lower bound is the smaller one of two, the other that with undecided answers at their worst
+    (`at_worst`), since missing scores may depend on the answer. The interval decides whether the gain is above
+    `needed`, see `interval`. Conversations are resampled, not tasks or answers, because those of one conversation are
+    correlated. `limits` are the lowest and the highest reward.
     """
     decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
     scores = [score for _, score in decided]
@@ -157,7 +172,7 @@ def compare(tasks: Sequence[Paired], *, samples: int, alpha: float, needed: floa
         [(task.conversation, task.task_id, score.candidate - score.deployed) for task, score in decided]
     )
     lower, upper, method = interval(sums, sizes, alpha, seed, needed=needed)
-    return Comparison(
+    found = Comparison(
         tasks=len(scores),
         conversations=len(sums),
         samples=samples,
@@ -171,7 +186,35 @@ def compare(tasks: Sequence[Paired], *, samples: int, alpha: float, needed: floa
         method=method,
         spread=standard_error(sums, sizes) * math.sqrt(len(sums)) if len(sums) > 1 else None,
         scores=scores,
+        candidate_undecided=sum(task.candidate.count(None) for task in tasks),
+        deployed_undecided=sum(task.deployed.count(None) for task in tasks),
     )
+    if not (found.candidate_undecided or found.deployed_undecided):
+        return found
+    worst = compare(at_worst(tasks, *limits), samples=samples, alpha=alpha, needed=needed, seed=seed)
+    return found.model_copy(update={"lower": min(lower, worst.lower)})
+
+
+def at_worst(tasks: Sequence[Paired], lowest: float = 0.0, highest: float = 1.0) -> list[Paired]:
+    """The tasks with undecided answers as the lowest value; those of the deployed adapter as the highest if it has
+    more of them than the candidate, by Student's test over conversations."""
+    shares = [
+        (task.conversation, task.task_id, _undecided(task.deployed) - _undecided(task.candidate)) for task in tasks
+    ]
+    sums, sizes = by_conversation(shares)
+    has_more = len(sums) > 1 and _student(sums, sizes, MORE_UNDECIDED).lower > 0
+    return [
+        replace(
+            task,
+            candidate=tuple(lowest if value is None else value for value in task.candidate),
+            deployed=tuple((highest if has_more else lowest) if value is None else value for value in task.deployed),
+        )
+        for task in tasks
+    ]
+
+
+def _undecided(values: Sequence[float | None]) -> float:
+    return values.count(None) / len(values) if values else 0.0
 
 
 def compare_criterion(
@@ -179,23 +222,24 @@ def compare_criterion(
 ) -> CriterionComparison:
     """The same for one criterion's values; with `takes_away` the sign is reversed, so that more is better.
 
-    Answers without an evaluation of the criterion are excluded, and tasks without any for an adapter. The interval
-    includes two artificial conversations of mean size, one with the largest possible gain and one with the largest
-    possible loss (after Agresti and Min 2005, who add half of each). Without them, of candidates that were worse by
-    0.05 where the deployed adapter is always right, 37 % of intervals for 8 tasks and 12 % of those for 20 were above
-    -0.05: without an observed difference, intervals have no width.
+    The interval includes two artificial conversations of mean size, one with the largest possible gain and one with
+    the largest possible loss (after Agresti and Min 2005, who add half of each). Without them, of candidates that
+    were worse by 0.05 where the deployed adapter is always right, 37 % of intervals for 8 tasks and 12 % of those for
+    20 were above -0.05: without an observed difference, intervals have no width.
     """
-    decided = [(task, score) for task in tasks if (score := _score(task, whole=False)) is not None]
     if takes_away:
-        decided = [
-            (task, each.model_copy(update={"candidate": 1 - each.candidate, "deployed": 1 - each.deployed}))
-            for task, each in decided
+        tasks = [
+            replace(task, candidate=_inverted(task.candidate), deployed=_inverted(task.deployed)) for task in tasks
         ]
+    decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
     gains = [score.candidate - score.deployed for _, score in decided]
     sums, sizes = by_conversation(
         [(task.conversation, task.task_id, gain) for (task, _), gain in zip(decided, gains, strict=True)]
     )
     lower, upper, _ = interval(*with_artificial(sums, sizes, -1.0, 1.0), (1 - confidence) / 2, seed)
+    if any(None in (*task.candidate, *task.deployed) for task in tasks):
+        worst = compare_criterion(criterion, at_worst(tasks), takes_away=False, confidence=confidence, seed=seed)
+        lower = min(lower, worst.lower)
     return CriterionComparison(
         criterion=criterion,
         tasks=len(gains),
@@ -208,10 +252,10 @@ def compare_criterion(
 
 
 def compare_suite(name: str, tasks: Sequence[Paired], *, confidence: float, seed: int) -> SuiteComparison:
-    """The comparison of rewards on a suite, with the interval of `compare_criterion`. As in `compare`, a task with an
-    undecided answer is excluded and counted."""
+    """The comparison of rewards on a suite, with the interval of `compare_criterion`. As in `compare`, a task without
+    a decided answer of an adapter is excluded and counted."""
     decided = [task for task in tasks if _score(task) is not None]
-    found = compare_criterion(name, decided, takes_away=False, confidence=confidence, seed=seed)
+    found = compare_criterion(name, tasks, takes_away=False, confidence=confidence, seed=seed)
     return SuiteComparison(
         name=name,
         conversations=len(by_conversation([(task.conversation, task.task_id, 0.0) for task in decided])[0]),
@@ -220,11 +264,14 @@ def compare_suite(name: str, tasks: Sequence[Paired], *, confidence: float, seed
     )
 
 
-def _score(task: Paired, *, whole: bool = True) -> Score | None:
+def _inverted(values: Sequence[float | None]) -> tuple[float | None, ...]:
+    return tuple(None if value is None else 1 - value for value in values)
+
+
+def _score(task: Paired) -> Score | None:
     candidate = [reward for reward in task.candidate if reward is not None]
     deployed = [reward for reward in task.deployed if reward is not None]
-    lacking = len(candidate) < len(task.candidate) or len(deployed) < len(task.deployed)
-    if not candidate or not deployed or (whole and lacking):
+    if not candidate or not deployed:
         return None
     return Score(task_id=task.task_id, candidate=_mean(candidate), deployed=_mean(deployed))
 

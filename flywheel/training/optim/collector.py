@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, Self
 
@@ -187,6 +188,21 @@ class Collector:
         made = tuple(rollout for rollout in rollouts if rollout is not None)
         seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
         return RolloutBatch(made, seconds, generated_at=generated, lost=len(engines.lost))
+
+    def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
+        """The batch with its undecided rollouts graded once more, in threads of the collector, as `collect` does."""
+        rollouts = list(batch.rollouts)
+        grades = {
+            place: self._threads.submit(0, partial(self._graded, each.request, each.completion, on_rollout))
+            for place, each in enumerate(rollouts)
+            if each.reward is None and each.verdict is not None
+        }
+        for place, future in grades.items():
+            while not future.done():
+                check_stopped()
+                futures.wait([future], timeout=POLL_SECONDS)
+            rollouts[place] = future.result()
+        return replace(batch, rollouts=tuple(rollouts))
 
     def _taken(self, call: Any, engines: _Dispatch) -> tuple[int, Completion] | None:
         """The place of a call that has ended, and its completion; None if its engine was lost and another one has to

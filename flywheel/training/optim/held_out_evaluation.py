@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
+from flywheel.judge.rubric.rubric import Criterion
 from flywheel.records.round import RoundSpec, Suite
 from flywheel.training.data.groups import Side, gate_rewards
 from flywheel.training.data.prompts import Prompt, seed_of
@@ -24,6 +26,7 @@ CUT_AFTER = 0.9
 
 Rewards = tuple[float | None, ...]
 Pairs = list[tuple[Rewards, Rewards]]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,17 @@ class HeldOutAnswers:
     Attributes:
         rewards: For each prompt the rewards of both, one per seed; None without a verdict. Answers that ended by a
             miss, or in which the user's agent failed, have a score (`gate_rewards`).
+        limits: The lowest and the highest reward.
         at_bound: The same with the deployed adapter's misses and failures at 1.
         missed: How many answers of each ended by a miss.
         failed: In how many answers of each the user's agent failed.
-        values: Those of each criterion; None where it was not evaluated, as after a miss.
-        tripwires: Those of each measure of the tripwires.
+        values: Those of each criterion; None where it was asked and the answer is undecided. Answers to which it
+            does not apply have none, as after a failed required check or a miss.
+        tripwires: Those of each measure of the tripwires, where it was measured.
     """
 
     rewards: Pairs
+    limits: tuple[float, float]
     at_bound: Pairs
     missed: tuple[int, int]
     failed: tuple[int, int]
@@ -76,7 +82,8 @@ def answer(
     """Let both adapters answer, with about as many open requests as a training step has. None is the base model. The
     answers are written to the round's directory as they are graded.
 
-    Raises TrainError when more answers are undecided than a training step may have, when the user's agent fails as
+    Undecided answers are graded once more at the end. Raises TrainError when more answers of an adapter are undecided
+    than rewards of a training step may be, when the user's agent fails as
     often with the deployed adapter, or when too few tasks are left for the gate: an unreachable judge or an agent
     that fails anyway must not cause a rejection.
     """
@@ -92,39 +99,42 @@ def answer(
         most_open=most_open(settings),
         on_rollout=write,
     )
+    whole = collector.grade_again(whole, on_rollout=write)
     rollouts = whole.rollouts
-    whole.refuse_undecided(settings.training.max_undecided_share)
     of_sides = [RolloutBatch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
+    for side, name in zip(of_sides, ("candidate", "deployed adapter"), strict=True):
+        side.refuse_undecided(settings.training.max_undecided_share, of=f"the {name}'s answers")
     of_sides[1].refuse_failed(settings.training.max_undecided_share)
     pairs = _paired(_scores(rollouts, samples), samples)
-    decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
+    decided = sum(all(set(side) - {None} for side in sides) for sides in pairs)
     if decided < gate.min_tasks <= len(prompts):
         kind = f"tasks of the suite {suite}" if (suite := prompts[0].task.suite) else "held-out tasks"
         raise TrainError(
             f"compare {spec.round_id} with what serves",
-            f"of {len(prompts)} {kind} only {decided} have all their verdicts, and gate.min_tasks is"
+            f"of {len(prompts)} {kind} only {decided} have a verdict for both adapters, and gate.min_tasks is"
             f" {gate.min_tasks}; {whole.undecided} of {len(rollouts)} answers are undecided",
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
         )
-    looked_at = [rollout.values for rollout in rollouts]
-    values = {
-        criterion: _paired([values.get(criterion) for values in looked_at], samples)
-        for criterion in {criterion for values in looked_at for criterion in values}
-    }
     rubric = rubric_of(spec) if spec.rubric else None
+    values = {
+        criterion.id: _flat(_paired([_value(rollout, criterion) for rollout in rollouts], samples))
+        for criterion in (rubric.every if rubric is not None else ())
+    }
     candidate, deployed = (
         [side.rollouts[at : at + samples] for at in range(0, len(side.rollouts), samples)] for side in of_sides
     )
     at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
     missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
+    found = measures(candidate, deployed, rubric)
     return HeldOutAnswers(
         pairs,
+        _limits(rollouts),
         at_bound,
         (missed[0], missed[1]),
         (failed[0], failed[1]),
-        values,
-        measures(candidate, deployed, rubric),
+        {name: of_criterion for name, of_criterion in values.items() if _is_known(of_criterion)},
+        {name: [_measured(sides) for sides in of_measure] for name, of_measure in found.items()},
         whole.usage(),
     )
 
@@ -134,16 +144,44 @@ def most_open(settings: Config) -> int:
     return settings.training.prompts_per_step * settings.training.group_size
 
 
+def _value(rollout: Rollout, criterion: Criterion) -> tuple[float | None, ...]:
+    """The value of a criterion for an answer; None if the judge was to decide it and has not, nothing where it does
+    not apply."""
+    results = rollout.verdict.results if rollout.verdict is not None else ()
+    if known := [result.value for result in results if result.criterion == criterion.id]:
+        return (known[0],)
+    is_undecided = rollout.reward is None and rollout.completion.needs_reward
+    return (None,) if is_undecided and (criterion.asks_the_judge or rollout.verdict is None) else ()
+
+
+def _flat(pairs: Sequence[tuple[tuple[Rewards, ...], ...]]) -> Pairs:
+    return [(tuple(chain(*candidate)), tuple(chain(*deployed))) for candidate, deployed in pairs]
+
+
+def _measured(sides: tuple[Rewards, Rewards]) -> tuple[Rewards, Rewards]:
+    candidate, deployed = (tuple(value for value in side if value is not None) for side in sides)
+    return candidate, deployed
+
+
+def _is_known(pairs: Pairs) -> bool:
+    return any(value is not None for sides in pairs for value in chain(*sides))
+
+
+def _limits(rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """The lowest and the highest reward: those of a rubric are within 0 and 1, those of the user's agent need not
+    be."""
+    known = [each.reward for each in rollouts if each.reward is not None]
+    return min((0.0, *known)), max((1.0, *known))
+
+
 def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:
     """The reward of each answer, or the score of its miss or failure."""
-    known = [each.reward for each in rollouts if each.reward is not None]
+    worst, best = _limits(rollouts)
     found: list[float | None] = [None] * len(rollouts)
     for side, places in zip(get_args(Side), _places(len(rollouts), samples), strict=True):
         own = [rollouts[place] for place in places]
         rewards = [each.reward for each in own]
         missed = [not each.completion.needs_reward for each in own]
-        # Those of a rubric are within 0 and 1, those of the user's agent need not be.
-        worst, best = min((0.0, *known)), max((1.0, *known))
         scores = gate_rewards(rewards, missed, side, at_bound=at_bound, worst=worst, best=best)
         for place, score in zip(places, scores, strict=True):
             found[place] = score
@@ -155,7 +193,7 @@ def _places(count: int, samples: int) -> list[list[int]]:
     return [[place for place in range(count) if place // samples % 2 == side] for side in range(2)]
 
 
-def _paired(values: Sequence[float | None], samples: int) -> Pairs:
+def _paired(values: Sequence[Value], samples: int) -> list[tuple[tuple[Value, ...], tuple[Value, ...]]]:
     """The results of both adapters, prompt by prompt."""
     sides = [tuple(values[start : start + samples]) for start in range(0, len(values), samples)]
     return list(zip(sides[::2], sides[1::2], strict=True))

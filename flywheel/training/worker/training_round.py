@@ -455,6 +455,7 @@ class Round:
             alpha=self.spec.test.alpha,
             needed=gate.min_gain,
             seed=self.spec.seed,
+            limits=answers.limits,
         )
         whole, (candidate_missed, deployed_missed) = compared(paired(answers.rewards)), answers.missed
         candidate_failed, deployed_failed = answers.failed

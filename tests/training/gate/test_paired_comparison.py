@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from scipy import stats
 from benchmarks.gate import Traffic, promotes_one
 from flywheel.config import GateSettings
 from flywheel.records.round import Comparison, CriterionComparison
-from flywheel.training.gate.gate import alpha_of, expected_spread, power_on_suite
-from flywheel.training.gate.paired_comparison import Paired, compare, compare_criterion, compare_suite
+from flywheel.training.gate.gate import alpha_of, decide, expected_spread, power_on_suite
+from flywheel.training.gate.paired_comparison import Paired, at_worst, compare, compare_criterion, compare_suite
 
 
 def made(*pairs: tuple[tuple[float | None, ...], tuple[float | None, ...]]) -> list[Paired]:
@@ -34,13 +35,64 @@ def test_means_and_gain_by_hand() -> None:
     assert result.lower < 0.25 < result.upper
 
 
-def test_a_task_with_an_undecided_answer_on_either_side_is_left_out_and_counted() -> None:
+def test_a_task_has_the_mean_of_its_decided_answers_and_one_without_any_is_left_out_and_counted() -> None:
     decided = made(((1, 1), (0, 0)), ((1, 0), (0, 0)), ((0, 1), (1, 1)))
-    with_undecided = [*decided, Paired("a", (1, None), (0, 0)), Paired("b", (1, 1), (None, None))]
-    result, alone = run(with_undecided), run(decided)
-    assert result.undecided == 2
-    assert result.tasks == 3
-    assert result.model_copy(update={"undecided": 0}) == alone
+    result = run([*decided, Paired("a", (1, None), (0, 0)), Paired("b", (1, 1), (None, None))])
+    assert (result.tasks, result.undecided, result.candidate_undecided, result.deployed_undecided) == (4, 1, 1, 2)
+    assert (result.scores[3].candidate, result.scores[3].deployed) == (1, 0)
+    alone = run([*decided, Paired("a", (1,), (0, 0))])
+    assert (result.gain, result.upper, result.spread) == (alone.gain, alone.upper, alone.spread)
+
+
+def in_which(lost: tuple[float | None, ...]) -> list[Paired]:
+    """200 tasks. On 80 the deployed adapter is right, and the candidate's answers are `lost`; on the others the
+    candidate is better."""
+    luck = random.Random(1)
+    tasks = []
+    for place in range(200):
+        deployed = tuple(float(luck.random() < 0.6) for _ in range(2))
+        candidate: tuple[float | None, ...] = tuple(max(each, float(luck.random() < 0.3)) for each in deployed)
+        if place % 5 < 2:
+            candidate, deployed = lost, (1.0, 1.0)
+        tasks.append(Paired(f"t-{place}", candidate, deployed, f"c-{place}"))
+    return tasks
+
+
+def test_answers_that_the_judge_could_not_grade_are_no_gain() -> None:
+    undecided, wrong = (run(in_which(lost), needed=0.0) for lost in ((None, None), (0.0, 0.0)))
+    assert (undecided.tasks, undecided.gain > 0.1, undecided.candidate_undecided) == (120, True, 160)
+    assert undecided.lower == wrong.lower < -0.2
+    assert not decide(undecided, GateSettings()).promote
+    assert decide(
+        run([task for task in in_which((None, None)) if None not in task.candidate]), GateSettings()
+    ).promote
+
+
+def test_undecided_answers_of_the_deployed_adapter_count_as_right_where_it_has_more_of_them() -> None:
+    """Where both have about as many, they are nobody's fault."""
+    more = [Paired(f"t-{place}", (1.0, 1.0), (0.0, None if place % 4 == 0 else 0.0)) for place in range(40)]
+    assert {each.deployed for each in at_worst(more)} == {(0.0, 1.0), (0.0, 0.0)}
+    both = [replace(task, candidate=(1.0, None) if place % 4 == 1 else (1.0, 1.0)) for place, task in enumerate(more)]
+    assert {each.deployed for each in at_worst(both)} == {(0.0, 0.0)}
+    assert {each.candidate for each in at_worst(both)} == {(1.0, 0.0), (1.0, 1.0)}
+    assert {each.deployed for each in at_worst(more, -1.0, 3.0)} == {(0.0, 3.0), (0.0, 0.0)}
+    crowded = [replace(task, conversation="c") for task in more]
+    assert {each.deployed for each in at_worst(crowded)} == {(0.0, 0.0)}, "one conversation shows nothing"
+
+
+@pytest.mark.parametrize("takes_away", [False, True])
+def test_a_criterion_without_a_value_counts_as_the_worst_and_one_that_does_not_apply_stays_out(
+    takes_away: bool,
+) -> None:
+    best = 0.0 if takes_away else 1.0
+
+    def compared(candidate: tuple[float | None, ...]) -> CriterionComparison:
+        tasks = [Paired(f"t-{place}", candidate if place < 20 else (best, best), (best, best)) for place in range(60)]
+        return compare_criterion("c", tasks, takes_away=takes_away, confidence=0.95, seed=1)
+
+    unasked, undecided, worst = compared((best,)), compared((best, None)), compared((best, 1 - best))
+    assert (unasked.tasks, undecided.tasks, undecided.gain) == (60, 60, 0.0)
+    assert undecided.lower == worst.lower < unasked.lower - 0.1
 
 
 def test_the_differences_are_paired() -> None:
@@ -231,13 +283,13 @@ def test_rounds_on_conversations_of_many_tasks_promote_no_more() -> None:
     assert sum(promotes_one(crowded, gate, seed, rounds=1) for seed in range(150)) <= 15
 
 
-def test_a_suite_is_compared_as_a_criterion_is_on_the_tasks_that_are_wholly_decided() -> None:
+def test_a_suite_is_compared_as_a_criterion_is_with_undecided_answers_at_their_worst() -> None:
     decided = in_conversations([0.4, 0.3, -0.2, 0.5], 2)
-    found = compare_suite("math", [*decided, Paired("a", (1, None), (0, 0))], confidence=0.95, seed=1)
+    found = compare_suite("math", [*decided, Paired("a", (None, None), (0, 0))], confidence=0.95, seed=1)
     assert (found.name, found.tasks, found.conversations, found.undecided) == ("math", 8, 4, 1)
-    alone = looked(decided)
+    alone, wrong = looked(decided), looked([*decided, Paired("a", (0, 0), (0, 0))])
     assert (found.candidate_mean, found.deployed_mean, found.gain, found.lower, found.upper) == (
-        alone.candidate_mean, alone.deployed_mean, alone.gain, alone.lower, alone.upper,
+        alone.candidate_mean, alone.deployed_mean, alone.gain, min(alone.lower, wrong.lower), alone.upper,
     )  # fmt: skip
     nothing = compare_suite("math", [], confidence=0.95, seed=1)
     assert (nothing.tasks, nothing.conversations, nothing.lower, nothing.upper) == (0, 0, -1, 1)

@@ -15,9 +15,9 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.judge.usage import Purpose
 from flywheel.records.round import Comparison, GateTest, RoundSpec, Suite
-from flywheel.records.verdict import CriterionResult
+from flywheel.records.verdict import CriterionResult, Exchange, Verdict
 from flywheel.training.data.prompts import seed_of
-from flywheel.training.data.rollout import LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
+from flywheel.training.data.rollout import Completion, LoadedAdapter, Rollout, RolloutBatch, RolloutRequest
 from flywheel.training.data.rollout_file import read_answers
 from flywheel.training.optim.collector import Collector, Grade
 from flywheel.training.optim.held_out_evaluation import HeldOutAnswers, answer
@@ -35,7 +35,14 @@ def written(rollouts: Iterable[Rollout], on_rollout: Callable[[Rollout], None]) 
     return RolloutBatch(made)
 
 
-class Missing:
+class Once:
+    """Takes the place of engines and judge, which gives the same verdicts again."""
+
+    def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
+        return batch
+
+
+class Missing(Once):
     """Takes the place of engines and judge. The candidate's first answer of t-1 ends by a miss, and so does the
     deployed adapter's second one; the other answers score 1 and 0.5."""
 
@@ -57,7 +64,7 @@ class Missing:
         return Rollout(request, done.completion, replace(done.verdict, results=results))
 
 
-class Noted:
+class Noted(Once):
     """Takes the place of engines and judge: every answer is right."""
 
     def __init__(self) -> None:
@@ -71,10 +78,20 @@ class Noted:
         return written((Rollout(request, done.completion, done.verdict) for request in requests), on_rollout)
 
 
+RUBRIC = {
+    "version": 1,
+    "id": "right",
+    "criteria": [
+        {"id": "right", "value": "It is right.", "choices": {"no": 0, "yes": 1}},
+        {"id": "seven", "type": "contains", "value": "seven"},
+    ],
+}
+
+
 def spec_of(settings: Config) -> RoundSpec:
     return RoundSpec(
         round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
-        rubric={}, settings=settings.model_dump(mode="json"),
+        rubric=RUBRIC, settings=settings.model_dump(mode="json"),
     )  # fmt: skip
 
 
@@ -98,7 +115,7 @@ def test_misses_score_against_the_candidate_and_are_not_undecided(tmp_path: Path
     assert found.rewards == [((0.0, 1.0), (0.5, 0.5)), ((1.0, 1.0), (0.5, 0.5))]
     assert found.at_bound == [((0.0, 1.0), (0.5, 1.0)), ((1.0, 1.0), (0.5, 0.5))]
     assert found.missed == (1, 1)
-    assert found.values == {"right": [((None, 1.0), (1.0, None)), ((1.0, 1.0), (1.0, 1.0))]}
+    assert found.values == {"right": [((1.0,), (1.0,)), ((1.0, 1.0), (1.0, 1.0))]}
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in lines] == [None, 1.0, 0.5, None, 1.0, 1.0, 0.5, 0.5]
     assert lines[0]["error"] == 'no recorded result for add({"a": 1})'
@@ -132,9 +149,62 @@ def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_depl
 
 
 def test_undecided_answers_beside_misses_stay_undecided(tmp_path: Path) -> None:
-    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
-    with pytest.raises(TrainError, match=r"of 2 held-out tasks only 0 have all their verdicts.*3 of 8 answers are"):
+    limit = {"max_undecided_share": 1}
+    settings = Config.model_validate({"gate": {"min_tasks": 2, "samples": 2}, "training": limit})
+    with pytest.raises(TrainError, match=r"of 2 held-out tasks only 1 have a verdict for both.*3 of 8 answers are"):
         answered(Missing(undecided=True), settings, tmp_path)
+
+
+class Undecided(Noted):
+    """The candidate's answers to t-1 are undecided: one with the result of a check, one that no engine made."""
+
+    def collect(
+        self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
+    ) -> RolloutBatch:
+        whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
+        checked = replace(verdict(None), results=(CriterionResult("seven", "yes", 1.0, True),))
+        return RolloutBatch(
+            (
+                Rollout(requests[0], whole[0].completion, checked),
+                Rollout(requests[1], Completion(error="no token within 90 s"), None),
+                *whole[2:],
+            )
+        )
+
+
+def test_undecided_answers_are_limited_on_each_side(tmp_path: Path) -> None:
+    limit = {"max_undecided_share": 0.4}
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": limit})
+    with pytest.raises(TrainError, match=r"reward the candidate's answers.*2 of 4 are undecided"):
+        answered(Undecided(), settings, tmp_path)
+
+
+def test_a_criterion_of_an_undecided_answer_is_undecided_unless_a_check_has_decided_it(tmp_path: Path) -> None:
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}, "training": {"max_undecided_share": 1}})
+    found = answered(Undecided(), settings, tmp_path)
+    assert found.rewards[0] == ((None, None), (1.0, 1.0))
+    assert found.values == {"seven": [((1.0, None), ()), ((), ())]}
+
+
+def test_what_the_judge_left_undecided_is_asked_once_more_at_the_end(tmp_path: Path) -> None:
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
+    graded: list[str] = []
+
+    def grade(work: Exchange) -> Verdict:
+        graded.append(work.query)
+        return verdict(1.0)
+
+    class Recovering(Undecided):
+        def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
+            on_rollout(batch.rollouts[0])
+            with Collector([], grade, max_thread=2, timeout_seconds=60) as collector:
+                return collector.grade_again(batch, on_rollout)
+
+    found = answered(Recovering(), settings, tmp_path)
+    assert (len(graded), found.rewards[0]) == (1, ((1.0, None), (1.0, 1.0)))
+    answers = read_answers(tmp_path / "evaluation.jsonl", {"t-1"}) or []
+    assert [answer["reward"] for answer in answers if answer["side"] == "candidate"] == [1.0, 1.0]
+    assert len(answers) == 4, "the last grade of each answer"
 
 
 def test_the_gates_answers_have_the_servers_limits_and_not_the_rounds(tmp_path: Path) -> None:
@@ -174,19 +244,20 @@ def test_a_task_of_a_suite_is_asked_with_other_seeds_than_a_held_out_one_of_the_
 
 
 class Wavering(Noted):
-    """The same, but for an answer of the candidate to t-1, which is undecided."""
+    """The same, but for the answers of the candidate to t-1, which are undecided."""
 
     def collect(
         self, requests: Sequence[RolloutRequest], *, most_open: int, on_rollout: Callable[[Rollout], None]
     ) -> RolloutBatch:
         whole = super().collect(requests, most_open=most_open, on_rollout=on_rollout).rollouts
-        return RolloutBatch((Rollout(requests[0], whole[0].completion, verdict(None)), *whole[1:]))
+        undecided = (Rollout(request, whole[0].completion, verdict(None)) for request in requests[:2])
+        return RolloutBatch((*undecided, *whole[2:]))
 
 
 def test_the_comparison_has_each_suite_graded_by_its_own_rubric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a task with an undecided answer is counted and left out, as in the gate."""
+    """And a task without a decided answer is counted and left out, as in the gate."""
     settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
     rubric = {"version": 1, "id": "right", "criteria": [{"id": "right", "type": "contains", "value": "seven"}]}
     test = GateTest(epoch=1, number=1, alpha=0.25)
