@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+from flywheel.records.tool_calls import arguments_text
 from flywheel.records.trace import ChatMessage, ToolCall, get_path, reasoning_of
 
 _TAGGED: Final = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
@@ -106,15 +107,12 @@ class Target:
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any] | None:
-    """The arguments of a call as an object, decoded twice if they were encoded twice; None if they are none."""
-    written: Any = get_path(call, "function", "arguments")
-    for _ in range(2):
-        if isinstance(written, str):
-            try:
-                written = json.loads(written) if written.strip() else {}
-            except (ValueError, RecursionError):
-                return None
-    return written if isinstance(written, dict) else {} if written is None else None
+    """The arguments of a call; None if they are no JSON object."""
+    try:
+        value = json.loads(arguments_text(get_path(call, "function", "arguments")))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def as_context(message: ChatMessage) -> ChatMessage:
