@@ -79,6 +79,8 @@ def test_what_a_prompt_has_behind_the_question_is_context(answer: Any) -> None:
     context = [{**CALL, "weight": 0}, RESULT]
     prompt = [ASKED, CALL, RESULT]
     assert list(row({"prompt": prompt, "completion": answer}).reply) == [*context, RIGHT]
+    answered = row({"prompt": [ASKED, RIGHT], "completion": [CALL]})
+    assert (list(answered.reply), answered.task["answer"]) == ([{**RIGHT, "weight": 0}, CALL], "")
     pair = row({"prompt": prompt, "chosen": answer, "rejected": "Sun."})
     assert list(pair.reply) == [*context, RIGHT]
     assert list(pair.worse_reply) == [*context, {**RIGHT, "content": "Sun."}]
