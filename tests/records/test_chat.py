@@ -393,6 +393,10 @@ THINKS = [{"type": "reasoning", "content": "I add."}, {"type": "text", "content"
         ({"role": "assistant", "parts": THINKS}, ["I add."]),
         ({"role": "assistant", "parts": THINKS, "reasoning_content": "I add"}, ["I add"]),
         ({"role": "assistant", "parts": [THINKS[0], {"type": "thinking", "thinking": "Again."}]}, ["I add.\nAgain."]),
+        (
+            {"role": "assistant", "parts": [{"type": "tool_call_response", "id": "c", "response": "2"}, THINKS[0]]},
+            [None, "I add."],
+        ),
         ({"role": "user", "parts": THINKS, "reasoning": "I add."}, [None]),
         ({"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": 1}}]}, [None]),
         (

@@ -23,18 +23,7 @@ import xxhash
 from msgspec.structs import asdict, replace
 
 from flywheel.errors import ConfigError
-from flywheel.records import exclusion
-from flywheel.records.chat import (
-    ROLES,
-    chat_of,
-    has_media,
-    images_of,
-    is_refusal,
-    reasoning_in,
-    text_of,
-    tool_of,
-    unread_in,
-)
+from flywheel.records import chat, exclusion
 from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames, named_in
@@ -112,7 +101,7 @@ def dialogue_of(value: Any, where: str) -> Dialogue:
     unread = tuple(
         f"a part of type {part} at {where}[{place}] was not read"
         for place, message in enumerate(value if isinstance(value, list) else ())
-        for part in (unread_in(message) if isinstance(message, dict) else ())
+        for part in (chat.unread_in(message) if isinstance(message, dict) else ())
     )
     value, messages = _read(value, where)
     asked = _last(messages, "user")
@@ -121,7 +110,7 @@ def dialogue_of(value: Any, where: str) -> Dialogue:
     return Dialogue(
         history=tuple(messages[:asked]),
         query=messages[asked]["content"],
-        images=tuple(dict.fromkeys(images_of(value[asked]))),
+        images=tuple(dict.fromkeys(chat.images_of(value[asked]))),
         answered=_answered(value[asked + 1 :], messages[asked + 1 :]),
         unread=unread,
     )
@@ -144,7 +133,7 @@ def _answered(value: Sequence[Any], messages: Sequence[ChatMessage]) -> Answered
         every[:last],
         messages[last]["content"],
         reasoning_of(messages[last]),
-        is_refusal=is_refusal(value[last]),
+        is_refusal=chat.is_refusal(value[last]),
         messages=every,
     )
 
@@ -190,9 +179,9 @@ def _message(value: Any, where: str) -> ChatMessage:
     if calls:
         kept["tool_calls"] = [_call(call) for call in calls]
     _check_content(value.get("content"), f"{where}.content")
-    if role == "assistant" and (reasoning := reasoning_in(value)):
+    if role == "assistant" and (reasoning := chat.reasoning_in(value)):
         kept["reasoning_content"] = reasoning
-    content = chat_of(value)[0]["content"] if role == "tool" else text_of(value)
+    content = chat.chat_of(value)[0]["content"] if role == "tool" else chat.text_of(value)
     message: ChatMessage = {"role": role, "content": content, **kept}
     if role == "assistant" and (value.get("weight") == 0 or not _is_said(message)):
         message["weight"] = 0
@@ -224,21 +213,20 @@ def _read(value: Any, where: str) -> tuple[list[Any], list[ChatMessage]]:
     in the OpenAI form: a result stands behind the message with its call. Raises LineError."""
     messages = messages_of(value, where)
     if any(map(_has_tool_parts, value)):
-        value = [each for message in value for each in (_said_in(message) if _has_tool_parts(message) else [message])]
+        value = [
+            {**each, "weight": said.get("weight")}
+            for said in value
+            for each in (chat.chat_of(said, with_reasoning=True) if _has_tool_parts(said) else [said])
+        ]
         messages = messages_of(value, where)
     return value, messages
-
-
-def _said_in(message: ChatMessage) -> list[ChatMessage]:
-    weight = {"weight": 0} if message.get("weight") == 0 else {}
-    return [{**each, **weight} for each in chat_of(message, with_reasoning=True)]
 
 
 def _has_tool_parts(message: Any) -> bool:
     content = get_path(message, "parts") or get_path(message, "content")
     if not isinstance(content, list) or not isinstance(message.get("role"), str):
         return False
-    return any(each.get("role") == "tool" or each.get("tool_calls") for each in chat_of(message)) and not (
+    return any(each.get("role") == "tool" or each.get("tool_calls") for each in chat.chat_of(message)) and not (
         message["role"] == "tool" or message.get("tool_calls")
     )
 
@@ -518,22 +506,19 @@ def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_questio
             line["main_query"] = text.decode().strip()
         task, read = _asked(line, text, source, now)
         return DataRow(number, task, reply=read.messages, unread_keys=read.unread)
-    tasks, replies = [], []
-    unread = [key for key in _REASONING if line.get(key)]
+    both = []
     for key in ("chosen", "rejected"):
         task, read = _asked(_with_reply(line, key), text, source, now)
         if not has_target(read.messages):
             raise LineError(f"`{key}` holds no reply")
-        tasks.append(task)
-        replies.append(read.messages)
-        unread += read.unread
-    better, worse = tasks
+        both.append((task, read))
+    (better, one), (worse, other) = both
     if better["prompt"] != worse["prompt"]:
         raise LineError("`chosen` and `rejected` reply to different messages")
     better_score, worse_score = (_score(line, key) for key in _SCORES)
     difference = None if better_score is None or worse_score is None else better_score - worse_score
-    reply, worse_reply = replies
-    return DataRow(number, better, worse, difference, reply, worse_reply, tuple(dict.fromkeys(unread)))
+    unread = dict.fromkeys((*(key for key in _REASONING if line.get(key)), *one.unread, *other.unread))
+    return DataRow(number, better, worse, difference, one.messages, other.messages, tuple(unread))
 
 
 def _score(line: TaskLine, key: str) -> float | None:
@@ -692,11 +677,11 @@ def _unread(message: Any) -> Iterator[str]:
     yield from (key for key in _REASONING if not isinstance(message.get(key, ""), str))
     if message.get("weight", 1) not in (0, 1):
         yield "weight"
-    if str(message.get("role")) not in ROLES:
+    if str(message.get("role")) not in chat.ROLES:
         yield f"role.{message.get('role')}"
     if not isinstance(message.get("content"), str):
-        yield from ("content.image",) if has_media(message) else ()
-        yield from (f"content.{kind}" for kind in unread_in(message))
+        yield from ("content.image",) if chat.has_media(message) else ()
+        yield from (f"content.{kind}" for kind in chat.unread_in(message))
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         said = call if isinstance(call, dict) else {}
@@ -936,7 +921,7 @@ def _tools(offered: list[Any]) -> tuple[ToolDefinition, ...]:
     read = (_json({"": tool}, "", dict) if isinstance(tool, str) else tool for tool in offered)
     kept = (arrow_nulls.of_tool(tool) for tool in read if isinstance(tool, dict))
     return tuple(
-        tool_of(tool) if "name" in tool and "function" not in tool else tool
+        chat.tool_of(tool) if "name" in tool and "function" not in tool else tool
         for tool in kept
         if tool and isinstance(tool.get("function", tool), dict)
     )

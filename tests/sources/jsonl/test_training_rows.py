@@ -74,11 +74,21 @@ def test_texts_are_replies_behind_the_steps_that_a_line_has() -> None:
     assert (pair.reply, pair.worse_reply[0]["content"]) == ((RIGHT,), "Sun.")
 
 
+def test_a_line_of_the_task_file_has_its_steps_and_what_was_sent() -> None:
+    steps = [{**CALL, "reasoning_content": "Look.", "reasoning_sent": False}, {**RESULT, "name": "get_weather"}]
+    about = {"trajectory_json": json.dumps(steps), "answer_reasoning": "Oslo is wet.", "trace_id": "t"}
+    found = row({"question": "Weather?", "answer": "Rain.", "metadata": about})
+    assert list(found.reply) == [*steps, {**RIGHT, "reasoning_content": "Oslo is wet."}]
+    assert json.loads(found.task["metadata"]["trajectory_json"]) == steps
+
+
 @pytest.mark.parametrize("answer", [[RIGHT], "Rain."])
 def test_what_a_prompt_has_behind_the_question_is_context(answer: Any) -> None:
     context = [{**CALL, "weight": 0}, RESULT]
     prompt = [ASKED, CALL, RESULT]
     assert list(row({"prompt": prompt, "completion": answer}).reply) == [*context, RIGHT]
+    answered = row({"prompt": [ASKED, RIGHT], "completion": [CALL]})
+    assert (list(answered.reply), answered.task["answer"]) == ([{**RIGHT, "weight": 0}, CALL], "")
     pair = row({"prompt": prompt, "chosen": answer, "rejected": "Sun."})
     assert list(pair.reply) == [*context, RIGHT]
     assert list(pair.worse_reply) == [*context, {**RIGHT, "content": "Sun."}]
