@@ -16,9 +16,9 @@ from datetime import UTC, date, datetime
 from typing import Final
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
-from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
+from flywheel.config.crontab import cron_trigger
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.judging.judging import TaskJudging, recover
@@ -327,8 +327,7 @@ class Service:
         every(PRUNE_SECONDS, "retention", self._remove.wake.set)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)
         if self._config.trigger.cron:
-            window = CronTrigger.from_crontab(self._config.trigger.cron, timezone="UTC")
-            scheduler.add_job(_in_loop(self._open_window), window, id="cron")
+            scheduler.add_job(_in_loop(self._open_window), cron_trigger(self._config.trigger.cron), id="cron")
         return scheduler
 
     def _retry_judging(self) -> None:
