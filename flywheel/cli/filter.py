@@ -34,7 +34,7 @@ from flywheel.cli.quality_bar import (
     SummaryOption,
 )
 from flywheel.cli.recorded_metrics import MetricsOption, RecordedMetrics, lines_of
-from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
+from flywheel.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, FlywheelError
 from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
@@ -250,7 +250,8 @@ async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
     from flywheel.store.kernel.database import Store
 
     attempted = f"read tasks to judge from {file}"
-    entries = entries_of(rows_of_file(file, attempted), attempted)
+    if not (entries := entries_of(rows_of_file(file, attempted), attempted)):
+        raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
     options.keys.extend(entry.key for entry in entries[: options.limit])
     store = await Store.empty()
     try:
