@@ -109,7 +109,11 @@ def filter_tasks(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge at most this many tasks.")] = None,
     rejudge: Annotated[
-        bool, typer.Option("--rejudge", help="Also judge tasks that another rubric or judge has decided.")
+        bool,
+        typer.Option(
+            "--rejudge",
+            help="Also judge tasks that another rubric or judge has decided, and run functions of the rubric again.",
+        ),
     ] = False,
     against: Annotated[
         Path | None,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -46,8 +49,51 @@ def load(used: UsedFile, name: str) -> PythonProcess:
     """The function of a file that a rubric uses, in processes of its own. Raises ConfigError."""
     attempted = f"load {used.path}:{name}"
     return function_of(
-        used.text, Path(used.path), name, attempted=attempted, seconds=TIMEOUT_SECONDS, most=MAX_PROCESSES
+        used.text,
+        Path(used.path),
+        name,
+        attempted=attempted,
+        seconds=TIMEOUT_SECONDS,
+        most=MAX_PROCESSES,
+        uses=used.uses,
     )
+
+
+def imported_modules(path: Path, folder: Path) -> dict[str, Path]:
+    """The modules of a rubric's folder that a Python file imports, itself or by another, by their names from there.
+
+    Nothing is run: an import is looked up beside its file and in the folder, also one in a function. A file that is
+    no Python has no imports; to load it will fail.
+    """
+    found: dict[str, Path] = {}
+    left = [path]
+    while left:
+        file = left.pop()
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        except (SyntaxError, ValueError):
+            continue
+        for name, start in ((name, start) for node in nodes for name, start in _imports(node, file, folder)):
+            parts = name.split(".")
+            for stem in (start.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)):
+                for module in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
+                    shown = os.path.relpath(module, folder)
+                    if shown not in found and module != path and module.is_file():
+                        found[shown] = module
+                        left.append(module)
+    return found
+
+
+def _imports(node: ast.AST, file: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The dotted names that a statement imports, each with a folder to look in. The last part may be no module."""
+    if isinstance(node, ast.Import):
+        names, starts = [alias.name for alias in node.names], [file.parent, folder]
+    elif isinstance(node, ast.ImportFrom):
+        names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+        starts = [file.parents[node.level - 1]] if node.level else [file.parent, folder]
+    else:
+        return
+    yield from itertools.product(names, starts)
 
 
 def task_line(exchange: Exchange) -> Mapping[str, Any]:
