@@ -30,7 +30,7 @@ _FIELDS: Final[dict[str, tuple[range, Sequence[str]]]] = {
     "day of the week": (range(8), _DAYS),
 }
 """The values of each field, and their names, by index."""
-_TERM: Final = re.compile(r"(?:\*|([a-z]+|\d+)(?:-([a-z]+|\d+))?)(?:/(0*[1-9]\d*))?", re.ASCII)
+_TERM: Final = re.compile(r"(?:\*|(\d+)(?:-(\d+))?)(?:/(0*[1-9]\d*))?", re.ASCII)
 
 
 def cron_trigger(text: str) -> OrTrigger:
@@ -65,23 +65,20 @@ def _values(field: str, name: str) -> str:
     """The numbers that a field lists, separated by commas; `last` stays. Raises ValueError."""
     allowed, names = _FIELDS[name]
     found = list[str]()
-
-    def number(word: str) -> int:
-        return names.index(word) if word in names else int(word) if word.isdigit() else -1
-
     for term in field.split(","):
         if term == "last" and name == "day of the month":
             found.append(term)
             continue
+        numbers = re.sub("[a-z]+", lambda word: str(names.index(word[0])) if word[0] in names else word[0], term)
         listed = range(0)
-        if match := _TERM.fullmatch(term):
-            first, last, step = match.groups()
-            start = number(first) if first else allowed[0]
-            stop = number(last) if last else start if first and not step else allowed[-1]
+        if match := _TERM.fullmatch(numbers):
+            first, last, step = (None if number is None else int(number) for number in match.groups())
+            start = allowed[0] if first is None else first
+            stop = last if last is not None else start if first is not None and not step else allowed[-1]
             if names is _DAYS and stop == 0 < start:
                 stop = 7  # `sat-sun`
             if start in allowed and stop in allowed:
-                listed = range(start, stop + 1, int(step or 1))
+                listed = range(start, stop + 1, step or 1)
         if not listed:
             raise ValueError(f"`{term}` in the field of the {name} is not of crontab(5)")
         found += map(str, listed)
