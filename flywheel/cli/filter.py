@@ -34,7 +34,7 @@ from flywheel.cli.quality_bar import (
     SummaryOption,
 )
 from flywheel.cli.recorded_metrics import MetricsOption, RecordedMetrics, lines_of
-from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
+from flywheel.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, FlywheelError
 from flywheel.system.process import tune_process
 
 if TYPE_CHECKING:
@@ -109,7 +109,11 @@ def filter_tasks(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge at most this many tasks.")] = None,
     rejudge: Annotated[
-        bool, typer.Option("--rejudge", help="Also judge tasks that another rubric or judge has decided.")
+        bool,
+        typer.Option(
+            "--rejudge",
+            help="Also judge tasks that another rubric or judge has decided, and run functions of the rubric again.",
+        ),
     ] = False,
     against: Annotated[
         Path | None,
@@ -250,7 +254,8 @@ async def _state_of_file(options: _Options, file: Path) -> AsyncIterator[Store]:
     from flywheel.store.kernel.database import Store
 
     attempted = f"read tasks to judge from {file}"
-    entries = entries_of(rows_of_file(file, attempted), attempted)
+    if not (entries := entries_of(rows_of_file(file, attempted), attempted)):
+        raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
     options.keys.extend(entry.key for entry in entries[: options.limit])
     store = await Store.empty()
     try:

@@ -27,6 +27,8 @@ ROWS: Final = 50
 """Tasks of each kind that a summary lists: GitHub refuses one of more than 1 MiB."""
 EXCERPT: Final = 400
 """Characters of a reason in a summary."""
+MOST_UNDECIDED: Final = 0.5
+"""What --fail-under allows without --max-undecided: one accepted reply among undecided ones is no pass."""
 _NOT_XML: Final = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no XML 1.0 document can hold (W3C, XML 1.0, production 2), not even escaped."""
 _MARKUP: Final = re.compile(r"([\\`*_{}\[\]()#+!|~-])")
@@ -50,7 +52,11 @@ ConfidenceOption = Annotated[
 MaxUndecidedOption = Annotated[
     float | None,
     typer.Option(
-        "--max-undecided", min=0, max=1, metavar="SHARE", help="Exit 100 if a larger share is left undecided."
+        "--max-undecided",
+        min=0,
+        max=1,
+        metavar="SHARE",
+        help="Exit 100 if a larger share is left undecided. With --fail-under, half by default.",
     ),
 ]
 JunitOption = Annotated[
@@ -144,7 +150,8 @@ class QualityBar:
     Attributes:
         fail_under: The share of decided replies that must be accepted; None for any.
         confidence: The one-sided level at which the share must be shown; None for the observed share.
-        max_undecided: The largest share of replies, without filtered ones, that may be undecided; None for any.
+        max_undecided: The largest share of replies, without filtered ones, that may be undecided; None for any, or
+            for half of them with `fail_under`.
     """
 
     fail_under: float | None = None
@@ -173,6 +180,7 @@ class QualityBar:
         The lower bound is the one of the two-sided interval with twice the error (E. B. Wilson, 1927).
         """
         # Imported here: `--help` does not wait for the database library.
+        from flywheel.records.verdict import is_within_share
         from flywheel.store.views.acceptance import wilson
 
         counts = Counter(case.outcome for case in cases)
@@ -191,13 +199,13 @@ class QualityBar:
                 if bound is not None:
                     figures += f", at least {bound:.4g} with confidence {self.confidence:g}"
                 failures.append(f"{what} ({figures}), and --fail-under is {self.fail_under:g}")
-        if self.max_undecided is not None:
-            judged = decided + undecided
-            if not (undecided <= self.max_undecided * judged):
-                what = f"{undecided:,} of {quantity(judged, 'reply', 'replies')} undecided"
-                failures.append(
-                    f"{what} ({undecided / max(judged, 1):.4g}), and --max-undecided is {self.max_undecided:g}"
-                )
+        judged = decided + undecided
+        most, asked = self.max_undecided, f"and --max-undecided is {self.max_undecided or 0:g}"
+        if most is None and self.fail_under is not None:
+            most, asked = MOST_UNDECIDED, "more than half, and there is no --max-undecided"
+        if most is not None and not is_within_share(undecided, judged, most):
+            what = f"{undecided:,} of {quantity(judged, 'reply', 'replies')} undecided"
+            failures.append(f"{what} ({undecided / judged:.4g}), {asked}")
         return Quality(counts, share, bound, tuple(failures))
 
     def report(self, cases: Sequence[Case], *, notes: Sequence[str] = (), error: str = "") -> Quality:

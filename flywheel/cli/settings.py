@@ -14,7 +14,7 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, command_group, find_config, load_config, print_json
 from flywheel.cli.tables import Row, print_rows, short_path, stdout
 from flywheel.secrets import REDACTED, redact_secrets
-from flywheel.system.terminal import escape_terminal
+from flywheel.system.terminal import escape_terminal, moment
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -72,7 +72,8 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         file = None if path is None else str(path.absolute())
         project = None if root is None else {"root": str(root.folder), "why": root.why}
         shown = [setting._asdict() for setting in in_effect]
-        print_json({"file": file, "project": project, "settings": shown, "warnings": settings.warnings})
+        whole = {"file": file, "project": project, "settings": shown}
+        print_json(whole | {"next_cron_times": settings.trigger.next_cron_times, "warnings": settings.warnings})
         return
     if root is not None:
         typer.echo(escape_terminal(f"Relative paths start at {root}.", one_line=True))
@@ -81,6 +82,8 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         for setting in in_effect
     ]
     print_rows(stdout(), ("setting", "value", "from"), rows, wide=WIDE, fold=("value",))
+    if times := settings.trigger.next_cron_times:
+        typer.echo(f"trigger.cron fires next at {', '.join(f'{moment(at)} UTC' for at in times)}.")
     for warning in settings.warnings:
         typer.echo(escape_terminal(f"WARNING {warning}", one_line=True))
 

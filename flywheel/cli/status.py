@@ -213,6 +213,8 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
         counts = f"{quantity(sent.sent, 'score')} sent, {sent.refused:,} refused"
         untraced = f"{quantity(sent.untraced, 'reply', 'replies')} without a trace of OpenTelemetry"
         facts.append(("langfuse", "\n".join(filter(None, (f"{sent.server}: {counts}, {untraced}", sent.error)))))
+    if status.next_cron_times:
+        facts.append(("cron", f"next at {', '.join(f'{moment(at)} UTC' for at in status.next_cron_times)}"))
     facts += [
         ("waiting", status.waiting_for or "–"),
         ("dead letters", f"{letters:,} open: see `flywheel dead-letters`" if letters else "none"),

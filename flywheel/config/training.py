@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -30,12 +31,10 @@ log = logging.getLogger(__name__)
 
 def _crontab(text: str) -> str:
     # Imported here: most configurations have no such setting.
-    from apscheduler.triggers.cron import CronTrigger
+    from flywheel.config.crontab import next_times
 
-    try:
-        CronTrigger.from_crontab(text, timezone="UTC")
-    except ValueError:
-        raise ValueError("it must be five fields of crontab(5), for example `0 3 * * *`") from None
+    if not next_times(text, 1, datetime.now(UTC)):
+        raise ValueError("it never fires: no month that it names has such a day")
     return text
 
 
@@ -90,12 +89,23 @@ class TriggerSettings(Section):
     """Maximum number of samples of a round: first those that were in the fewest finished rounds, then the oldest.
     `training.task_weights`, `training.coreset` and `training.replay` choose otherwise."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
-    """A schedule (crontab, UTC) on which a round also starts, with at least `cron_min_samples`."""
+    """A schedule (crontab, UTC) on which a round also starts, with at least `cron_min_samples`. As in cron, 0 and 7
+    are Sunday, `@daily` and its kind are taken, and where day of the month and day of the week are both restricted,
+    one of them suffices. `flywheel config show` and `flywheel status` print the next times."""
     cron_min_samples: int = Field(default=8, gt=0)
     """Minimum number of samples for a scheduled round."""
     min_held_out: int | None = Field(default=None, gt=0)
     """Number of judged held-out tasks that a round waits for. Default: `gate.min_tasks`; lower values are refused,
     because such a round could only be rejected."""
+
+    @property
+    def next_cron_times(self) -> list[str]:
+        """The next three times of `cron` in ISO format, in UTC; none without it."""
+        if self.cron is None:
+            return []
+        from flywheel.config.crontab import next_times
+
+        return [at.isoformat() for at in next_times(self.cron, 3, datetime.now(UTC))]
 
 
 Quantization = Literal["4bit", "8bit"]

@@ -12,13 +12,12 @@ import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable
-from datetime import UTC, date, datetime
 from typing import Final
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
-from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
+from flywheel.config.crontab import cron_trigger
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.erasure import Eraser
 from flywheel.daemon.judging.judging import TaskJudging, recover
@@ -34,7 +33,7 @@ from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Stage
 from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, FlywheelError, LockedError, NotifyError, ServeError, TrainError
-from flywheel.judge.usage import BudgetSpentError, CallsInFlight
+from flywheel.judge.usage import BudgetSpentError, CallsInFlight, today
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
@@ -112,7 +111,7 @@ class Service:
         self._promotion = Stage("promotions", self._do_promotions)
         self._watch = PromotionWatch(store, config, self._deployer)
         self._new_tasks = 0
-        self._budget_spent_on: date | None = None
+        self._budget_spent_on: str | None = None
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
         self._reconcile = Stage("reconcile", self._do_reconcile)
@@ -327,13 +326,12 @@ class Service:
         every(PRUNE_SECONDS, "retention", self._remove.wake.set)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)
         if self._config.trigger.cron:
-            window = CronTrigger.from_crontab(self._config.trigger.cron, timezone="UTC")
-            scheduler.add_job(_in_loop(self._open_window), window, id="cron")
+            scheduler.add_job(_in_loop(self._open_window), cron_trigger(self._config.trigger.cron), id="cron")
         return scheduler
 
     def _retry_judging(self) -> None:
         # With the day's budget spent, a run would claim the same tasks, and release them.
-        if self._budget_spent_on != datetime.now(UTC).date():
+        if self._budget_spent_on != today():
             self._judge.wake.set()
 
     def _judge_new(self, new: int) -> None:
@@ -350,7 +348,7 @@ class Service:
         new, self._new_tasks = self._new_tasks, 0
         report = await self._filtering.run(stop=self._stop_judging)
         spent = isinstance(report.error, BudgetSpentError)
-        self._budget_spent_on = datetime.now(UTC).date() if spent else None
+        self._budget_spent_on = today() if spent else None
         if new or report.judged:
             log.info("%d new tasks; judged %d: %d accepted, %d rejected, %d undecided", new, report.judged,
                      report.accepted, report.rejected, report.undecided)  # fmt: skip

@@ -237,7 +237,7 @@ class LangfuseStatus(Struct, frozen=True):
 
 class Status(Struct, frozen=True):
     """All counts, sources, rounds and deployments. `targets` has what each target has of its own, under an empty name
-    without targets; `no_state` says why there is nothing to show."""
+    without targets; `next_cron_times` are those of `trigger.cron`; `no_state` says why there is nothing to show."""
 
     version: str
     state_dir: str
@@ -255,6 +255,7 @@ class Status(Struct, frozen=True):
     recent_verdicts: RecentVerdicts
     warnings: list[str]
     waiting_for: str
+    next_cron_times: list[str]
     rounds: list[RoundStatus]
     rounds_by_state: Mapping[str, int]
     promoted: int
@@ -322,6 +323,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         recent_verdicts=verdicts.recent(conn, VERDICTS_SHOWN),
         warnings=[*dict.fromkeys(warnings), *_warnings(conn, config), *erased_samples.warnings(conn)],
         waiting_for=database.noted(conn, database.ROUND_NOTE),
+        next_cron_times=config.trigger.next_cron_times,
         rounds=[RoundStatus(**_round(row), **told(conn, config, row)) for row in _shown_rounds(conn)],
         rounds_by_state={state.value: rounds.count(conn, state) for state in RoundState},
         promoted=rounds.count(conn, RoundState.PROMOTED),

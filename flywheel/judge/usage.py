@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +26,8 @@ from flywheel.config import JudgeBudget
 from flywheel.errors import EXIT_FAILED, JudgeError
 from flywheel.records.verdict import Verdict
 from flywheel.system.files import PRIVATE, append_jsonl, cut_torn_line, private, write_json
+
+log = logging.getLogger(__name__)
 
 BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, float("inf"))
 """Upper bounds of the buckets, in seconds."""
@@ -88,8 +91,50 @@ class Used:
         return self.prompt_tokens + self.completion_tokens
 
 
+MOST_STEP: Final = timedelta(hours=24)
+"""A clock that steps back by less than this stays in the later day."""
+
+
+class BudgetClock:
+    """The day (UTC) whose budget counts. Thread-safe.
+
+    A clock that is set back over midnight, as by NTP, does not give the budget of a day twice. One that steps back
+    by 24 hours or more was wrong before: it starts its own day, with a warning.
+    """
+
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._now = now
+        self._latest: datetime | None = None
+        self._warned_of: date | None = None
+        self._lock = threading.Lock()
+
+    def today(self, booked: str | None = None) -> str:
+        """`booked` is the last day with stored usage, perhaps of a process that ended before the clock was set."""
+        with self._lock:
+            now = latest = self._now()
+            of_store = datetime.fromisoformat(booked).replace(tzinfo=UTC) if booked else None
+            for seen in filter(None, (self._latest, of_store)):
+                if seen - now < MOST_STEP:
+                    latest = max(latest, seen)
+                elif seen.date() != self._warned_of:
+                    self._warned_of = seen.date()
+                    log.warning(
+                        "the clock stepped back from %s to %s: the judge's budget is that of the earlier day",
+                        *(seen.date(), now.date()),
+                    )
+            self._latest = latest
+            return latest.date().isoformat()
+
+    def day_of(self, day: str) -> str:
+        """The day in which usage counts that another process dated by its own clock."""
+        return self.today() if day == self._now().date().isoformat() else day
+
+
+CLOCK: Final = BudgetClock()
+
+
 def today() -> str:
-    return datetime.now(UTC).date().isoformat()
+    return CLOCK.today()
 
 
 class UsageFile:
@@ -223,14 +268,14 @@ class Budget:
         self,
         settings: JudgeBudget,
         spent_today: Callable[[], int] = lambda: 0,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: BudgetClock = CLOCK,
     ) -> None:
         """`spent_today` returns the tokens used since midnight before this run. It is read at the first use."""
         self.limits = settings.tokens_per_day is not None or settings.tokens_per_run is not None
         self._settings = settings
         self._spent_today = spent_today
-        self._now = now
-        self._day: date | None = None
+        self._clock = clock
+        self._day: str | None = None
         self._today = self._run = 0
         self._costly = self._free = self._in_flight = 0
         self._changed = threading.Condition()
@@ -331,9 +376,10 @@ class Budget:
             yield self._run, self._settings.tokens_per_run, "run", "with the next run"
 
     def _roll_over(self) -> None:
-        today = self._now().date()
-        if self._day is None:
+        today = self._clock.today()
+        if self._day is None or today < self._day:
             self._today = self._spent_today()
+            today = self._clock.today()  # what is stored may be of a later day
         elif today != self._day:
             self._today = 0
         self._day = today

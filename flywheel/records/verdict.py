@@ -9,6 +9,14 @@ from typing import Any
 from flywheel.records.trace import ChatMessage, ToolDefinition
 
 
+def is_within_share(number: int, whole: int, share: float) -> bool:
+    """Whether `number` of `whole` is at most this share, as it is written: 29 of 100 are within 0.29.
+
+    The quotient is the float nearest to the share, as a number that was read is; the product 0.29 * 100 is below 29.
+    """
+    return whole == 0 or number / whole <= share
+
+
 class Outcome(StrEnum):
     ACCEPTED = "accepted"
     REJECTED = "rejected"

@@ -29,7 +29,7 @@ CRASHES: Final = 3
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A task to be judged. `stored` is its verdict by the same rubric and judge, if there is one already; `earlier`
-    are the verdicts of this judge by other rubrics, the newest first; `attempts` are the judgements that left it
+    are its decided verdicts, also by other rubrics, the newest first; `attempts` are the judgements that left it
     undecided by this rubric so far.
 
     `was` is the state of the task: `judging`, or the state that an earlier verdict gave it if it is judged again.
@@ -71,8 +71,11 @@ def count_due(conn: Connection, which: Judged = ALL) -> int:
     return count_rows(conn, tasks, _due(), which.condition)
 
 
-def count_decided(conn: Connection, rubric_hash: str, judge_hash: str, which: Judged = ALL) -> int:
-    return count_rows(conn, tasks, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash), which.condition)
+def count_decided(
+    conn: Connection, rubric_hash: str, judge_hash: str, which: Judged = ALL, *, every: bool = False
+) -> int:
+    """The number of tasks that `decided` gives."""
+    return count_rows(conn, tasks, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash, every), which.condition)
 
 
 def count_triable(conn: Connection) -> tuple[int, int]:
@@ -118,13 +121,14 @@ def suspects(conn: Connection, which: Judged = ALL) -> list[tuple[int, str]]:
 
 
 def decided(
-    conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str, of: Judged = ALL
+    conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str, of: Judged, every: bool
 ) -> list[Claimed]:
-    """Tasks with ids above `after` that another rubric or judge decided, the oldest first. Nothing is moved.
+    """Tasks with ids above `after` that another rubric or judge decided, or `every` one that any decided, the oldest
+    first. Nothing is moved.
 
     Tasks of a round are left out, and so are those that a filter or a person rejected.
     """
-    which = and_(_decided_otherwise(rubric_hash, judge_hash), of.condition)
+    which = and_(_decided_otherwise(rubric_hash, judge_hash, every), of.condition)
     return _unclaimed(conn, limit, after, DECIDED, which, rubric_hash, judge_hash)
 
 
@@ -153,14 +157,14 @@ def _unclaimed(
     return _with_verdicts(conn, {row.id: TaskState(row.state) for row in rows}, rubric_hash, judge_hash)
 
 
-def _decided_otherwise(rubric_hash: str, judge_hash: str) -> ColumnElement[bool]:
+def _decided_otherwise(rubric_hash: str, judge_hash: str, every: bool) -> ColumnElement[bool]:
     same = exists().where(
         verdicts.c.task_id == tasks.c.id,
         verdicts.c.rubric_hash == rubric_hash,
         verdicts.c.judge_hash == judge_hash,
         verdicts.c.outcome == tasks.c.state,
     )
-    return and_(~same, ~decided_by_others())
+    return ~decided_by_others() if every else and_(~same, ~decided_by_others())
 
 
 def _in(states: Sequence[TaskState]) -> ColumnElement[bool]:
@@ -178,7 +182,7 @@ def _with_verdicts(
         of_task = stored.get(row.id, [])
         decided = [(rubric, each) for rubric, each in of_task if each.outcome is not Outcome.UNDECIDED]
         same = next((verdict for rubric, verdict in decided if rubric == rubric_hash), None)
-        earlier = tuple(verdict for rubric, verdict in decided if rubric != rubric_hash and verdict.judgements)
+        earlier = tuple(verdict for _, verdict in decided if verdict.judgements)
         attempts = next((each.judgements for rubric, each in of_task if rubric == rubric_hash and not same), ())
         found.append(Claimed(row.id, row.key, row.payload, same, earlier, states[row.id], row.target, attempts))
     return found

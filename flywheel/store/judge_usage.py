@@ -4,6 +4,7 @@ the errors of judgements that left a task undecided."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -12,7 +13,7 @@ from sqlalchemy import Connection, and_, bindparam, exists, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.config import JudgePrices
-from flywheel.judge.usage import Purpose, UsageFile, Used, today
+from flywheel.judge.usage import CLOCK, Purpose, UsageFile, Used, today
 from flywheel.records.task import storable
 from flywheel.records.verdict import Verdict
 from flywheel.store.kernel.schema import judge_costs, judge_days, judge_errors, rounds
@@ -45,9 +46,7 @@ def book_verdict(
 
 def book(conn: Connection, used: Iterable[Used], prices: JudgePrices | None = None) -> None:
     """Add usage to the counts of its days and purposes, and its cost by the prices of now."""
-    for each in used:
-        if not each.calls:
-            continue
+    for each in (replace(one, day=CLOCK.day_of(one.day)) for one in used if one.calls):
         counts = {name: getattr(each, name) for name in _COUNTS}
         row = insert(judge_days).values(day=each.day, purpose=each.purpose.value, **counts)
         more = {name: judge_days.c[name] + row.excluded[name] for name in _COUNTS}
@@ -79,7 +78,8 @@ def booked_of_round(conn: Connection, round_id: int, round_dir: Path) -> int:
 def tokens_today(conn: Connection) -> int:
     """Tokens sent and received since midnight (UTC), for all purposes."""
     tokens = func.sum(judge_days.c.prompt_tokens + judge_days.c.completion_tokens)
-    return int(conn.execute(select(tokens).where(judge_days.c.day == today())).scalar_one() or 0)
+    day = CLOCK.today(conn.execute(select(func.max(judge_days.c.day))).scalar_one())
+    return int(conn.execute(select(tokens).where(judge_days.c.day == day)).scalar_one() or 0)
 
 
 class CallCounts(NamedTuple):

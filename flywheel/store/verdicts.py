@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, true, update
 from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.config import JudgePrices
@@ -44,8 +44,8 @@ def store(
 ) -> None:
     """Store a verdict and count its cost; the task keeps its state.
 
-    An undecided verdict of the same rubric and judge is replaced, and its cost is kept. So is an earlier verdict of a
-    filter chain or a person.
+    One of the same rubric and judge is replaced, a decided one not by an undecided one, and its cost is kept. So is
+    an earlier verdict of a filter chain or a person.
     """
     judge_usage.book_verdict(conn, verdict, prices=prices)
     if verdict.outcome is Outcome.UNDECIDED:
@@ -62,14 +62,16 @@ def store(
         "created_at": utcnow(),
         "judgements": [asdict(judgement) for judgement in verdict.judgements],
     }
+    is_replaced = or_(verdicts.c.outcome == Outcome.UNDECIDED.value, NOT_OF_THE_JUDGE)
+    if verdict.outcome is not Outcome.UNDECIDED:
+        is_replaced = true()
     replaced = conn.execute(
         update(verdicts)
-        .where(*(verdicts.c[name] == value for name, value in key.items()))
-        .where(or_(verdicts.c.outcome == Outcome.UNDECIDED.value, NOT_OF_THE_JUDGE))
+        .where(*(verdicts.c[name] == value for name, value in key.items()), is_replaced)
         .values(**values, **{name: verdicts.c[name] + count for name, count in counts.items()})
     )
     if replaced.rowcount == 0:
-        conn.execute(insert(verdicts).values(**key, **values, **counts))
+        conn.execute(insert(verdicts).values(**key, **values, **counts).on_conflict_do_nothing())
 
 
 def of_tasks(conn: Connection, ids: Sequence[int], judge_hash: str) -> dict[int, list[tuple[str, Verdict]]]:

@@ -184,7 +184,7 @@ class ModelHttpClient:
             return answer
         raise CallError(
             f"it answered {answer.status} ({_error_message(answer)})",
-            status=answer.status,
+            status=402 if _is_out_of_quota(answer) else answer.status,
             retry_after=parse_retry_after(answer.headers.get("retry-after", "")),
         )
 
@@ -327,6 +327,15 @@ def _error_message(answer: HttpAnswer) -> str:
     return " ".join(str(text).split())[:300]
 
 
+def _is_out_of_quota(answer: HttpAnswer) -> bool:
+    """Whether a 429 of OpenAI means an account without credit, where others answer 402: no delay helps."""
+    try:
+        error = orjson.loads(answer.body)["error"]
+        return answer.status == 429 and "insufficient_quota" in (error.get("type"), error.get("code"))
+    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+        return False
+
+
 def retrying(
     attempts: int,
     most_seconds: float,
@@ -380,15 +389,18 @@ def is_http_url(url: str) -> bool:
 
 
 def parse_retry_after(value: str) -> float | None:
-    """The delay in a Retry-After header, in seconds: it holds seconds or a date. None for anything else."""
+    """The delay in a Retry-After header, in seconds: it holds seconds or a date. None for anything else, and for no
+    delay: a server that refuses calls and asks for none would get all attempts at once."""
     try:
         if value[:1].isdigit():
-            return max(0.0, float(value))
-        at = parsedate_to_datetime(value)
-        # HTTP dates are in UTC, also where they do not say so.
-        return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time())
+            seconds = float(value)
+        else:
+            at = parsedate_to_datetime(value)
+            # HTTP dates are in UTC, also where they do not say so.
+            seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time()
     except (ValueError, OverflowError):
         return None
+    return seconds if seconds > 0 else None
 
 
 def _root_cause(error: BaseException) -> str:

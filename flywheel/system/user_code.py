@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -94,11 +94,19 @@ _functions_lock = threading.Lock()
 
 
 def function_of(
-    source: bytes | str, path: Path, name: str, *, attempted: str, seconds: float, most: int = 1
+    source: bytes | str,
+    path: Path,
+    name: str,
+    *,
+    attempted: str,
+    seconds: float,
+    most: int = 1,
+    uses: Sequence[Sequence[str]] = (),
 ) -> PythonProcess:
-    """A function of a file's text. Equal arguments share one, as long as somebody holds it. Raises ConfigError."""
+    """A function of a file's text. Equal arguments share one, as long as somebody holds it. `uses` are names and
+    hashes of modules that the file imports: a process that has imported others stays as it is. Raises ConfigError."""
     text = source if isinstance(source, str) else source.decode("utf-8", "surrogateescape")
-    key = hashlib.sha256(json.dumps([text, str(path.absolute()), name, seconds, most]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([text, str(path.absolute()), name, seconds, most, uses]).encode()).hexdigest()
     with _functions_lock:
         function = _functions.get(key)
         if function is None:
@@ -109,6 +117,8 @@ def function_of(
 
 def main() -> None:
     """The child process: loads what the first request names and answers the others."""
+    # Modules beside the user's file are compiled anew: no cache beside them, and none that is older than a second.
+    sys.dont_write_bytecode = True
     functions: list[Callable[..., Any]] = []
 
     def answer(request: bytes) -> bytes:

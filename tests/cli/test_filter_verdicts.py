@@ -26,6 +26,11 @@ def states(bench: Bench) -> Counter[str]:
     return Counter(row[0] for row in change(bench, "SELECT state FROM tasks"))
 
 
+def states_after(bench: Bench) -> Counter[str]:
+    bench.filter()
+    return states(bench)
+
+
 def change(bench: Bench, sql: str, *values: Any) -> list[Any]:
     return execute(bench.folder / "state" / "state.db", sql, *values)
 
@@ -188,3 +193,68 @@ def test_a_pending_task_with_opinions_of_an_earlier_rubric_costs_nothing_either(
     bench.rubric(threshold=0.5)
     ran = bench.filter()
     assert (ran["judged"], ran["reused"], ran["usage"]["calls"]) == (1, 1, 0)
+
+
+CHECKS = """import sys
+from pathlib import Path
+sys.path.insert(0, str(Path(__file__).parent))
+
+def polite(task):
+    import words
+    said = (Path(__file__).parent / "said.txt").read_text()
+    return words.WORD in task["answer"] + said, f"{words.WORD} is looked for"
+"""
+
+
+def checked_by_a_function(bench: Bench, **values: Any) -> None:
+    (bench.folder / "checks.py").write_text(CHECKS)
+    (bench.folder / "words.py").write_text("WORD = 'good'")
+    (bench.folder / "said.txt").write_text("")
+    bench.rubric(
+        [{"id": "polite", "type": "python", "value": "checks.py:polite", "required": True, **values}, *CRITERIA]
+    )
+
+
+def test_a_changed_module_of_a_function_makes_another_rubric_and_no_call(bench: Bench) -> None:
+    checked_by_a_function(bench)
+    bench.lines(GOOD, "good and kind: \\boxed{1}")
+    assert states_after(bench) == {"accepted": 2}
+    calls = bench.judge.calls
+    (bench.folder / "words.py").write_text("WORD = 'kind'")
+    again = bench.filter("--rejudge")
+    assert (again["judged"], again["changed"], bench.judge.calls) == (2, 1, calls)
+    [missed] = [each for each in again["verdicts"] if each["outcome"] == "rejected"]
+    assert "kind is looked for" in missed["reason"]
+    assert not (bench.folder / "__pycache__").exists()
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_changed_file_of_a_function_is_seen_by_rejudge_and_no_judge_is_asked_anew(
+    bench: Bench, is_listed: bool
+) -> None:
+    checked_by_a_function(bench, **({"files": ["said.txt"]} if is_listed else {}))
+    bench.lines(GOOD, GOOD, "fine: \\boxed{1}")
+    assert states_after(bench) == {"accepted": 2, "rejected": 1}
+    calls, before = bench.judge.calls, change(bench, "SELECT id, judgements FROM verdicts ORDER BY id")
+    unchanged = bench.filter("--rejudge")
+    assert (unchanged["judged"], unchanged["reused"], unchanged["changed"]) == (3, 3, 0)
+    assert change(bench, "SELECT id, judgements FROM verdicts ORDER BY id") == before
+    (bench.folder / "said.txt").write_text("good")
+    assert bench.filter()["judged"] == 0
+    estimate = bench.filter("--rejudge", "--estimate")["estimate"]
+    assert (estimate["tasks"], estimate["calls"], estimate["without_a_call"]) == (3, 1, 2), "it was never judged"
+    again = bench.filter("--rejudge")
+    assert (again["judged"], again["changed"], again["usage"]["calls"]) == (3, 0, 1)
+    assert states(bench) == {"accepted": 2, "rejected": 1}, "the judge says no"
+    assert bench.judge.calls == calls + 1
+    (bench.folder / "said.txt").unlink()
+    if not is_listed:
+        undecided = bench.filter("--rejudge")
+        assert (undecided["undecided"], undecided["changed"], states(bench)) == (3, 0, {"accepted": 2, "rejected": 1})
+        (bench.folder / "said.txt").write_text("")
+    else:
+        ran = bench("filter", "--rejudge")
+        assert (ran.code, "said.txt" in ran.err) == (78, True)
+        (bench.folder / "said.txt").write_text("good")
+    assert bench.filter("--rejudge")["usage"]["calls"] == 0
+    assert bench("audit", "--json").json["balanced"]

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,12 @@ def cases(accepted: int = 0, rejected: int = 0, undecided: int = 0, filtered: in
     [
         (QualityBar(fail_under=0.8), (4, 1), True),
         (QualityBar(fail_under=0.8), (79, 21), False),
-        (QualityBar(fail_under=0.8), (4, 1, 50, 50), True),
+        (QualityBar(fail_under=0.8), (4, 1, 5, 50), True),
+        # More than half undecided is no pass, unless that is allowed.
+        (QualityBar(fail_under=0.8), (4, 1, 6, 50), False),
+        (QualityBar(fail_under=0.8, confidence=0.5), (4, 0, 5), False),
+        (QualityBar(fail_under=0.8, max_undecided=0.9), (4, 1, 45, 50), True),
+        (QualityBar(), (1, 0, 9), True),
         (QualityBar(fail_under=0.0), (0, 0, 3), False),
         (QualityBar(fail_under=0.0), (0, 3), True),
         # 80 of 100 show no more than 0.7267 at 95 %.
@@ -55,6 +61,16 @@ def test_a_bar_is_reached_or_missed(bar: QualityBar, counts: tuple[int, ...], re
     assert (quality.error is None) is reached
     if quality.error is not None:
         assert quality.error.exit_code == EXIT_QUALITY
+
+
+def test_a_share_is_compared_as_it_is_written() -> None:
+    for whole in (7, 20, 100):
+        for count in range(whole + 1):
+            share, text = Fraction(count, whole), f"{count / whole:.2f}"
+            undecided = QualityBar(max_undecided=float(text)).measure(cases(whole - count, 0, count))
+            accepted = QualityBar(fail_under=float(text)).measure(cases(count, whole - count))
+            assert (undecided.failures == ()) is (share <= Fraction(text)), (count, whole, text)
+            assert (accepted.failures == ()) is (share >= Fraction(text)), (count, whole, text)
 
 
 @pytest.mark.parametrize("counts", [(80, 20), (9, 1), (0, 5), (5, 0), (3, 1)])
@@ -186,7 +202,8 @@ def test_no_state_is_made(bench: Bench) -> None:
         ([GOOD, GOOD, GOOD, BAD], ["--fail-under", "0.76"], EXIT_QUALITY),
         ([GOOD, GOOD, GOOD, BAD], ["--fail-under", "0.75", "--confidence", "0.95"], EXIT_QUALITY),
         ([BAD], [], 0),
-        ([], ["--fail-under", "0"], EXIT_QUALITY),
+        ([], ["--fail-under", "0"], EXIT_CONFIG),
+        ([], [], EXIT_CONFIG),
         ([GOOD], ["--fail-under", "1.5"], EXIT_USAGE),
         ([GOOD], ["--confidence", "0.95"], EXIT_USAGE),
         ([GOOD], ["--junit", "nowhere/report.xml"], EXIT_USAGE),
@@ -199,7 +216,7 @@ def test_exit_codes(bench: Bench, answers: list[str], options: list[str], code: 
     assert (ran.code, ran.out) == (code, "")
     assert ("cannot reach the quality bar" in ran.err) == (code == EXIT_QUALITY)
     if code == EXIT_CONFIG:
-        assert "line 2: it has no answer" in ran.err
+        assert ("line 2: it has no answer" if answers else "tasks.jsonl: it is empty") in ran.err
 
 
 def test_a_file_of_tasks_stores_nothing_so_it_needs_a_dry_run(bench: Bench) -> None:
@@ -209,6 +226,11 @@ def test_a_file_of_tasks_stores_nothing_so_it_needs_a_dry_run(bench: Bench) -> N
     file.write_text("no JSON\n")
     ran = bench("filter", "--dry-run", "--tasks", file)
     assert (ran.code, "line 1: it is not JSON" in ran.err) == (EXIT_CONFIG, True)
+    file.write_text("\n")
+    for options in (["--dry-run", "--summary", "summary.md"], ["--estimate"], ["--against", bench.rubric()]):
+        ran = bench("filter", "--tasks", file, *options)
+        assert (ran.code, "it is empty" in ran.err) == (EXIT_CONFIG, True), options
+    assert not Path("summary.md").exists()
     (bench.folder / "flywheel.yaml").unlink()
     assert bench.flywheel("filter", "--dry-run", "--tasks", file).code == EXIT_CONFIG
 
@@ -230,6 +252,18 @@ def test_too_many_undecided_replies_miss_the_bar(bench: Bench) -> None:
     file = tasks(bench, GOOD, GOOD, "garbled \\boxed{1}", GOOD)
     ran = bench("filter", "--dry-run", "--tasks", file, "--max-undecided", "0.2", "--fail-under", "1")
     assert (ran.code, "undecided (0.25), and --max-undecided is 0.2" in ran.err) == (EXIT_QUALITY, True), ran.err
+
+
+def test_the_summary_of_one_verdict_among_undecided_replies_is_no_pass(bench: Bench) -> None:
+    cannot_read_about_some(bench)
+    file = tasks(bench, GOOD, "garbled \\boxed{1}", "garbled \\boxed{1}")
+    asked = ("filter", "--dry-run", "--tasks", file, "--fail-under", "0.8", "--summary", "summary.md")
+    ran = bench(*asked)
+    assert ran.code == EXIT_QUALITY, ran.err
+    assert "2 of 3 replies undecided (0.6667), more than half, and there is no --max-undecided" in ran.err
+    assert "below the quality bar" in Path("summary.md").read_text()
+    assert bench(*asked, "--max-undecided", "0.7").code == 0
+    assert "passed" in Path("summary.md").read_text()
 
 
 def test_the_reports_name_each_task_its_criteria_and_reasons(bench: Bench) -> None:

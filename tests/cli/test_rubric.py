@@ -208,3 +208,29 @@ def test_only_keys_that_may_be_written_are_named(flywheel: Run, tmp_path: Path) 
     assert checked(flywheel, tmp_path, "id: x\nfiles: {}\ncriteria: [{id: a, value: b}]\n") == [
         "2:1: unknown key `files`"
     ]
+
+
+def test_it_says_what_of_a_function_is_tracked(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text("")
+    (tmp_path / "data.txt").write_text("")
+    code = "import sys; sys.path.insert(0, __file__[:-10])\nimport words\ndef f(task):\n    return True\n"
+    (tmp_path / "checks.py").write_text(code)
+    criteria = [{"id": "a", "type": "python", "value": "checks.py:f", "files": ["data.txt"]}]
+    rubric = tmp_path / "r.yaml"
+    rubric.write_text(json.dumps({"id": "r", "criteria": criteria}))
+    ran = flywheel("rubric", "check", "r.yaml")
+    assert ran.code == 0
+    tracked = (
+        "the hash of the rubric has checks.py, data.txt and words.py; other files that the function reads are not"
+    )
+    assert f"criterion a: {tracked} tracked: list them in `files`" in ran.out
+    for files, complaint in (
+        (["no.txt"], "checks.py:f cannot be used: [Errno 2] No such file or directory"),
+        ([], "it lists no file"),
+        ([""], "it lists no file"),
+    ):
+        rubric.write_text(json.dumps({"id": "r", "criteria": [criteria[0] | {"files": files}]}))
+        ran = flywheel("rubric", "check", "r.yaml")
+        assert (ran.code, complaint in ran.out) == (78, True), ran.out
+    rubric.write_text(json.dumps({"id": "r", "criteria": [{"id": "a", "value": "It is.", "files": ["data.txt"]}]}))
+    assert "llm-rubric has no files" in flywheel("rubric", "check", "r.yaml").out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_a_suite_that_is_too_small_is_refused_with_the_size_that_is_needed(flywh
     found = {each["name"]: each for each in flywheel("doctor", "--json").json["checks"]}
     assert found["suite"]["result"] == "failed"
     assert "and 41 are needed" in found["suite"]["found"]
+
+
+def test_the_next_times_of_a_schedule_are_shown_in_utc(flywheel: Run, tmp_path: Path) -> None:
+    assert flywheel("config", "show", "--json").json["next_cron_times"] == []
+    assert flywheel("status", "--json").json["next_cron_times"] == []
+    assert "cron " not in flywheel("status").out
+    (tmp_path / "flywheel.yaml").write_text("trigger: {cron: 30 3 29 2 *}\n")
+    for command in (["config", "show"], ["status"]):
+        times = [datetime.fromisoformat(at) for at in flywheel(*command, "--json").json["next_cron_times"]]
+        assert [(f"{at:%m-%d %H:%M}", at.tzinfo) for at in times] == [("02-29 03:30", UTC)] * 3, command
+        assert times[0] < times[1] < times[2]
+        shown = ", ".join(f"{at:%Y-%m-%d %H:%M:%S} UTC" for at in times)
+        assert shown in " ".join(flywheel(*command).out.split()), command
 
 
 def test_every_key_is_shown(flywheel: Run) -> None:

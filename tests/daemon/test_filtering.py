@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from flywheel.daemon.judging.judging import TaskJudging
 from flywheel.daemon.rounds import planner
 from flywheel.daemon.service import Service
 from flywheel.judge.filters.pii import Pii, Redactor
-from flywheel.judge.usage import BudgetSpentError
+from flywheel.judge.usage import BudgetSpentError, today
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import claims, deduplication, judge_usage
@@ -481,8 +480,8 @@ async def test_the_daemon_looks_again_at_what_a_spent_budget_leaves_on_the_next_
     assert await states(store) == ["accepted", "pending"]
     service._retry_judging()
     assert not service._judge.wake.is_set()
-    assert service._budget_spent_on is not None
-    service._budget_spent_on -= timedelta(days=1)
+    assert service._budget_spent_on == today()
+    service._budget_spent_on = "2020-01-01"
     service._retry_judging()
     assert service._judge.wake.is_set()
 

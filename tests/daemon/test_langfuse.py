@@ -134,7 +134,7 @@ def put(conn: Connection, *numbers: int) -> None:
 
 def again(conn: Connection, rubric: str, verdict: Verdict) -> None:
     """What a run with `rejudge` stores."""
-    [task] = claims.decided(conn, 1, 0, rubric, "j")
+    [task] = claims.decided(conn, 1, 0, rubric, "j", claims.ALL, every=False)
     verdicts.store(conn, task.id, verdict, rubric, "j")
     claims.apply_again(conn, task.id, task.was, verdict)
 

@@ -162,10 +162,11 @@ def _handler(judge: JudgeServer) -> type[JsonHandler]:
             if said_no:
                 self.send(said_no[1], {"error": {"code": said_no[1], "message": said_no[2]}})
             elif behaviour[:3].isdigit():
-                waits = {"Retry-After": "0", "in a minute": "60", "tomorrow": "86400"}
+                waits = {"Retry-After": "0.01", "in a minute": "60", "tomorrow": "86400"}
                 wait = next((wait for words, wait in waits.items() if words in behaviour), None)
                 headers = {"retry-after": wait} if wait is not None else {}
-                self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
+                quota = {name: "insufficient_quota" for name in ("type", "code") if f"quota {name}" in behaviour}
+                self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}", **quota}}, headers)
             elif behaviour in ERROR_OBJECTS:
                 self.send(200, ERROR_OBJECTS[behaviour])
             elif behaviour.startswith("error object, "):

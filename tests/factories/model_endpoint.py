@@ -40,6 +40,6 @@ class Endpoint(LocalServer):
                     endpoint.requests.append(request)
                     endpoint.keys.append(self.headers.get("authorization", ""))
                 status, body = endpoint.reply(request, before)
-                self.send(status, body, {"retry-after": "0"} if status >= 429 else None)
+                self.send(status, body, {"retry-after": "0.01"} if status >= 429 else None)
 
         super().__init__(Handler)

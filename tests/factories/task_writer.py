@@ -54,7 +54,7 @@ class WriterServer(LocalServer):
                     server._released.wait(LONGEST_SECONDS)
                 draft = server.write(passage, number)
                 if behaviour.isdigit():
-                    self.send(int(behaviour), {"error": {"message": "scripted"}}, {"retry-after": "0"})
+                    self.send(int(behaviour), {"error": {"message": "scripted"}}, {"retry-after": "0.01"})
                 elif behaviour == "close":
                     self.close_connection = True
                 else:

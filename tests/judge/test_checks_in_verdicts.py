@@ -107,3 +107,51 @@ def test_schemas_over_the_limit_are_dead_letters_and_end_no_judging_however_many
     assert len(costly) == 118
     assert {verdict.outcome for verdict in costly} == {Outcome.UNDECIDED}
     assert all(verdict.broken and not verdict.defect and "processor time" in verdict.error for verdict in costly)
+
+
+def test_what_a_function_imports_from_its_folder_and_what_it_lists_is_in_the_rubric_s_hash(tmp_path: Path) -> None:
+    texts = {
+        "checks.py": "import json, words\ndef f(task):\n    from package import part\n    return True\n",
+        "words.py": "import plain.deep, words\nif False:\n    import broken, missing\n",
+        "plain/deep.py": "",
+        "plain/other.py": "",
+        "package/__init__.py": "",
+        "package/part.py": "from . import near\nfrom .far import X\n",
+        "package/near.py": "",
+        "package/far.py": "X = 1",
+        "broken.py": "def",
+        "json.txt": "",
+        "data.bin": "",
+        "notes.txt": "",
+    }
+    criteria = [
+        {"id": "mine", "type": "python", "value": "checks.py:f", "files": ["data.bin"]},
+        {"id": "good", "value": "It is good."},
+    ]
+
+    def rubric_in(folder: Path, **changed: bytes) -> Rubric:
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(changed.get(name, text.encode()))
+        (folder / "checks.py").write_text("import sys; sys.path.insert(0, __file__[:-10])\n" + texts["checks.py"])
+        (folder / "r.yaml").write_text(json.dumps({"id": "r", "criteria": criteria}))
+        return load_rubric(folder / "r.yaml")
+
+    first = rubric_in(tmp_path / "a")
+    assert rubric_in(tmp_path / "b").hash == first.hash, "it is that of the contents, wherever they are"
+    assert Rubric.model_validate_json(first.model_dump_json()).hash == first.hash
+    tracked = {name for name in texts if rubric_in(tmp_path / "a", **{name: b"# 1"}).hash != first.hash}
+    assert tracked == set(texts) - {"checks.py", "plain/other.py", "json.txt", "notes.txt"}
+    with JudgeServer() as judge:
+        hashes = [
+            Grader(each, settings(judge)).hashes for each in (first, rubric_in(tmp_path / "a", **{"words.py": b""}))
+        ]
+    assert hashes[0] == hashes[1], "the judge is asked nothing anew"
+
+
+def test_a_function_that_imports_nothing_beside_it_has_the_hash_of_before(tmp_path: Path) -> None:
+    (tmp_path / "checks.py").write_text("def f(task):\n    return True\n")
+    (tmp_path / "r.yaml").write_text(
+        '{"id": "r", "criteria": [{"id": "a", "type": "python", "value": "checks.py:f"}]}'
+    )
+    assert load_rubric(tmp_path / "r.yaml").hash == "2f7c6872dbe1e058"

@@ -206,6 +206,8 @@ def test_an_endpoint_without_schemas_is_learned_once(make: Make) -> None:
         ("400 incorrect API key provided", "judge.api_key_env"),
         ("401", "judge.api_key_env"),
         ("402", "judge.base_url"),
+        ("429 quota type", "Fill up the account of the key in the environment variable OPENAI_API_KEY"),
+        ("429 quota code", "Fill up the account of the key in the environment variable OPENAI_API_KEY"),
         ("403", "judge.api_key_env"),
         ("404", "judge.model"),
         ("405", "judge.base_url"),
@@ -269,6 +271,13 @@ def test_retry_after_is_a_number_or_a_date_and_else_it_backs_off(header: str, le
     error = CallError("slow down", status=429, retry_after=parse_retry_after(header))
     state.set_exception((CallError, error, None))  # type: ignore[arg-type]
     assert least <= retry_delay(state) <= most
+
+
+@pytest.mark.parametrize(
+    "header", ["0", "0.0", "-1", "Fri, 01 Jan 2010 00:00:00 GMT", "Thu, 01 Jan 1970 00:00:00 GMT"]
+)
+def test_a_delay_of_nothing_is_no_hint(header: str) -> None:
+    assert parse_retry_after(header) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from flywheel.judge.client import (
 )
 from flywheel.judge.rubric import Rubric
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
-from flywheel.judge.usage import Budget, BudgetSpentError
+from flywheel.judge.usage import Budget, BudgetClock, BudgetSpentError
 from flywheel.records.verdict import Exchange, Outcome, Verdict
 from flywheel.system.http_client import NEVER, CallError
 from tests.factories.judge_server import JudgeServer
@@ -266,7 +266,7 @@ def test_a_pool_of_keys_takes_turns(make: Make, monkeypatch: pytest.MonkeyPatch)
     assert keys_used(judge) == ["k1", "k2", "k1", "k2"]
 
 
-@pytest.mark.parametrize("fault", ["401", "402", "403", "429", "429 tomorrow"])
+@pytest.mark.parametrize("fault", ["401", "402", "403", "429", "429 tomorrow", "429 quota type"])
 def test_a_key_that_is_refused_or_slow_rests_while_the_other_works(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
@@ -336,7 +336,7 @@ def spend(budget: Budget, tokens: int) -> None:
 
 def test_a_day_s_budget_is_spent_and_comes_back_at_midnight() -> None:
     now = [datetime(2026, 3, 1, 23, 0, tzinfo=UTC)]
-    budget = Budget(JudgeBudget(tokens_per_day=1000), lambda: 400, lambda: now[0])
+    budget = Budget(JudgeBudget(tokens_per_day=1000), lambda: 400, BudgetClock(lambda: now[0]))
     spend(budget, 500)
     spend(budget, 100)
     for _ in range(2):
@@ -348,6 +348,31 @@ def test_a_day_s_budget_is_spent_and_comes_back_at_midnight() -> None:
     spend(budget, 1)
     with pytest.raises(BudgetSpentError):
         spend(budget, 1)
+
+
+def test_a_clock_that_steps_back_over_midnight_gives_no_budget_twice(caplog: pytest.LogCaptureFixture) -> None:
+    now = [datetime(2026, 3, 1, 23, 0, tzinfo=UTC)]
+    stored = {date(2026, 3, 1): 400, date(2026, 2, 28): 300}
+    budget = Budget(JudgeBudget(tokens_per_day=1000), lambda: stored[now[0].date()], BudgetClock(lambda: now[0]))
+    spend(budget, 100)
+    now[0] += timedelta(hours=2)
+    spend(budget, 700)
+    now[0] -= timedelta(hours=23, minutes=59)
+    spend(budget, 300)
+    with pytest.raises(BudgetSpentError):
+        spend(budget, 1)
+    now[0] += timedelta(hours=23, minutes=58)
+    with pytest.raises(BudgetSpentError):
+        spend(budget, 1)
+    assert not caplog.records
+    # Farther: a day of its own, with what was used on it.
+    now[0] -= timedelta(hours=27)
+    assert now[0].date() == date(2026, 2, 28)
+    spend(budget, 700)
+    with pytest.raises(BudgetSpentError):
+        spend(budget, 1)
+    [warning] = caplog.messages
+    assert "the clock stepped back" in warning and "2026-02-28" in warning
 
 
 def test_a_run_s_budget_is_not_the_day_s() -> None:

@@ -42,6 +42,12 @@ def check(
             wrong = True
             continue
         found = read.rubric
+        for criterion in found.criteria:
+            if criterion.type == "python":
+                names = [criterion.file, *(name for name, _ in found.files[criterion.file].uses)]
+                listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+                text = f"the hash of the rubric has {listed}; other files that the function reads are not tracked"
+                typer.echo(escape_terminal(f"{file}: criterion {criterion.id}: {text}: list them in `files`"))
         typer.echo(f"{file}: rubric {found.id} is valid: {len(found.every)} criteria, threshold {found.threshold:g}")
     if wrong:
         raise typer.Exit(EXIT_CONFIG)

@@ -154,8 +154,8 @@ class TaskJudging:
     ) -> JudgingReport:
         """Judge due tasks, at most `limit`, until none is left or `stop` is set. No task remains in `judging`.
 
-        With `rejudge`, tasks that another rubric or judge accepted or rejected follow; each keeps its state until its
-        new verdict is stored. A cancelled run sets `stop`.
+        With `rejudge`, tasks that another rubric or judge accepted or rejected follow, with users' functions in the
+        rubric all decided ones; each keeps its state until its new verdict is stored. A cancelled run sets `stop`.
 
         After a judge whose answers could not be read, the next run asks about one task before it takes others; within
         `judge.retry_undecided_seconds` it makes no call and reports the same error.
@@ -222,7 +222,8 @@ class TaskJudging:
             total += await self._store.read(claims.count_due, each._which)
             if rejudge:
                 hashes = each.rubric.hash, each.grader.judge_hash
-                total += await self._store.read(claims.count_decided, *hashes, each._which)
+                count = partial(claims.count_decided, every=each.rubric.has_functions)
+                total += await self._store.read(count, *hashes, each._which)
         return total if limit is None else min(total, limit)
 
     async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> JudgingEstimate:
@@ -253,7 +254,7 @@ class TaskJudging:
         def add(batch: Sequence[Claimed]) -> None:
             for each in pre_filter.apply(batch) if pre_filter else map(FilterResult, batch):
                 needed = CallEstimate()
-                if each.passed and each.task.stored is None:
+                if each.passed and self._kept(each.task) is None:
                     needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)
 
@@ -279,7 +280,7 @@ class TaskJudging:
             if number <= 0:
                 return
             if after is not None:
-                found = ask(claims.decided, number, after, *hashes, self._which)
+                found = ask(claims.decided, number, after, *hashes, self._which, self.rubric.has_functions)
             else:
                 found = ask(claims.claim, number, *hashes, suspect, self._which)
                 run.claimed.update({task.id: task for task in found})
@@ -336,9 +337,11 @@ class TaskJudging:
                     decided.append(self._stopped(each))
                     continue
                 exchange = exchange_of(task.line)
-                verdict = task.stored
-                if verdict is None and task.earlier:
+                verdict = self._kept(task)
+                if verdict is None and (task.earlier or task.stored):
                     verdict = self.grader.reuse(exchange, task.earlier)
+                    if verdict and task.stored and verdict.results == task.stored.results:
+                        verdict = task.stored
                 if verdict is None:
                     rest.append((task, exchange))
                 else:
@@ -347,6 +350,11 @@ class TaskJudging:
             if decided:
                 self._in_loop(self._report(run, decided))
             yield from rest
+
+    def _kept(self, task: Claimed) -> Verdict | None:
+        """The stored verdict if it needs no look. What a user's function reads may have changed since: for tasks that
+        are judged again, functions run again."""
+        return None if self.rubric.has_functions and task.was is not TaskState.JUDGING else task.stored
 
     def _after_judge(self, result: TaskResult) -> TaskResult:
         """The result after the filters behind the judge, which can stop what the judge accepted."""

@@ -6,6 +6,7 @@ import copy
 import difflib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from pydantic import ValidationError
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.rubric.checks import check
-from flywheel.judge.rubric.checks.python_check import load
+from flywheel.judge.rubric.checks.python_check import imported_modules, load
 from flywheel.judge.rubric.rubric import FLAT_ID, KINDS, MODEL_TYPE, Criterion, Example, Rubric, UsedFile
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.verdict import CriterionResult, Exchange
-from flywheel.system.files import expanded
+from flywheel.system.files import expanded, file_sha256
 from flywheel.system.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
@@ -194,12 +195,18 @@ def _read_files(
 ) -> tuple[dict[str, UsedFile], list[Problem]]:
     """Read the files that criteria name, and try to use them."""
     files: dict[str, UsedFile] = {}
+    uses: defaultdict[str, dict[str, str]] = defaultdict(dict)
     problems = []
     for index, criterion in criteria:
         name = criterion.file
         try:
             path = folder / expanded(Path(name))
-            files[name] = UsedFile(path=str(path.absolute()), text=path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            used = {listed: folder / expanded(Path(listed)) for listed in criterion.files or ()}
+            if criterion.type == "python":
+                used |= imported_modules(path, folder)
+            uses[name] |= {each: file_sha256(used[each]) for each in used}
+            files[name] = UsedFile(path=str(path.absolute()), text=text, uses=tuple(sorted(uses[name].items())))
             if criterion.type == "python":
                 load(files[name], str(criterion.value).rpartition(":")[2])
             else:

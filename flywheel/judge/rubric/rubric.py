@@ -6,6 +6,7 @@ Its keys, their validation, and how choices become a score. Files are read in `f
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -246,10 +247,10 @@ KINDS: Final[Mapping[str, CriterionKind]] = MappingProxyType(
             needs_value=False,
             allows_negative_weight=False,
         ),
-        "python": CriterionKind("A function of your own decides.", _FUNCTION),
+        "python": CriterionKind("A function of your own decides.", _FUNCTION, options=frozenset({"files"})),
     }
 )
-OPTIONS: Final = ("choices", "reference", "min", "max", "match", "order")
+OPTIONS: Final = ("choices", "reference", "min", "max", "match", "order", "files")
 """Keys that only some types have."""
 
 CriterionType = Literal[
@@ -323,6 +324,8 @@ class Criterion(Part):
     order: Literal["any", "as-listed"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether `expected-tools` compares the sets of names (`any`, the default), or requires all of them in their
     order, without error."""
+    files: list[str] | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Files that the function of `python` reads, relative to the rubric: another content makes another rubric."""
 
     _reject_bool = field_validator("weight", mode="before")(reject_bool)
 
@@ -358,6 +361,8 @@ class Criterion(Part):
             raise invalid("give the reference once: as `value` or as `reference`", "reference")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise invalid(f"min {self.min} is more than max {self.max}: that is never met", "min")
+        if self.files is not None and not all(name.strip() for name in self.files or [""]):
+            raise invalid("it lists no file", "files")
         if any(not 0 <= value <= 1 for value in self.choices.values()):
             raise invalid("values of choices must be in 0…1", "choices")
         return self
@@ -482,10 +487,12 @@ class Example(Part):
 
 
 class UsedFile(Part):
-    """A file that a criterion uses, as it was when the rubric was read."""
+    """A file that a criterion uses, as it was when the rubric was read. `uses` has name and SHA-256 of each module
+    of the folder that it imports, and of the files that its criteria list."""
 
     path: str
     text: str
+    uses: tuple[tuple[str, str], ...] = Field(default=(), exclude_if=lambda uses: not uses)
 
 
 class Rubric(Part):
@@ -545,10 +552,18 @@ class Rubric(Part):
         return tuple(criterion for criterion in self.every if criterion.asks_the_judge)
 
     @property
+    def has_functions(self) -> bool:
+        """Whether functions of users decide criteria: they may read what no hash knows of."""
+        return any(criterion.type == "python" for criterion in self.criteria)
+
+    @property
     def hash(self) -> str:
         """A hash of everything that can change a verdict: all but the description and the examples."""
         content = self.model_dump_json(exclude={"description", "examples", "files"})
-        texts = "".join(f"\0{name}\0{used.text}" for name, used in sorted(self.files.items()))
+        texts = "".join(
+            "\0".join(("", name, used.text, *itertools.chain(*used.uses)))
+            for name, used in sorted(self.files.items())
+        )
         return hashlib.sha256(f"{content}{texts}".encode()).hexdigest()[:16]
 
     def score(self, values: Mapping[str, float]) -> float:

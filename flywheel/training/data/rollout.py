@@ -16,7 +16,7 @@ from flywheel.errors import TrainError
 from flywheel.records.program_run import RunResult
 from flywheel.records.tool_calls import ToolResult
 from flywheel.records.trace import ChatMessage
-from flywheel.records.verdict import Exchange, Verdict
+from flywheel.records.verdict import Exchange, Verdict, is_within_share
 from flywheel.training.data.groups import MIN_REWARDS, Drop, Scale, dropped_groups, group_advantages
 from flywheel.training.data.prompts import Prompt
 from flywheel.training.data.samples import Sample, TrainingRow
@@ -384,7 +384,9 @@ class RolloutBatch:
         """
         undecided = self._undecided
         graded = sum(rollout.completion.needs_reward for rollout in self.rollouts)
-        if len(undecided) <= max_share * graded or (graded < len(self.rollouts) and graded < MIN_REWARDS):
+        if is_within_share(len(undecided), graded, max_share) or (
+            graded < len(self.rollouts) and graded < MIN_REWARDS
+        ):
             return
         raise TrainError(
             f"reward {of}",
@@ -397,7 +399,7 @@ class RolloutBatch:
     def refuse_failed(self, max_share: float) -> None:
         """Raise TrainError when the user's agent failed in a larger share of the rollouts."""
         failed = [rollout for rollout in self.rollouts if rollout.completion.cause]
-        if len(failed) <= max_share * len(self.rollouts):
+        if is_within_share(len(failed), len(self.rollouts), max_share):
             return
         raise TrainError(
             "run the agent (rollout.agent)",

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, select
 
+from flywheel.config import JudgeBudget
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging
 from flywheel.errors import ConfigError
+from flywheel.judge import usage
+from flywheel.judge.usage import Budget, BudgetClock, BudgetSpentError, Purpose, Used
 from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage
 from flywheel.store.kernel import database, schema
@@ -69,6 +73,44 @@ async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
             judge_usage.book_verdict, Verdict(Outcome.UNDECIDED, None, calls=1, prompt_tokens=3, completion_tokens=4)
         )
     assert await store.read(judge_usage.tokens_today) == 14
+
+
+async def test_a_restart_after_the_clock_stepped_back_goes_on_with_the_later_day_s_budget(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [datetime(2026, 3, 2, 0, 5, tzinfo=UTC)]
+
+    def restart(**step: int) -> Budget:
+        now[0] += timedelta(**step)
+        clock = BudgetClock(lambda: now[0])
+        for module in (usage, judge_usage):
+            monkeypatch.setattr(module, "CLOCK", clock)
+        # As `tokens_today` of a store whose last day is this one.
+        return Budget(
+            JudgeBudget(tokens_per_day=1000), lambda: 1000 * (clock.today("2026-03-02") == "2026-03-02"), clock
+        )
+
+    async def book(day: str, number: int) -> int:
+        used = Used(day, Purpose.ROUNDS, 1, number, 0)
+        await store.write(judge_usage.book, [used])
+        return await store.read(judge_usage.tokens_today)
+
+    restart()
+    assert await book("2026-03-02", 1000) == 1000
+    budget = restart(minutes=-10)
+    for _ in range(2):
+        with pytest.raises(BudgetSpentError):
+            budget.check()
+    restart(minutes=1)
+    assert (await store.read(judge_usage.tokens_today), usage.today()) == (1000, "2026-03-02")
+    assert await book("2026-03-01", 7) == 1007, "a worker has the clock of this moment"
+    assert await book("2026-02-27", 7) == 1007, "what was used earlier is of its day"
+    assert not caplog.records
+    restart(days=-2)
+    assert await store.read(judge_usage.tokens_today) == 7
+    assert await store.read(judge_usage.tokens_today) == 7
+    [warning] = caplog.messages
+    assert "the clock stepped back from 2026-03-02 to 2026-02-27" in warning
 
 
 async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_an_endpoint_that_takes_no_text_at_all_gives_no_empty_vectors(server: Em
 
 
 def test_it_is_asked_again_when_it_wants_to_be_unless_that_is_too_late(server: EmbeddingServer) -> None:
-    server.retry_after, server.failures = "0", [429] * 5
+    server.retry_after, server.failures = "0.01", [429] * 5
     assert all(embed(server, ["b"], max_attempts=6))
     server.retry_after, server.status = "3600", 429
     asked = len(server.requests)

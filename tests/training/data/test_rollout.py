@@ -48,6 +48,9 @@ def test_too_many_undecided_end_the_step_and_can_be_tried_again() -> None:
     with pytest.raises(TrainError, match=r"2 of 4 are undecided.*2 times: the judge was away") as caught:
         some.refuse_undecided(0.49)
     assert caught.value.retryable
+    # 0.29 * 100 is below 29 in floating point.
+    batch([None] * 29 + [1] * 71).refuse_undecided(0.29)
+    RolloutBatch(tuple([failed(0)] * 29 + [rollout(0, 1)] * 71)).refuse_failed(0.29)
 
 
 def test_nothing_decided_has_no_mean() -> None:
