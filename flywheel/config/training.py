@@ -360,7 +360,8 @@ class TrainingSettings(Section):
     last one of two, and trains the steps behind it again from their stored rollouts, without engine and judge."""
     max_undecided_share: Share = 0.5
     """A step with a larger share of undecided rewards, or of failed runs of the user's agent, fails the round, and so
-    does an adapter with a larger share of undecided answers in the gate. Rollouts that ended because a call has no recorded result are not undecided."""
+    does an adapter with more undecided answers in the gate. Rollouts that ended because a call has no recorded result
+    are not undecided."""
     judge_wait_seconds: float = Field(default=3600.0, ge=0)
     """Seconds that a round waits for an unreachable judge. After that, the waiting rollouts are undecided."""
     min_spread_share: Share = 0.0

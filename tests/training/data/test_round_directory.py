@@ -97,6 +97,7 @@ def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: 
     assert json.loads((tmp_path / "error.json").read_text())["retryable"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flywheel.training import worker
@@ -112,6 +113,7 @@ def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest
         worker.work(tmp_path, worker.build_grade)
 
 
+@pytest.mark.slow
 @pytest.mark.training
 def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
