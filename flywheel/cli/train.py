@@ -360,11 +360,9 @@ def _print(report: dict[str, Any]) -> None:
             typer.echo(line)
     if report["adapter"] is not None:
         typer.echo(report["reason"])
-    typer.echo(
-        "{read:,} rows: {trained:,} trained on, {held_out:,} held out, {left_out:,} left out".format_map(
-            report["rows"]
-        )
-    )
+    rows = report["rows"]
+    counts = "{trained:,} trained on, {held_out:,} held out, {left_out:,} left out".format_map(rows)
+    typer.echo(f"{quantity(rows['read'], 'row')}: {counts}")
     for name, words in (("left_out", "left out"), ("notes", "note")):
         for each in report[name]:
             typer.echo(f"{words}: {sentence_of(each)}")
