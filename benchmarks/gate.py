@@ -9,8 +9,8 @@ promoted in the first test, by the number of tasks. `tripwire_cost`: by how much
 honest candidate, which is as often cut, fails as many calls and writes half as much again; `tripwires_block`: how
 often they stop a candidate that is better by ten points and has one harm, with 100 tasks. `undecided`: with a share
 of the answers of both sides undecided at random, `false_promotion_20` and `power_10_points` with 50 tasks.
-`undecided_losses`: how often a candidate is promoted that is worse by ten points and whose wrong answers the judge
-leaves undecided with this probability, with 100 tasks.
+`undecided_losses`: how often a candidate is promoted that is better by ten points, but for a share of 200 tasks, to
+which the deployed adapter's answers are right and the candidate's are undecided.
 
 Comparison, gate, error budget and settings are those of the program. Scores are 0 and 1, the hardest kind. The
 chance that an answer to a task is right is drawn from a beta distribution with mean 0.6, of which half of the
@@ -49,14 +49,15 @@ BETWEEN: Final = 1.0
 class Traffic:
     """How many held-out conversations there are at the first round, how many come after each one, and of how many
     tasks a conversation is. With `alike`, its tasks fare alike under an adapter. So many of all answers are
-    `undecided`, and of the candidate's wrong ones `unread`."""
+    `undecided`. To a share of the conversations, `lost`, the deployed adapter is right, and the candidate's answers
+    are undecided."""
 
     conversations: int
     after_each: int = 0
     tasks: int = 1
     alike: bool = False
     undecided: float = 0.0
-    unread: float = 0.0
+    lost: float = 0.0
 
 
 def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = ROUNDS) -> bool:
@@ -143,10 +144,11 @@ def compared(
     # (2, conversations, tasks, samples)
     right = random.random((2, conversations, traffic.tasks, samples)) < chances[..., None]
     scores = right.astype(float)
-    if traffic.undecided or traffic.unread:
-        lost = random.random(right.shape) < traffic.undecided
-        lost[0] |= ~right[0] & (random.random(right[0].shape) < traffic.unread)
-        scores = np.where(lost, None, scores)
+    if traffic.undecided or traffic.lost:
+        undecided = random.random(right.shape) < traffic.undecided
+        lost = random.random(conversations) < traffic.lost
+        undecided[0, lost], scores[1, lost] = True, 1.0
+        scores = np.where(undecided, None, scores)
     candidate, deployed = scores.tolist()
     tasks = [
         Paired(f"t-{place}-{number}", tuple(of_candidate), tuple(of_deployed), f"c-{place}")
@@ -203,8 +205,8 @@ def main() -> None:
                 for part in (0.0, 0.05, 0.2)
             },
             "undecided_losses": {
-                str(part): share(pool, partial(promotes, Traffic(100, unread=part), gate, -GAIN), times)
-                for part in (0.0, 0.5, 1.0)
+                str(part): share(pool, partial(promotes, Traffic(200, lost=part), gate, GAIN), times)
+                for part in (0.1, 0.4)
             },
             "sequences": sequences,
         }

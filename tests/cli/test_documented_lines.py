@@ -20,7 +20,7 @@ def lines(page: str, after: str) -> str:
 
 
 def test_the_lines_of_task_files_are_all_the_same_task(flywheel: Run, tmp_path: Path) -> None:
-    written = lines("reference/sources.md", "All of these are the same\ntask:")
+    written = lines("reference/sources.md", "All of these are the same task:")
     (tmp_path / "tasks.jsonl").write_text(written)
     source = {"type": "jsonl", "path": str(tmp_path / "tasks.jsonl")}
     (tmp_path / "flywheel.yaml").write_text(json.dumps({"state": {"dir": "home"}, "sources": [source]}))

@@ -351,12 +351,15 @@ def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
 
 
 def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any, tmp_path: Path) -> None:
-    """Three answers in eight are within what a step may have, and leave only one of four tasks."""
-    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 2}})
+    """Six answers of each side in eight are within what it may have, and leave only one of four tasks."""
+    settings = Config.model_validate(
+        {"gate": {"samples": 2, "min_tasks": 2}, "training": {"max_undecided_share": 0.75}}
+    )
     prompts, spec = [prompt(f"t-{place}") for place in range(4)], round_spec()
 
     def run(undecided: int) -> list[Any]:
-        without = {str(seed_of(spec.seed, "held-out", f"t-{place}", 0)) for place in range(undecided)}
+        asked = itertools.product(range(undecided), range(2))
+        without = {str(seed_of(spec.seed, "held-out", f"t-{place}", sample)) for place, sample in asked}
 
         def shaky(shown: Exchange) -> Verdict:
             return verdict(None if shown.answer in without else 1.0)
@@ -364,15 +367,19 @@ def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(eng
         with Collector([engine], shaky, max_thread=4, timeout_seconds=60) as collector:
             return answer(prompts, (None, None), spec, settings, collector, tmp_path).rewards
 
-    assert run(2)[0] == ((None, 1.0), (None, 1.0))
-    with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have all their verdicts") as caught:
+    assert run(2)[0] == ((None, None), (None, None))
+    with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have a verdict for both adapters") as caught:
         run(3)
     assert caught.value.retryable
 
 
 def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -> None:
     settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
-    prompts, spec = [prompt("t-0"), prompt("t-1")], round_spec()
+    criteria = [
+        {"id": name, "value": "It is.", "choices": {"no": 0, "fair": 0.5, "yes": 1}} for name in ("boxed", "safe")
+    ]
+    rubric = {"version": 1, "id": "two", "criteria": criteria}
+    prompts, spec = [prompt("t-0"), prompt("t-1")], round_spec().model_copy(update={"rubric": rubric})
     first = str(seed_of(spec.seed, "held-out", "t-0", 0))
 
     def grade(shown: Exchange) -> Verdict:
@@ -385,7 +392,7 @@ def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -
         values = answer(prompts, (None, None), spec, settings, collector, tmp_path).values
     assert values == {
         "boxed": [((0.0, 1.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 1.0))],
-        "safe": [((None, 0.5), (None, 0.5)), ((0.5, 0.5), (0.5, 0.5))],
+        "safe": [((0.5,), (0.5,)), ((0.5, 0.5), (0.5, 0.5))],
     }
 
 
