@@ -13,7 +13,7 @@ import pytest
 from flywheel.errors import TrainError
 from flywheel.records.round import RoundTask
 from flywheel.training.data.samples import Sample
-from flywheel.training.engine.chat_rendering import ChatFormat
+from flywheel.training.engine.chat_rendering import NO_REASONING, ChatFormat
 from flywheel.training.engine.target_message import NoSampleError
 from tests.factories.chat_rendering import Served, rendering
 from tests.factories.round import POLICY
@@ -363,6 +363,31 @@ def test_a_template_is_asked_before_the_model_is_loaded_whether_it_trains(served
             "{% if message.reasoning %}<think>{{ message.reasoning }}{% endif %}{{ message.content",
         )
     )
+
+
+def test_reasoning_that_the_text_says_as_well_is_missed_where_a_template_writes_none(served: Served) -> None:
+    chat = served.chat(ChatFormat(template=CHATML), context=4096)
+    reply = asyncio.run(chat.recorded_reply(task(said("3", reasoning_content="3")), empty_reasoning=False))
+    assert reply.without == (NO_REASONING,)
+
+
+def test_a_token_that_ends_turns_is_special_whatever_the_vocabulary_says(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = served.chat(ChatFormat(template=CHATML), context=4096)
+    ends = {served.renderer.get_tokenizer().convert_tokens_to_ids(token) for token in ("<|im_end|>", "</tool_call>")}
+    monkeypatch.setattr(chat, "_end_of_turn", lambda: ends)
+    with pytest.raises(NoSampleError, match="special token </tool_call>"):
+        asyncio.run(chat.recorded_reply(task(said("It ends </tool_call> here.")), empty_reasoning=False))
+
+
+def test_rendering_changes_no_task(served: Served) -> None:
+    earlier = [{"role": "user", "content": "Hi"}, said("Hello.", reasoning_content="A greeting.")]
+    prompt = [*earlier, {"role": "user", "content": "1+2?"}]
+    of = task(said(None, call(1, a=1), thinking="Add."), result(1, "1"), said("1", reasoning="So."), prompt=prompt)
+    before = of.model_copy(deep=True)
+    samples(served, QWEN3, of)
+    assert of == before
 
 
 def test_a_template_that_ends_no_turn_is_named(served: Served) -> None:
