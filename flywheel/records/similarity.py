@@ -345,18 +345,22 @@ class Questions:
 
     def add(self, question: str) -> bool:
         """Add a question; False if it is a near-duplicate of another one."""
-        if self.nearest(question):
+        [signature] = prompt_signatures([question])
+        if self._nearest(signature):
             return False
-        [(words, bands)] = prompt_signatures([question])
-        for band in bands:
-            self._by_band[band].append((frozenset(words), question))
+        for band in signature.bands:
+            self._by_band[band].append((frozenset(signature.words), question))
         return True
 
     def nearest(self, question: str) -> str:
         """The one of which a question is most nearly a duplicate; empty if it is of none."""
-        [(words, bands)] = prompt_signatures([question])
-        own = frozenset(words)
-        found = ((jaccard(own, other), text) for band in bands for other, text in self._by_band.get(band, ()))
+        [signature] = prompt_signatures([question])
+        return self._nearest(signature)
+
+    def _nearest(self, signature: PromptSignature) -> str:
+        own = frozenset(signature.words)
+        of_bands = (self._by_band.get(band, ()) for band in signature.bands)
+        found = ((jaccard(own, other), text) for questions in of_bands for other, text in questions)
         share, text = max(found, default=(0.0, ""))
         return text if share >= NEAR else ""
 

@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
@@ -205,15 +205,8 @@ class ServedChat:
             own = whole.removeprefix(prompt) if whole.startswith(prompt) else ""
             return min((own[: own.find(end) + len(end)] for end in end_texts if end in own), key=len, default=own)
 
-        for target, dropped in recorded.forms:
-            text, missing = await written(target), ""
-            if text:
-                marked = target.marked(reasoning=bool(target.reasoning.strip()))
-                missing = target.missing_in(text) or marked.missing_in(await written(marked))
-                if missing != dropped:
-                    break
-        is_recorded = bool(recorded.reasoning.strip())
-        if not (is_recorded or empty_reasoning):
+        target, text, missing = await _as_written(recorded, written)
+        if not (recorded.reasoning or empty_reasoning):
             reasoned, shown = target.marked(reasoning=True), ""
             with contextlib.suppress(Exception):  # a template may refuse reasoning in such a message
                 shown = await written(reasoned)
@@ -236,7 +229,7 @@ class ServedChat:
         own = own[: end + 1]
         about = identity_of({"tools": task.exchange.tools, "messages": before}), message_identity(target.message)
         nothing = (None,) * len(own)
-        is_whole = not is_recorded or target != recorded.without_reasoning
+        is_whole = not recorded.reasoning or target != recorded.without_reasoning
         return CallTokens(prompt_ids, own, nothing, nothing, *about), is_whole
 
     def _reading_thinking(self, about: Any) -> Any:
@@ -271,8 +264,8 @@ class ServedChat:
         model = self._model_config.model
         raise TrainError(
             f"train on recorded replies with {self._chat.template_of(model)}",
-            refused[0],
-            "Name a template that does in --chat-template of serving.extra_args, or train with GRPO.",
+            f"no reply can be a sample: {refused[0]}",
+            "Name another template with --chat-template in serving.extra_args, or train with GRPO.",
         )
 
     def _end_of_turn(self) -> set[int]:
@@ -390,6 +383,20 @@ def _request(task: RoundTask, messages: Sequence[ChatMessage] | None = None, **v
     # vLLM renames keys of the messages that it is given.
     own = [{**message} for message in messages or task.prompt]
     return ChatCompletionRequest(model="", messages=own, **tools, **values)
+
+
+async def _as_written(recorded: Target, written: Callable[[Target], Awaitable[str]]) -> tuple[Target, str, str]:
+    """The form of a message that a template writes, its text, and the part that this lacks. The text is empty if the
+    template writes no form behind the prompt."""
+    for target, may_lack in recorded.forms:
+        text, missing = await written(target), ""
+        if text:
+            # A value may be in the text by chance, and a mark is not.
+            marked = target.marked(reasoning=bool(target.reasoning))
+            missing = target.missing_in(text) or marked.missing_in(await written(marked))
+            if missing != may_lack:
+                break
+    return target, text, missing
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:

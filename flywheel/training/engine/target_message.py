@@ -55,7 +55,7 @@ class Target:
             **self.rest,
             "content": self.text or (self.rest.get("content") and ""),
             **({"tool_calls": calls} if calls else {}),
-            **({"reasoning": self.reasoning} if self.reasoning.strip() else {}),
+            **({"reasoning": self.reasoning} if self.reasoning else {}),
         }
 
     @property
@@ -64,9 +64,10 @@ class Target:
 
     @property
     def forms(self) -> list[tuple[Self, str]]:
-        """It in the forms in which a template may write it, each with the part that a template lacks which is to get
-        the next one: reasoning under a key, in tags as recorded, and none."""
-        if not self.reasoning.strip():
+        """The forms in which a template may write it, the best one first: with its reasoning under a key, with its
+        text as recorded, of which tags with the reasoning may be a part, and without its reasoning. Where the part
+        beside a form is missing, the next one is tried."""
+        if not self.reasoning:
             return [(self, "")]
         text = str(self.rest.get("content") or "")
         tagged = [(replace(self, text=text, reasoning=""), "text")] if text != self.text else []
@@ -117,15 +118,16 @@ def arguments_of(call: ToolCall) -> dict[str, Any] | None:
 
 def as_context(message: ChatMessage) -> ChatMessage:
     """A message of a reply as the agent sends it with its next request."""
-    hidden = _OURS if message.get("reasoning_sent") is False else {"weight", "thinking"}
-    shown = {key: value for key, value in message.items() if key not in hidden}
+    shown = {key: value for key, value in message.items() if key not in _OURS}
+    if message.get("reasoning_sent", True) and (reasoning := reasoning_of(message)):
+        shown["reasoning"] = reasoning
     if calls := message.get("tool_calls"):
         parsed = [(call, arguments_of(call)) for call in calls]
         shown["tool_calls"] = [
             call if arguments is None else _with(call, call["function"]["name"], arguments)
             for call, arguments in parsed
         ]
-    return {**shown, "reasoning": said} if "thinking" in message and (said := reasoning_of(message)) else shown
+    return shown
 
 
 def _with(call: ToolCall, name: str, arguments: dict[str, Any]) -> ToolCall:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -177,32 +177,18 @@ class Collector:
         on_generated()
         if self._meter is not None:
             self._meter.generated()
-        waiting: set[Future[Rollout]] = set(grades.values())
-        while waiting:
-            self._check(engines)
-            done, waiting = futures.wait(waiting, timeout=POLL_SECONDS, return_when=futures.FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        for place, future in grades.items():
-            rollouts[place] = future.result()
-        made = tuple(rollout for rollout in rollouts if rollout is not None)
+        made = _with_grades(rollouts, grades, partial(self._check, engines))
         seconds = {"generate": generated - started, "grade": time.monotonic() - generated}
         return RolloutBatch(made, seconds, generated_at=generated, lost=len(engines.lost))
 
     def grade_again(self, batch: RolloutBatch, on_rollout: Callable[[Rollout], None]) -> RolloutBatch:
         """The batch with its undecided rollouts graded once more, in threads of the collector, as `collect` does."""
-        rollouts = list(batch.rollouts)
         grades = {
             place: self._threads.submit(0, partial(self._graded, each.request, each.completion, on_rollout))
-            for place, each in enumerate(rollouts)
+            for place, each in enumerate(batch.rollouts)
             if each.reward is None and each.verdict is not None
         }
-        for place, future in grades.items():
-            while not future.done():
-                check_stopped()
-                futures.wait([future], timeout=POLL_SECONDS)
-            rollouts[place] = future.result()
-        return replace(batch, rollouts=tuple(rollouts))
+        return replace(batch, rollouts=_with_grades(batch.rollouts, grades, check_stopped))
 
     def _taken(self, call: Any, engines: _Dispatch) -> tuple[int, Completion] | None:
         """The place of a call that has ended, and its completion; None if its engine was lost and another one has to
@@ -272,6 +258,21 @@ class Collector:
         except Exception as error:
             log.exception("the grader failed on one rollout")
             return _undecided(f"the grader failed: {type(error).__name__}: {error}")
+
+
+def _with_grades(
+    rollouts: Sequence[Rollout | None], grades: Mapping[int, Future[Rollout]], check: Callable[[], None]
+) -> tuple[Rollout, ...]:
+    """The rollouts with those in place that are being graded, by place. `check` is called again and again meanwhile,
+    and may end the wait by an error."""
+    waiting: set[Future[Rollout]] = set(grades.values())
+    while waiting:
+        check()
+        done, waiting = futures.wait(waiting, timeout=POLL_SECONDS, return_when=futures.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    placed = (grades[place].result() if place in grades else each for place, each in enumerate(rollouts))
+    return tuple(rollout for rollout in placed if rollout is not None)
 
 
 class _GradingThreads:

@@ -83,9 +83,9 @@ def answer(
     answers are written to the round's directory as they are graded.
 
     Undecided answers are graded once more at the end. Raises TrainError when more answers of an adapter are undecided
-    than rewards of a training step may be, when the user's agent fails as
-    often with the deployed adapter, or when too few tasks are left for the gate: an unreachable judge or an agent
-    that fails anyway must not cause a rejection.
+    than rewards of a training step may be, when the user's agent fails as often with the deployed adapter, or when
+    too few tasks are left for the gate: an unreachable judge, or an agent that fails anyway, must not cause a
+    rejection.
     """
     gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
     writing = threading.Lock()
