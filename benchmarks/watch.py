@@ -8,6 +8,9 @@ the old version (0.5 to 0.95), and in `drift`: both rates fall by 0.3 within the
 row are of one user, and users differ (beta distribution, half of the variance); `late`: verdicts arrive in another
 order, on average after 200 further units; `missing`: every fifth unit has no outcome.
 
+`power_10_alone` is `power_10` if all false alarms were those of the test on outcomes: what that on missing outcomes
+costs. `absent_10` is how often a version is rolled back that is as good and loses ten points more of its outcomes.
+
 `delay`: without an end, the median number of units until a version that is ten points worse (0.8 → 0.7) is rolled
 back, and how many of them it answered, by the share of the new version. `noticed`: how often a loss of the size that
 `status` then calls noticeable was shown after so many units.
@@ -28,7 +31,7 @@ from typing import Any, Final
 
 from benchmarks import measurement
 from flywheel.config.deploy import WatchSettings
-from flywheel.training.gate.sequential_test import SequentialTest, detectable_loss
+from flywheel.training.gate.sequential_test import SequentialTest, WatchTest, detectable_loss
 
 LOSS: Final = 0.1
 DRIFT: Final = 0.3
@@ -61,9 +64,12 @@ SCENES: Final = [
 ]
 
 
-def outcomes(scene: Scene, share: float, loss: float, count: int, rng: random.Random) -> Iterator[tuple[bool, bool]]:
-    """Arm (whether the new version's) and success of so many units, in the order in which outcomes become known."""
-    known = []
+def outcomes(
+    scene: Scene, share: float, loss: float, count: int, rng: random.Random, absence: float = 0.0
+) -> Iterator[tuple[bool, bool | None]]:
+    """Arm (whether the new version's) and success of so many units, None for a missing outcome, in the order in which
+    outcomes become known. `absence` is the share of outcomes that only the new version loses."""
+    known: list[tuple[float, bool, bool | None]] = []
     user = 0.0
     for place in range(count):
         is_new = rng.random() < share
@@ -71,21 +77,33 @@ def outcomes(scene: Scene, share: float, loss: float, count: int, rng: random.Ra
         if scene.clusters and place % CLUSTER == 0:
             user = rng.betavariate(base, 1 - base) - base
         chance = base + user - (loss if is_new else 0.0)
-        success = rng.random() < chance
-        if scene.missing and rng.random() < MISSING:
-            continue
+        success: bool | None = rng.random() < chance
+        if rng.random() < (MISSING if scene.missing else 0.0) + (absence if is_new else 0.0):
+            success = None
         known.append((place + (rng.expovariate(1 / LATE) if scene.late else 0.0), is_new, success))
-    yield from ((is_new, success) for _, is_new, success in sorted(known))
+    known.sort(key=lambda each: each[0])
+    yield from ((is_new, success) for _, is_new, success in known)
 
 
-def units_to_rollback(scene: Scene, share: float, loss: float, count: int, seed: int) -> tuple[int, int] | None:
-    """After how many outcomes the new version is rolled back, and how many of them are its own; None if it is not."""
-    test = SequentialTest(share)
-    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed)):
+def units_to_rollback(
+    scene: Scene, share: float, loss: float, count: int, seed: int, absence: float = 0.0
+) -> tuple[int, int] | None:
+    """After how many units the new version is rolled back, and how many of them are its own; None if it is not."""
+    test = WatchTest(share)
+    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed), absence):
         test.add(is_new=is_new, success=success)
         if test.shows_harm:
-            return sum(test.units), test.units[1]
+            return sum(test.presence.units), test.presence.units[1]
     return None
+
+
+def is_found_alone(scene: Scene, share: float, loss: float, count: int, seed: int) -> bool:
+    """Whether the test on outcomes rolls back, if all false alarms, one in twenty, were its own."""
+    test = SequentialTest(share, 20.0)
+    for is_new, success in outcomes(scene, share, loss, count, random.Random(seed)):
+        if success is not None:
+            test.add(is_new=is_new, success=success)
+    return test.shows_harm
 
 
 def main() -> None:
@@ -95,17 +113,27 @@ def main() -> None:
     scenes = [Scene(0.8)] if options.quick else SCENES
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
 
-        def stopped(scene: Scene, share: float, loss: float, count: int) -> list[tuple[int, int]]:
-            watch = partial(units_to_rollback, scene, share, loss, count)
+        def stopped(
+            scene: Scene, share: float, loss: float, count: int, absence: float = 0.0
+        ) -> list[tuple[int, int]]:
+            watch = partial(units_to_rollback, scene, share, loss, count, absence=absence)
             return [each for each in pool.map(watch, seeds, chunksize=25) if each is not None]
 
-        def frequency(scene: Scene, loss: float, count: int, share: float = settings.new_share) -> float:
-            return round(len(stopped(scene, share, loss, count)) / len(seeds), 3)
+        def frequency(
+            scene: Scene, loss: float, count: int, share: float = settings.new_share, absence: float = 0.0
+        ) -> float:
+            return round(len(stopped(scene, share, loss, count, absence)) / len(seeds), 3)
+
+        def alone(scene: Scene) -> float:
+            watch = partial(is_found_alone, scene, settings.new_share, LOSS, settings.until_units)
+            return round(sum(pool.map(watch, seeds, chunksize=25)) / len(seeds), 3)
 
         by_scene = {
             scene.name: {
                 "false_rollback": frequency(scene, 0.0, settings.until_units),
                 "power_10": frequency(scene, LOSS, settings.until_units),
+                "power_10_alone": alone(scene),
+                "absent_10": frequency(scene, 0.0, settings.until_units, absence=LOSS),
             }
             for scene in scenes
         }
@@ -127,6 +155,8 @@ def main() -> None:
         "watches": len(seeds),
         "false_rollback": max(each["false_rollback"] for each in by_scene.values()),
         "power_10": min(each["power_10"] for each in by_scene.values()),
+        "power_10_alone": min(each["power_10_alone"] for each in by_scene.values()),
+        "absent_10": min(each["absent_10"] for each in by_scene.values()),
         "delay": delay,
         "noticed": noticed,
         "scenes": by_scene,

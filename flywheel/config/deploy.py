@@ -14,9 +14,11 @@ class WatchSettings(Section):
     """Share of the conversations that the new version answers while a promotion is watched; the version before
     answers the others. 0.1 is a canary, 0.9 a holdback. 1: no promotion is watched."""
     until_units: int = Field(default=1000, gt=0)
-    """Number of conversations with an outcome after which the watch ends and the new version answers all."""
+    """Number of conversations with an outcome, at least half of each version's expected share among them, after which
+    the watch ends and the new version answers all."""
     max_days: float = Field(default=14.0, gt=0, le=36_500)
-    """Days after which the watch ends in any case, and the new version answers all."""
+    """Days after which the watch ends in any case, and the new version answers all; if too few conversations had an
+    outcome, with a notice that nothing was shown."""
 
 
 class DeploySettings(Section):

@@ -20,6 +20,7 @@ class NoticeType(StrEnum):
     PROMOTED = "promoted"
     REJECTED = "rejected"
     ROLLED_BACK = "rolled_back"
+    WATCH_INCONCLUSIVE = "watch_inconclusive"
     JUDGE_FAILING = "judge_failing"
     BUDGET_SPENT = "budget_spent"
     DEAD_LETTERS = "dead_letters"
@@ -43,7 +44,8 @@ class NotifySettings(Section):
     and without the variables of keys. Exit code 0: the notice has arrived."""
     on: list[NoticeType] = Field(min_length=1)
     """What to notify of: `passed` (a candidate waits for a person), `promoted`, `rejected`,
-    `rolled_back`, `judge_failing`, `budget_spent`, `dead_letters`, `source_error`."""
+    `rolled_back`, `watch_inconclusive` (a watched promotion cannot be decided), `judge_failing`, `budget_spent`,
+    `dead_letters`, `source_error`."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Timeout in seconds of one attempt."""
 

@@ -146,8 +146,10 @@ def _of_rounds(status: Status) -> Iterator[Metric]:
     }
     text = "Conversations of a promotion that is watched, by version and outcome."
     yield _gauge("watch_conversations", text, units, "alias", "version", "outcome")
-    text = "The e-value of the test whether the new version is worse: it is rolled back at 20."
-    yield _gauge("watch_e_value", text, {alias: figures.e_value for alias, figures in watched}, "alias")
+    text = "The e-value of each test whether the new version is worse: rolled back at 25 (outcomes) or 100 (missing)."
+    tests = {(alias, "outcomes"): figures.e_value for alias, figures in watched}
+    tests |= {(alias, "missing"): figures.e_value_missing for alias, figures in watched}
+    yield _gauge("watch_e_value", text, tests, "alias", "test")
     shares = {each.adapter: each.acceptance for each in status.by_adapter if each.acceptance is not None}
     yield _gauge("adapter_acceptance_ratio", "Accepted of an adapter's judged answers, 0 to 1.", shares, "adapter")
 

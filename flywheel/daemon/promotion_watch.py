@@ -2,8 +2,9 @@
 rolls the new one back if it is shown to be worse.
 
 A unit's outcome is that of the reply which its first call after the swap belongs to: a failure for an error of the
-engine, an empty or cut answer, or a rejection; missing where the client gave up or sent what the server refuses, or
-where the question alone decides. See `flywheel.training.gate.sequential_test` for the test.
+engine, an empty or cut answer, or a rejection; missing where the client gave up, the server refused, or the reply has
+not ended a day later. What the request alone decides, or an erasure removes, is no unit. See
+`flywheel.training.gate.sequential_test` for the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flywheel.records.trace import ModelCall
 from flywheel.serving.calls.call_log import call_log_copy_path
 from flywheel.serving.client.adapter_swap import version_name
 from flywheel.sources.call_puller import CallLogCopy
-from flywheel.store import watches
+from flywheel.store import notices, watches
 from flywheel.store.kernel.bulk import chunks
 from flywheel.store.kernel.database import Store
 from flywheel.store.watches import Outcome, Result, UnitCall
@@ -37,6 +38,10 @@ log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE: Final = 1_000
 PARSED_AT_ONCE: Final = 50
+ABSENT_AFTER_NS: Final = 24 * 3600 * 10**9
+"""How long after its call was read a reply may end; later it is missing."""
+CATCH_UP_SECONDS: Final = 3600.0
+"""How long a process reads sources before it takes a reply to be missing."""
 
 
 def outcome_of_call(call: ModelCall) -> Outcome | None:
@@ -72,6 +77,7 @@ class PromotionWatch:
     def __init__(self, store: Store, config: Config, deployer: Deployer) -> None:
         self._store, self._config, self._deployer = store, config, deployer
         self._targets = list(config.by_target().values())
+        self._began = time.monotonic()
 
     async def look(self) -> None:
         """Read new outcomes of all watches, and end those that are decided. Raises ServeError and CallLogError."""
@@ -105,9 +111,7 @@ class PromotionWatch:
 
     def _of_alias(self, calls: CallLogCopy, watch: Row[Any], page: Sequence[UnitCall]) -> list[UnitCall]:
         """The calls to the watched alias. The base model can answer several."""
-        versions = {
-            version_name(watch.alias, name) if name else BASE_VERSION for name in (watch.adapter, watch.other)
-        }
+        versions = {watches.version_of(watch.alias, name) for name in (watch.adapter, watch.other)}
         own = [call for call in page if call.version in versions]
         if len(self._targets) == 1 or BASE_VERSION not in versions:
             return own
@@ -116,8 +120,12 @@ class PromotionWatch:
 
     async def _read_outcomes(self, watch: Row[Any]) -> None:
         """Take over the verdicts on replies whose calls are units."""
-        waiting = {row.request_id: row.unit for row in await self._store.read(watches.undecided, watch.id)}
-        found = await self._store.read(watches.outcomes_of, list(waiting))
+        units = await self._store.read(watches.undecided, watch.id)
+        waiting = {row.request_id: row.unit for row in units}
+        # After an outage the sources are read first: what happened meanwhile is not missing.
+        before = time.time_ns() - ABSENT_AFTER_NS if time.monotonic() - self._began >= CATCH_UP_SECONDS else 0
+        late = [row.request_id for row in units if row.entered_ns <= before]
+        found = await self._store.read(watches.outcomes_of, list(waiting), late)
         if found:
             by_unit = {waiting[request_id]: outcome for request_id, outcome in found.items()}
             await self._store.write(watches.decide, watch.id, by_unit, time.time_ns())
@@ -127,19 +135,23 @@ class PromotionWatch:
         figures = await self._store.read(figures_of, watch)
         settings = self._config.deploy.watch
         age = datetime.now(UTC) - datetime.fromisoformat(watch.created_at)
-        if figures.shows_harm:
-            why = f"worse in traffic: {figures.summary}"
+        if figures.harm:
+            why = f"worse in traffic: {figures.harm}"
             await self._store.write(watches.begin_rollback, watch, why, figures)
             return await self._store.read(watches.current, watch.alias)
-        if figures.outcomes >= settings.until_units:
-            why = f"no loss was shown in {quantity(figures.outcomes, 'conversation')}: {figures.summary}"
-        elif age >= timedelta(days=settings.max_days):
-            why = f"no loss was shown in {settings.max_days:g} days: {figures.summary}; {figures.noticeable}"
-        else:
+        for kind, text in figures.doubts.items():
+            await self._store.write(notices.note_watch, watch, kind, text)
+        suffices = figures.suffices(settings.until_units, watch.share)
+        is_over = age >= timedelta(days=settings.max_days)
+        if not is_over and (figures.doubts or not suffices):
             return None
+        state, loss = WatchState.KEPT, f"no loss was shown in {quantity(figures.outcomes, 'conversation')}"
+        if not suffices:
+            state, loss = WatchState.NOT_SHOWN, f"{settings.max_days:g} days did not show whether it is worse"
+        why = "; ".join([f"{loss}: {figures.summary}", figures.noticeable, *figures.doubts.values()])
         own = next(each for each in self._targets if each.model.alias == watch.alias)
         # The figures first: after a crash between the two, `follow` ends the watch with them.
-        await self._store.write(watches.note, watch, why, figures)
+        await self._store.write(watches.note, watch, state, why, figures)
         await self._deployer.of(own).end_split(why)
         await self._store.write(watches.follow, watch.alias)
         log.info("%s stays deployed as %s: %s", watch.adapter, watch.alias, why)

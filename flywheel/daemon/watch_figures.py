@@ -11,17 +11,30 @@ from flywheel.records.states import WatchState
 from flywheel.store import watches
 from flywheel.store.watches import ArmFigures, Result
 from flywheel.system.terminal import percent, quantity
-from flywheel.training.gate.sequential_test import LIMIT, SequentialTest, detectable_loss
+from flywheel.training.gate.sequential_test import (
+    PRESENCE_LIMIT,
+    QUALITY_LIMIT,
+    WatchTest,
+    detectable_loss,
+    uneven_p_value,
+)
 
 LARGE_UNIT: Final = 0.05
 """The share of the calls in one unit above which the units are unlikely to be conversations."""
 MANY_FALLBACKS: Final = 0.5
+UNEVEN: Final = 0.001
+"""The probability below which chance does not explain how the units fell on the versions."""
+ANSWERED: Final = 0.8
+"""The share of its units that each version must have answered itself."""
+MIN_ANSWERED: Final = 10
+"""Units of a version before that share is looked at: one that is just being loaded has a few."""
 
 
 class WatchFigures(Struct, frozen=True):
-    """What a watch has found. `e_value` is of the test on outcomes, `e_value_missing` of the same test on whether an
-    outcome is missing; `detectable_loss` is the smallest loss (0…1) that would probably have been noticed, None if
-    none would. `warnings` say why the figures may mislead."""
+    """What a watch has found. `e_value` is of the test on outcomes, `e_value_missing` of that on whether one is
+    missing; `shows_harm` and `shows_missing` say whether they have shown that the new version is worse.
+    `detectable_loss` is the smallest loss (0…1) that would probably have been noticed, None if none would. `doubts`
+    say by their kind why a watch cannot end as kept before its days are over, `warnings` what else may mislead."""
 
     old: ArmFigures
     new: ArmFigures
@@ -31,12 +44,31 @@ class WatchFigures(Struct, frozen=True):
     units: int
     untested: int
     unmatched: int
+    doubts: dict[str, str]
     warnings: list[str]
     shows_harm: bool
+    shows_missing: bool
 
     @property
     def outcomes(self) -> int:
         return self.old.outcomes + self.new.outcomes
+
+    def suffices(self, until_units: int, share: float) -> bool:
+        """Whether so many units have an outcome, and at least half of the expected ones of each version, counting
+        those that it answered itself."""
+        arms = ((self.old, 1 - share), (self.new, share))
+        own = all(arm.outcomes * (arm.answered or 0.0) >= until_units * part / 2 for arm, part in arms)
+        return self.outcomes >= until_units and own
+
+    @property
+    def harm(self) -> str:
+        """In which way the new version is worse; empty if that is not shown."""
+        if self.shows_harm or not self.shows_missing:
+            return self.summary if self.shows_harm else ""
+        parts = (f"{arm.version} {arm.missing} of {quantity(arm.outcomes + arm.missing, 'conversation')}"
+                 for arm in (self.new, self.old))  # fmt: skip
+        limit = f"e-value {figure_text(self.e_value_missing)} of {PRESENCE_LIMIT:g}"
+        return f"more of its replies are missing: {' against '.join(parts)}; {limit}"
 
     @property
     def summary(self) -> str:
@@ -46,7 +78,7 @@ class WatchFigures(Struct, frozen=True):
             f"{f' ({arm.missing} missing)' if arm.missing else ''}"
             for arm in (self.new, self.old)
         ]
-        return f"{' against '.join(parts)}; e-value {figure_text(self.e_value)} of {LIMIT:g}"
+        return f"{' against '.join(parts)}; e-value {figure_text(self.e_value)} of {QUALITY_LIMIT:g}"
 
     @property
     def noticeable(self) -> str:
@@ -67,15 +99,12 @@ def _rate(rate: float | None) -> str:
 def figures_of(conn: Connection, watch: Row[Any]) -> WatchFigures:
     """The figures of a watch that has not ended."""
     old, new = watches.by_arm(conn, watch)
-    quality, presence = SequentialTest(watch.share), SequentialTest(watch.share)
+    test = WatchTest(watch.share)
     for is_new, result in watches.results(conn, watch.id):
-        presence.add(is_new=is_new, success=result is not Result.MISSING)
-        if result is not Result.MISSING:
-            quality.add(is_new=is_new, success=result is Result.SUCCESS)
+        test.add(is_new=is_new, success=None if result is Result.MISSING else result is Result.SUCCESS)
     shares = watches.call_shares(conn, watch.id)
+    doubts = _doubts(old, new, watch.share)
     warnings = []
-    if presence.shows_harm:
-        warnings.append(f"more replies of {new.version} have no outcome than of {old.version}: see the reasons")
     if shares.largest > LARGE_UNIT and shares.units >= 1 / LARGE_UNIT:
         warnings.append(
             f"one conversation has {percent(shares.largest)} of the calls: clients that share one id, or none, count"
@@ -88,18 +117,40 @@ def figures_of(conn: Connection, watch: Row[Any]) -> WatchFigures:
         )
     done = old.outcomes + new.outcomes
     rate = (old.successes + new.successes) / done if done else 0.0
+    loss = detectable_loss(done, new.outcomes / done if done else 0.0, rate)
+    # Where a version answers for the other one, the two arms differ by less than the versions do.
+    contrast = (new.answered or 0.0) + (old.answered or 0.0) - 1
     return WatchFigures(
         old=old,
         new=new,
-        e_value=round(quality.e_value, 4),
-        e_value_missing=round(presence.e_value, 4),
-        detectable_loss=detectable_loss(done, watch.share, rate),
+        e_value=round(test.quality.e_value, 4),
+        e_value_missing=round(test.presence.e_value, 4),
+        detectable_loss=loss / contrast if loss is not None and loss <= rate * contrast else None,
         units=shares.units,
         untested=shares.untested,
         unmatched=watches.unmatched(conn, watch),
-        warnings=warnings,
-        shows_harm=quality.shows_harm,
+        doubts=doubts,
+        warnings=[*doubts.values(), *warnings],
+        shows_harm=test.quality.shows_harm,
+        shows_missing=test.presence.shows_harm,
     )
+
+
+def _doubts(old: ArmFigures, new: ArmFigures, share: float) -> dict[str, str]:
+    found = {}
+    p_value = uneven_p_value(old.units, new.units, share)
+    if p_value < UNEVEN:
+        found["uneven"] = (
+            f"{new.version} has {new.units} of {quantity(old.units + new.units, 'conversation')}, which chance does"
+            f" not explain at a share of {percent(share)} (p = {p_value:.1g}): calls of one version may be lost"
+        )
+    for arm, other in ((new, old), (old, new)):
+        if arm.units >= MIN_ANSWERED and arm.answered is not None and arm.answered < ANSWERED:
+            found["not_answered" if arm is new else "old_not_answered"] = (
+                f"{arm.version} answered {percent(arm.answered)} of its conversations, {other.version} the others: a"
+                f" server lacks {arm.version}"
+            )
+    return found
 
 
 class WatchStatus(Struct, frozen=True):

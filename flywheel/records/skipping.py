@@ -10,6 +10,9 @@ from flywheel.records.states import SkipReason
 MIN_REPLIES: Final = 5
 """Fewer may all be skipped by chance, as an agent's first tries are."""
 
+AWAITS_TOOLS: Final = "it stopped until "
+"""How the detail of an unfinished reply begins that waits for a person, or for a tool elsewhere."""
+
 REMEDIES: Final[Mapping[SkipReason, str]] = {
     SkipReason.NESTED: (
         "If a user sees what these agents answer, name them in `ingest.agents.include`; else trace the agent that"

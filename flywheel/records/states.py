@@ -167,6 +167,8 @@ class WatchState(StrEnum):
     """the version before answers all"""
     KEPT = "kept"
     """no loss was shown; the new version answers all"""
+    NOT_SHOWN = "not_shown"
+    """too few conversations had an outcome to show a loss or none; the new version answers all"""
     REPLACED = "replaced"
     """a person deployed another version or rolled back before the watch ended"""
 
@@ -258,10 +260,11 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _D.FAILED: frozenset(),
     },
     WatchState: {
-        _W.WATCHING: frozenset({_W.ROLLING_BACK, _W.KEPT, _W.REPLACED}),
+        _W.WATCHING: frozenset({_W.ROLLING_BACK, _W.KEPT, _W.NOT_SHOWN, _W.REPLACED}),
         _W.ROLLING_BACK: frozenset({_W.ROLLED_BACK, _W.REPLACED}),
         _W.ROLLED_BACK: frozenset(),
         _W.KEPT: frozenset(),
+        _W.NOT_SHOWN: frozenset(),
         _W.REPLACED: frozenset(),
     },
     DeadLetterState: {

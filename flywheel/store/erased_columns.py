@@ -44,14 +44,16 @@ EMPTIED: Final[Mapping[Column[Any], Any]] = {
 RENAMED: Final = frozenset({
     replies.c.span_id, replies.c.trace_id, replies.c.conversation_id, tasks.c.key, tasks.c.conversation_id,
     conversations.c.key, conversations.c.like, schema.gate_conversations.c.conversation, dead_letters.c.subject,
-    requests.c.arguments, requests.c.result, requests.c.error,
+    requests.c.arguments, requests.c.result, requests.c.error, schema.watch_units.c.unit,
+    schema.watch_units.c.request_id,
 })  # fmt: skip
-"""Columns with ids, in the place of which are pseudonyms. Requests that have one lose comment and error."""
+"""Columns with ids, in the place of which are pseudonyms. Requests that have one lose comment and error; rows of
+`watch_units` without an outcome go."""
 
 REMOVED: Final = frozenset(
     {
         schema.labels, verdicts, schema.influences, schema.fingerprints, schema.fingerprint_bands, schema.embeddings,
-        schema.duplicates, schema.signature_bands, schema.recent_bands, schema.reply_calls, schema.watch_units,
+        schema.duplicates, schema.signature_bands, schema.recent_bands, schema.reply_calls,
     }
 )  # fmt: skip
 """Tables whose rows go with the task, the text, the conversation, the reply or the call that they are about."""
@@ -111,7 +113,8 @@ _TEXTLESS: Final = {
     "adapters": "name parent base_model path sha256 state created_at",
     "deployments": "alias active_alias endpoints adapter previous split state report"
     " created_at activated_at retired_at",
-    "watches": "alias adapter other state figures created_at ended_at",
+    "watches": "alias adapter other state figures ends_as created_at ended_at",
+    "watch_units": "arm kind version outcome why",
 }
 TEXTLESS: Final = frozenset(
     schema.metadata.tables[table].c[name] for table, names in _TEXTLESS.items() for name in names.split()

@@ -13,10 +13,10 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, func, select
 
 from flywheel.config import NoticeType
-from flywheel.records.states import DeadLetterState, DeploymentState, RoundState
+from flywheel.records.states import DeadLetterState, DeploymentState, RoundState, WatchState
 from flywheel.store.deployments import rollback_cause
 from flywheel.store.kernel import database
-from flywheel.store.kernel.schema import dead_letters, deployments, events, rounds, sources
+from flywheel.store.kernel.schema import dead_letters, deployments, events, rounds, sources, watches
 from flywheel.store.kernel.transitions import record
 
 JUDGE: Final = "judge"
@@ -30,6 +30,8 @@ _TYPES: Final = {
     (rounds.name, RoundState.REJECTED.value): NoticeType.REJECTED,
     (deployments.name, DeploymentState.ACTIVE.value): NoticeType.ROLLED_BACK,
     (dead_letters.name, DeadLetterState.OPEN.value): NoticeType.DEAD_LETTERS,
+    (watches.name, WatchState.NOT_SHOWN.value): NoticeType.WATCH_INCONCLUSIVE,
+    (watches.name, NoticeType.WATCH_INCONCLUSIVE.value): NoticeType.WATCH_INCONCLUSIVE,
     (JUDGE, NoticeType.JUDGE_FAILING.value): NoticeType.JUDGE_FAILING,
     (JUDGE, NoticeType.BUDGET_SPENT.value): NoticeType.BUDGET_SPENT,
 }
@@ -76,6 +78,13 @@ def note_pause(conn: Connection, name: str, why: str, *, spent: bool) -> None:
     _note_change(conn, name, why, spent=spent)
 
 
+def note_watch(conn: Connection, watch: Row[Any], kind: str, text: str) -> None:
+    """Note once why a watch may not find out anything."""
+    own = events.c.kind == watches.name, events.c.subject == str(watch.id), events.c.old == kind
+    if conn.execute(select(events.c.id).where(*own).limit(1)).scalar_one_or_none() is None:
+        record(conn, watches.name, [str(watch.id)], kind, NoticeType.WATCH_INCONCLUSIVE, text)
+
+
 def _note_change(conn: Connection, subject: str, error: str, *, spent: bool) -> None:
     state = WORKS if not error else NoticeType.BUDGET_SPENT if spent else NoticeType.JUDGE_FAILING
     last = select(events.c.new).where(events.c.kind == JUDGE, events.c.subject == subject)
@@ -113,6 +122,9 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         if (why := rollback_cause(reason)) is None:
             return None
         subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}{why}"
+    elif event.kind == watches.name:
+        alias, adapter = row_of(watches.c.alias, watches.c.adapter)
+        subject, text = alias, f"the watch of {adapter or 'the base model'} as {alias} cannot decide{detail}"
     elif event.kind == dead_letters.name:
         unit, subject, error = row_of(dead_letters.c.kind, dead_letters.c.subject, dead_letters.c.error)
         text = f"the {unit} {subject} could not be processed: {error}"

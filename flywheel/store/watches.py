@@ -7,7 +7,8 @@ by the reply that its first call belongs to (intention to treat).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from statistics import median
@@ -17,9 +18,11 @@ from msgspec import Struct, to_builtins
 from sqlalchemy import Connection, Row, case, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
+from flywheel.records.request_id import BASE_VERSION
+from flywheel.records.skipping import AWAITS_TOOLS
 from flywheel.records.states import ReplyState, SkipReason, TaskState, WatchState
 from flywheel.store import deployments as deployed
-from flywheel.store.kernel.bulk import rows_in
+from flywheel.store.kernel.bulk import chunks, rows_in
 from flywheel.store.kernel.schema import (
     deployments,
     duplicates,
@@ -48,7 +51,9 @@ class Result(StrEnum):
     SUCCESS = "success"
     FAILURE = "failure"
     MISSING = "missing"
-    """nothing says whether the answer was good"""
+    """there is no whole reply: the client gave up, the server refused, or the trace did not end"""
+    NO_UNIT = "no_unit"
+    """the request alone decides that nothing is judged, or its texts were erased"""
 
 
 class Outcome(NamedTuple):
@@ -72,7 +77,8 @@ class UnitCall(NamedTuple):
 class ArmFigures(Struct, frozen=True):
     """Units of one version: all, those with a success or failure, and those whose outcome is missing for good.
 
-    `rate` is successes / outcomes; `median_delay_seconds` is from the end of a call to its outcome.
+    `answered` is the share, 0…1, of the units that this version answered: a server that lacks it lets the other one
+    answer. `rate` is successes / outcomes; `median_delay_seconds` is from the end of a call to its outcome.
     """
 
     version: str
@@ -81,6 +87,7 @@ class ArmFigures(Struct, frozen=True):
     successes: int
     missing: int
     waiting: int
+    answered: float | None
     rate: float | None
     median_delay_seconds: float | None
     reasons: Mapping[str, int]
@@ -88,6 +95,11 @@ class ArmFigures(Struct, frozen=True):
     @property
     def failures(self) -> int:
         return self.outcomes - self.successes
+
+
+def version_of(alias: str, adapter: str | None) -> str:
+    """How a call names the version that answered it; None is the base model."""
+    return f"{alias}@{adapter}" if adapter else BASE_VERSION
 
 
 def current(conn: Connection, alias: str) -> Row[Any] | None:
@@ -108,7 +120,7 @@ def follow(conn: Connection, alias: str) -> Row[Any] | None:
             end(conn, watch, WatchState.REPLACED, f"{serves} was deployed meanwhile: {active.reason}")
         watch = None
     elif watch is not None and watch.state == WatchState.WATCHING and active is not None and active.split is None:
-        end(conn, watch, WatchState.KEPT, watch.reason)
+        end(conn, watch, WatchState(watch.ends_as or WatchState.KEPT), watch.reason)
         watch = None
     if watch is None and active is not None and active.split is not None and of_deployment(conn, active.id) is None:
         create(
@@ -159,14 +171,16 @@ def enter(
     unit has no outcome.
     """
     for call in calls:
-        values = {"request_id": call.request_id, "started_ns": call.started_ns, "ended_ns": call.ended_ns}
+        names = ("request_id", "version", "started_ns", "ended_ns")
+        values = {name: getattr(call, name) for name in names}
         added = insert(watch_units).values(
-            watch_id=watch_id, unit=call.unit, arm=call.arm, kind=call.kind, calls=1, **values
+            watch_id=watch_id, unit=call.unit, arm=call.arm, kind=call.kind, calls=1, entered_ns=now_ns, **values
         )
-        is_earlier = (added.excluded.started_ns < watch_units.c.started_ns) & watch_units.c.place.is_(None)
-        first = {name: case((is_earlier, added.excluded[name]), else_=watch_units.c[name]) for name in values}
+        is_open = watch_units.c.place.is_(None)
+        is_earlier = (added.excluded.started_ns < watch_units.c.started_ns) & is_open
+        first = {name: case((is_earlier, added.excluded[name]), else_=watch_units.c[name]) for name in names}
         # One answered outside of its arm, as what follows a response of the other version, takes the unit out.
-        arm = case((added.excluded.arm == "", ""), else_=watch_units.c.arm)
+        arm = case(((added.excluded.arm == "") & is_open, ""), else_=watch_units.c.arm)
         conn.execute(added.on_conflict_do_update(set_={**first, "arm": arm, "calls": watch_units.c.calls + 1}))
     decide(conn, watch_id, found, now_ns)
     conn.execute(update(watches).where(watches.c.id == watch_id).values(read_to=read_to))
@@ -181,12 +195,18 @@ def undecided(conn: Connection, watch_id: int) -> list[Row[Any]]:
 def decide(conn: Connection, watch_id: int, found: Mapping[str, Outcome], now_ns: int) -> None:
     """Store outcomes by unit, in their order; one that is known stays."""
     own = watch_units.c.watch_id == watch_id
+    removed = [unit for unit, outcome in found.items() if outcome.result is Result.NO_UNIT]
+    is_open = watch_units.c.place.is_(None)
+    for some in chunks(removed):
+        conn.execute(update(watch_units).where(own, is_open, watch_units.c.unit.in_(some)).values(arm=""))
     place = int(conn.execute(select(func.coalesce(func.max(watch_units.c.place), 0)).where(own)).scalar_one())
     for unit, outcome in found.items():
+        if outcome.result is Result.NO_UNIT:
+            continue
         place += 1
         conn.execute(
             update(watch_units)
-            .where(own, watch_units.c.unit == unit, watch_units.c.place.is_(None))
+            .where(own, watch_units.c.unit == unit, is_open)
             .values(
                 place=place,
                 outcome=outcome.result.value,
@@ -196,13 +216,15 @@ def decide(conn: Connection, watch_id: int, found: Mapping[str, Outcome], now_ns
         )
 
 
-def outcomes_of(conn: Connection, request_ids: Sequence[str]) -> dict[str, Outcome]:
-    """The outcomes of those of these calls whose reply has one, by request id."""
+def outcomes_of(conn: Connection, request_ids: Sequence[str], late: Collection[str] = ()) -> dict[str, Outcome]:
+    """The outcomes of those of these calls whose reply has one, by request id. The reply of a `late` one
+    must have ended by now."""
     query = (
         select(
             reply_calls.c.request_id,
             replies.c.state.label("reply"),
             replies.c.skip_reason,
+            replies.c.detail,
             tasks.c.id.label("task_id"),
             tasks.c.state.label("task"),
             duplicates.c.task_id.label("repeated"),
@@ -212,50 +234,59 @@ def outcomes_of(conn: Connection, request_ids: Sequence[str]) -> dict[str, Outco
         .outerjoin(duplicates, duplicates.c.task_id == tasks.c.id)
         .order_by(replies.c.task_id.is_(None), replies.c.id)
     )
-    found: dict[str, Outcome] = {}
+    found: dict[str, Outcome | None] = {}
     for row in rows_in(conn, query, reply_calls.c.request_id, request_ids):
-        # A call can belong to the same reply in several sources: the one with a task comes first.
-        if row.request_id not in found and (outcome := _outcome(conn, row)) is not None:
-            found[row.request_id] = outcome
-    return found
+        # A call can belong to the same reply in several sources: the one with a task comes first, and decides.
+        if found.get(row.request_id) is None and (row.request_id not in found or row.task is None):
+            outcome = _outcome(conn, row)
+            if outcome is not None or not _may_never_end(row):
+                found[row.request_id] = outcome
+    known = {request_id: outcome for request_id, outcome in found.items() if outcome is not None}
+    return known | {request_id: _NEVER_ENDED for request_id in late if request_id not in found}
 
 
-_SKIPPED: Final = {
+_SKIPPED: Final[Mapping[SkipReason, Outcome | None]] = {
     SkipReason.ERROR: Outcome(Result.FAILURE, "the agent ended with an error"),
     SkipReason.NO_ANSWER: Outcome(Result.FAILURE, "an empty answer"),
     SkipReason.INTERRUPTED: Outcome(Result.MISSING, "interrupted by the user"),
-    SkipReason.UNFINISHED: Outcome(Result.MISSING, "the reply never ended"),
+    SkipReason.TRUNCATED: Outcome(Result.MISSING, "a cut trace"),
+    SkipReason.UNFINISHED: None,
+    SkipReason.RECORDED: None,
 }
-"""Other reasons say nothing about the answer: nobody was to see it, or another source has it."""
-_ERASED: Final = Outcome(Result.MISSING, "its texts were erased")
+"""The request alone decides the other reasons."""
+_NEVER_ENDED: Final = Outcome(Result.MISSING, "the reply never ended")
+_ERASED: Final = Outcome(Result.NO_UNIT, "its texts were erased")
 _TASKS: Final = {
     TaskState.ACCEPTED: Outcome(Result.SUCCESS, "accepted"),
     TaskState.RESERVED: Outcome(Result.SUCCESS, "accepted"),
     TaskState.CONSUMED: Outcome(Result.SUCCESS, "accepted"),
-    TaskState.DEAD: Outcome(Result.MISSING, "it cannot be judged"),
     TaskState.ERASED: _ERASED,
 }
 
 
+def _may_never_end(row: Row[Any]) -> bool:
+    """Whether the trace of a reply has not ended. A reply that waits for a person has, for the time being."""
+    is_unfinished = row.skip_reason == SkipReason.UNFINISHED and not row.detail.startswith(AWAITS_TOOLS)
+    return row.task is None and (row.reply == ReplyState.OPEN or (row.reply == ReplyState.SKIPPED and is_unfinished))
+
+
 def _outcome(conn: Connection, row: Row[Any]) -> Outcome | None:
-    """None while it is not known."""
+    """None while it is not known: what waits for the judge, a budget or a person (a dead letter) is not missing."""
     if row.task is None:
-        if row.reply == ReplyState.DEAD:
-            return Outcome(Result.MISSING, "the trace cannot be read")
         if row.reply == ReplyState.ERASED:
             return _ERASED
-        if row.reply != ReplyState.SKIPPED or row.skip_reason == SkipReason.RECORDED:
+        if row.reply != ReplyState.SKIPPED:
             return None
-        return _SKIPPED.get(SkipReason(row.skip_reason), Outcome(Result.MISSING, f"not judged ({row.skip_reason})"))
+        return _SKIPPED.get(SkipReason(row.skip_reason), Outcome(Result.NO_UNIT, f"not judged ({row.skip_reason})"))
     state = TaskState(row.task)
     if state is not TaskState.REJECTED:
         return _TASKS.get(state)
     if row.repeated is not None:
-        return Outcome(Result.MISSING, "the question repeats another one")
+        return Outcome(Result.NO_UNIT, "the question repeats another one")
     newest = select(verdicts.c.reason).where(verdicts.c.task_id == row.task_id).order_by(verdicts.c.created_at.desc())
     reason = conn.execute(newest.limit(1)).scalar_one_or_none() or ""
     if reason.startswith(_OF_THE_QUESTION):
-        return Outcome(Result.MISSING, "the question was filtered out")
+        return Outcome(Result.NO_UNIT, "the question was filtered out")
     return Outcome(Result.FAILURE, "rejected")
 
 
@@ -277,12 +308,14 @@ def by_arm(conn: Connection, watch: Row[Any]) -> tuple[ArmFigures, ArmFigures]:
     of_arms: dict[str, list[Row[Any]]] = {arm: [] for arm in ("", *names)}
     for row in conn.execute(query):
         of_arms[row.arm].append(row)
-    old, new = (_of_arm(name or "base", of_arms[arm]) for arm, name in names.items())
+    old, new = (_of_arm(name, version_of(watch.alias, name), of_arms[arm]) for arm, name in names.items())
     return old, new
 
 
-def _of_arm(version: str, rows: Sequence[Row[Any]]) -> ArmFigures:
-    successes, failures, missing = (sum(row.outcome == result for row in rows) for result in Result)
+def _of_arm(adapter: str | None, version: str, rows: Sequence[Row[Any]]) -> ArmFigures:
+    answered = sum(row.version == version for row in rows)
+    counts = Counter(row.outcome for row in rows)
+    successes, failures, missing = (counts[each] for each in (Result.SUCCESS, Result.FAILURE, Result.MISSING))
     outcomes = successes + failures
     delays = [row.delay_seconds for row in rows if row.outcome in (Result.SUCCESS, Result.FAILURE)]
     reasons: dict[str, int] = {}
@@ -290,12 +323,13 @@ def _of_arm(version: str, rows: Sequence[Row[Any]]) -> ArmFigures:
         if row.outcome in (Result.FAILURE, Result.MISSING):
             reasons[row.why] = reasons.get(row.why, 0) + 1
     return ArmFigures(
-        version,
+        adapter or BASE_VERSION,
         len(rows),
         outcomes,
         successes,
         missing,
         len(rows) - outcomes - missing,
+        round(answered / len(rows), 4) if rows else None,
         round(successes / outcomes, 4) if outcomes else None,
         round(median(delays), 1) if delays else None,
         dict(sorted(reasons.items(), key=lambda each: -each[1])),
@@ -327,7 +361,7 @@ def call_shares(conn: Connection, watch_id: int) -> CallShares:
 def unmatched(conn: Connection, watch: Row[Any]) -> int:
     """How many tasks were made since the watch began of replies without a recorded call: their unit is unknown."""
     has_call = select(reply_calls.c.reply_id).where(reply_calls.c.reply_id == replies.c.id).exists()
-    names = [watch.alias, *(f"{watch.alias}@{name}" for name in (watch.adapter, watch.other) if name)]
+    names = [watch.alias, *(version_of(watch.alias, name) for name in (watch.adapter, watch.other) if name)]
     query = (
         select(func.count())
         .select_from(replies.join(tasks, tasks.c.id == replies.c.task_id))
@@ -337,9 +371,10 @@ def unmatched(conn: Connection, watch: Row[Any]) -> int:
     return int(conn.execute(query).scalar_one())
 
 
-def note(conn: Connection, watch: Row[Any], reason: str, figures: Struct) -> None:
-    """Store what a watch has found, and why it is to end."""
-    conn.execute(update(watches).where(watches.c.id == watch.id).values(reason=reason, figures=to_builtins(figures)))
+def note(conn: Connection, watch: Row[Any], state: WatchState, reason: str, figures: Struct) -> None:
+    """Store what a watch has found, in which state it is to end, and why."""
+    values = {"ends_as": state.value, "reason": reason, "figures": to_builtins(figures)}
+    conn.execute(update(watches).where(watches.c.id == watch.id).values(values))
 
 
 def end(conn: Connection, watch: Row[Any], state: WatchState, reason: str) -> None:
@@ -352,7 +387,7 @@ def end(conn: Connection, watch: Row[Any], state: WatchState, reason: str) -> No
 
 
 def begin_rollback(conn: Connection, watch: Row[Any], reason: str, figures: Struct) -> None:
-    note(conn, watch, reason, figures)
+    note(conn, watch, WatchState.ROLLED_BACK, reason, figures)
     move(conn, watch.id, WatchState.WATCHING, WatchState.ROLLING_BACK, reason[:500])
 
 

@@ -67,8 +67,11 @@ def test_metrics_count_conversations_by_version(flywheel: Run, config: Path) -> 
               for each in families["flywheel_watch_conversations"].samples}  # fmt: skip
     assert counts["r0002", "failures"] == 2
     assert counts["r0001", "waiting"] == 1
-    [e_value] = families["flywheel_watch_e_value"].samples
-    assert e_value.labels == {"alias": "agent"} and e_value.value > 0
+    e_values = families["flywheel_watch_e_value"].samples
+    assert [each.labels for each in e_values] == [
+        {"alias": "agent", "test": test} for test in ("outcomes", "missing")
+    ]
+    assert all(each.value > 0 for each in e_values)
 
 
 def test_the_page_of_the_deployment_has_the_figures_while_it_is_watched_and_afterwards(
@@ -79,7 +82,16 @@ def test_the_page_of_the_deployment_has_the_figures_while_it_is_watched_and_afte
     http = client(load(config))
     page = http.get("/deployments/1").text
     section = page[page.index('id="watch"') :]
-    for text in ("watching", "r0002", "r0001", "75 %", "90 %", "E-value", "is rolled back at 20"):
+    for text in (
+        "watching",
+        "r0002",
+        "r0001",
+        "75 %",
+        "90 %",
+        "E-value",
+        "is rolled back at 25",
+        "is rolled back at 100",
+    ):
         assert text in section, text
     assert "1 conversation goes on after a response" in section
 

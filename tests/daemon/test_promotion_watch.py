@@ -11,21 +11,26 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
+from flywheel.config import NoticeType
 from flywheel.daemon.deployer import SplitRequest
-from flywheel.daemon.promotion_watch import outcome_of_call
+from flywheel.daemon.promotion_watch import PromotionWatch, outcome_of_call
 from flywheel.daemon.status import snapshot
 from flywheel.daemon.watch_figures import figures_of
-from flywheel.records.states import SkipReason, WatchState
+from flywheel.records.skipping import AWAITS_TOOLS
+from flywheel.records.states import SkipReason, TaskState, WatchState
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls.parsing import parse
-from flywheel.store import deployments, watches
+from flywheel.store import deployments, notices, watches
+from flywheel.store.erasures import Kind
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import lineage
 from flywheel.store.watches import Outcome, Result
+from flywheel.training.gate.sequential_test import detectable_loss
 from tests.cases import for_each
 from tests.factories.config import make_config
+from tests.factories.erased import erase_rows
 from tests.factories.round import put_adapter, put_deployment, put_round, put_trained
 from tests.factories.trace import put_replies, reply
 from tests.factories.verdict import accepted, judge_all, rejected, undecided
@@ -96,14 +101,106 @@ async def test_a_version_that_is_as_good_gets_everything(watched: Watched) -> No
 
 
 @pytest.mark.slow
-async def test_after_so_many_days_the_new_version_gets_everything(watched: Watched) -> None:
+async def test_after_so_many_days_the_new_version_gets_everything_and_nothing_was_shown(watched: Watched) -> None:
     await watched.answered("new", GOOD)
     await watched.watch().look()
     assert (await watched.row()).state == WatchState.WATCHING
     await watched.watch(max_days=1e-9).look()
-    assert (await watched.row()).state == WatchState.KEPT
-    assert "no loss could have been noticed yet" in (await watched.row()).reason
+    row = await watched.row()
+    assert row.state == WatchState.NOT_SHOWN
+    assert row.reason.startswith("1e-09 days did not show whether it is worse: ")
+    assert "no loss could have been noticed yet" in row.reason
     assert await watched.serving() == ("r0002", False)
+    assert [text.split(":")[0] for text in await told(watched)] == ["the watch of r0002 as agent cannot decide"]
+    story = await watched.store.read(lineage.why, "r0002")
+    assert story is not None and [each["state"] for each in story["watches"]] == ["not_shown"]
+
+
+async def told(watched: Watched) -> list[str]:
+    """The notices about watches that cannot decide."""
+    found, _ = await watched.store.read(notices.after, 0, {NoticeType.WATCH_INCONCLUSIVE}, 10_000)
+    return [each.text for each in found]
+
+
+@pytest.mark.slow
+async def test_a_watch_needs_outcomes_of_both_versions(watched: Watched) -> None:
+    """As many as are asked for, but fewer than a quarter of them are of the new version, as may happen by chance."""
+    for old, new, state in ((UNITS - 9, 9, WatchState.WATCHING), (0, 1, WatchState.KEPT)):
+        await watched.answered("old", GOOD, old)
+        await watched.answered("new", GOOD, new)
+        # As where the verdicts of some are still to come.
+        watched.pull(*(watched.call("new") for _ in range(2 * old // 3)))
+        await watched.watch().look()
+        assert (await watched.row()).state == state
+
+
+@pytest.mark.slow
+async def test_arms_that_chance_does_not_explain_are_told_at_once_and_nothing_is_kept(watched: Watched) -> None:
+    """A version whose calls are lost has fewer conversations than it was given; those that are left may be good."""
+    watch = watched.watch()
+    await watched.answered("old", GOOD, 70)
+    await watched.answered("new", GOOD, 20)
+    for _ in range(2):
+        await watch.look()
+    assert (await watched.row()).state == WatchState.WATCHING
+    [text] = await told(watched)
+    assert "r0002 has 20 of 90 conversations, which chance does not explain at a share of 50 % (p = " in text
+    status = await watched.store.read(snapshot, watched.config)
+    assert any("which chance does not explain" in warning for warning in status.warnings)
+    await watched.answered("new", GOOD, 40)
+    await watch.look()
+    assert (await watched.row()).state == WatchState.KEPT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacks", ["new", "old"])
+async def test_a_version_that_another_one_answers_for_is_not_kept(watched: Watched, lacks: str) -> None:
+    """Its adapter is not on a server: both arms are answered by the same version, and so there is no loss."""
+    for arm in ("new", "old"):
+        answering = "agent@r0001" if lacks == "new" else "agent@r0002"
+        await watched.answered(arm, GOOD, UNITS, **({"version": answering} if arm == lacks else {}))
+    await watched.watch().look()
+    row = await watched.row()
+    assert row.state == WatchState.WATCHING
+    name = "r0002" if lacks == "new" else "r0001"
+    [text] = await told(watched)
+    assert f"{name} answered 0 % of its conversations" in text and f"a server lacks {name}" in text
+    figures = await watched.store.read(figures_of, row)
+    assert getattr(figures, lacks).answered == 0.0
+    assert figures.detectable_loss is None
+    await watched.watch(max_days=1e-9).look()
+    assert (await watched.row()).state == WatchState.NOT_SHOWN
+
+
+@pytest.mark.slow
+async def test_the_loss_that_would_be_noticed_is_of_what_the_new_version_answered(watched: Watched) -> None:
+    await watched.answered("old", GOOD, 100)
+    await watched.answered("old", BAD, 20)
+    await watched.answered("new", GOOD, 90)
+    await watched.answered("new", BAD, 10)
+    await watched.watch(until_units=10_000).look()
+    row = await watched.row()
+    all_own = await watched.store.read(figures_of, row)
+    await watched.answered("new", GOOD, 10, version="agent@r0001")
+    await watched.answered("new", BAD, 10, version="agent@r0001")
+    await watched.watch(until_units=10_000).look()
+    figures = await watched.store.read(figures_of, row)
+    assert figures.new.answered == pytest.approx(100 / 120, abs=1e-4)
+    assert all_own.detectable_loss is not None and figures.detectable_loss is not None
+    expected = detectable_loss(240, 0.5, 200 / 240)
+    assert expected is not None
+    assert figures.detectable_loss == pytest.approx(expected * 1.2, rel=1e-3)
+    assert await told(watched) == [], "five of six is enough"
+
+
+@pytest.mark.slow
+async def test_after_all_its_days_a_watch_with_a_doubt_is_kept_and_says_so(watched: Watched) -> None:
+    await watched.answered("old", GOOD, 70)
+    await watched.answered("new", GOOD, 20)
+    await watched.watch(max_days=1e-9).look()
+    row = await watched.row()
+    assert row.state == WatchState.KEPT
+    assert "chance does not explain" in row.reason
 
 
 @pytest.mark.slow
@@ -155,7 +252,7 @@ async def test_a_split_that_ended_before_the_crash_ends_the_watch(watched: Watch
     await watched.watch().look()
     row = await watched.row()
     figures = await watched.store.read(figures_of, row)
-    await watched.store.write(watches.note, row, "no loss was shown", figures)
+    await watched.store.write(watches.note, row, WatchState.KEPT, "no loss was shown", figures)
     await watched.deployer.end_split("no loss was shown")
     await watched.watch().look()
     row = await watched.row()
@@ -231,20 +328,122 @@ async def test_units_that_go_on_after_a_response_are_counted_and_not_tested(watc
 
 
 @pytest.mark.slow
-async def test_missing_outcomes_are_shown_and_tested_and_roll_nothing_back(watched: Watched) -> None:
-    watch = watched.watch(until_units=10_000)
-    for _ in range(40):
+async def test_a_version_that_loses_replies_is_rolled_back(watched: Watched) -> None:
+    watch = watched.watch()
+    for _ in range(20):
         await watched.answered("old", GOOD)
         watched.pull(watched.call("new", is_complete=False))
     await watch.look()
     row = await watched.row()
+    assert row.state == WatchState.ROLLED_BACK
+    assert row.reason.startswith(
+        "worse in traffic: more of its replies are missing: r0002 20 of 20 conversations against r0001 0 of 20"
+        " conversations; e-value "
+    )
+    assert await watched.serving() == ("r0001", False)
+    assert row.figures["new"]["reasons"] == {"the client did not wait for the end": 20}
+    assert (row.figures["e_value"], row.figures["shows_harm"], row.figures["shows_missing"]) == (1.0, False, True)
+
+
+@pytest.mark.slow
+async def test_replies_that_both_versions_lose_roll_nothing_back(watched: Watched) -> None:
+    watched.pull(*(watched.call(arm, is_complete=False) for _ in range(60) for arm in ("new", "old")))
+    await watched.watch().look()
+    row = await watched.row()
     assert row.state == WatchState.WATCHING
-    status = await watched.store.read(snapshot, watched.config)
-    own = status.targets[""].watch
+    own = (await watched.store.read(snapshot, watched.config)).targets[""].watch
     assert own is not None
-    assert (own.figures.new.missing, own.figures.old.missing, own.figures.e_value) == (40, 0, 1.0)
-    assert own.figures.e_value_missing > 20
-    assert any("more replies of r0002 have no outcome" in text for text in status.warnings)
+    assert (own.figures.new.missing, own.figures.old.missing, own.figures.e_value_missing <= 1.0) == (60, 60, True)
+
+
+async def entered_a_day_ago(watched: Watched, watch: PromotionWatch) -> None:
+    """As where its calls were read a day ago, by a process that has run for longer."""
+    day = 24 * 3600 * 10**9
+    columns = schema.watch_units.c
+    entered = update(schema.watch_units).values(entered_ns=columns.entered_ns - day)
+    await watched.store.write(lambda conn: conn.execute(entered))
+    watch._began -= 3600
+
+
+@pytest.mark.slow
+async def test_a_reply_that_has_not_ended_after_a_day_is_missing(watched: Watched) -> None:
+    """No source has it, or its trace has not ended. What waits for the judge or for a person is not missing."""
+    watch = watched.watch()
+    calls = [watched.call("new") for _ in range(6)]
+    watched.pull(*calls)
+    await watch.look()
+    details = {1: "the agent's own span has not arrived", 2: f"{AWAITS_TOOLS}pay is allowed or carried out elsewhere"}
+
+    def put(conn: Connection) -> None:
+        for place, detail in details.items():
+            skip = SkipReason.UNFINISHED
+            put_replies(conn, reply(place, calls=(calls[place].request_id,), skip=skip, skip_detail=detail))
+        for place in (3, 4):
+            put_replies(conn, reply(place, calls=(calls[place].request_id,)))
+        conn.execute(update(tasks).where(tasks.c.id == 1).values(state=TaskState.DEAD))
+
+    await watched.store.write(put)
+    await watch.look()
+    number = (await watched.row()).id
+    assert await watched.store.read(watches.results, number) == []
+    await entered_a_day_ago(watched, watch)
+    await watched.watch().look()
+    assert await watched.store.read(watches.results, number) == [], "a process that has just begun reads on first"
+    await watch.look()
+    waiting = {row.request_id for row in await watched.store.read(watches.undecided, number)}
+    assert waiting == {calls[place].request_id for place in (2, 3, 4)}
+    figures = await watched.store.read(figures_of, await watched.row())
+    assert dict(figures.new.reasons) == {"the reply never ended": 3}
+
+
+@pytest.mark.slow
+async def test_what_the_request_alone_decides_is_no_unit_and_what_was_counted_stays(watched: Watched) -> None:
+    watch = watched.watch()
+    calls = [watched.call("new") for _ in range(5)]
+    skipped = (SkipReason.PRIVATE, SkipReason.AGENT_EXCLUDED, SkipReason.NESTED)
+    watched.pull(*calls)
+
+    def put(conn: Connection) -> None:
+        for place, skip in enumerate(skipped):
+            put_replies(conn, reply(place, calls=(calls[place].request_id,), skip=skip))
+        put_replies(conn, reply(3, calls=(calls[3].request_id,)))
+        judge_all(conn, lambda _: accepted())
+
+    await watched.store.write(put)
+    await watch.look()
+    number = (await watched.row()).id
+    figures = await watched.store.read(figures_of, await watched.row())
+    assert (figures.units, figures.untested, figures.new.units, figures.new.waiting) == (5, 3, 2, 1)
+    # Later a call of a counted unit continues a response, and one of a unit without an outcome, too.
+    units = [int(each.unit, 16) for each in calls]
+    watched.pull(watched.call("", units[3]), watched.call("", units[4]))
+    await watch.look()
+    figures = await watched.store.read(figures_of, await watched.row())
+    assert (figures.untested, figures.new.units, figures.new.successes) == (4, 1, 1)
+    assert await watched.store.read(watches.results, number) == [(True, Result.SUCCESS)]
+
+
+@pytest.mark.slow
+async def test_an_erasure_takes_out_what_is_not_counted_and_leaves_what_is(watched: Watched) -> None:
+    watch = watched.watch()
+    counted, waiting = watched.call("new"), watched.call("new")
+    watched.pull(counted)
+    await watched.store.write(watched._judged, [counted], BAD)
+    await watch.look()
+    watched.pull(waiting)
+    await watched.store.write(lambda conn: put_replies(conn, reply(9, calls=(waiting.request_id,))))
+    await watch.look()
+    figures = await watched.store.read(figures_of, await watched.row())
+    assert (figures.new.failures, figures.new.waiting) == (1, 1)
+    for number in (1, 9):
+        await watched.store.write(erase_rows, Kind.CONVERSATION, f"conversation-{number}")
+    await watch.look()
+    row = await watched.row()
+    assert await watched.store.read(watches.results, row.id) == [(True, Result.FAILURE)]
+    figures = await watched.store.read(figures_of, row)
+    assert (figures.units, figures.new.units) == (1, 1)
+    units = await watched.store.read(lambda conn: conn.execute(select(schema.watch_units)).all())
+    assert [(each.unit, each.request_id) for each in units] == [("erased 1", "erased 1")]
 
 
 @pytest.mark.slow
@@ -318,7 +517,10 @@ REPLIES: list[tuple[dict[str, Any], Any, Outcome | None]] = [
     ({}, None, None),
     ({"skip": SkipReason.ERROR}, None, Outcome(Result.FAILURE, "the agent ended with an error")),
     ({"skip": SkipReason.INTERRUPTED}, None, Outcome(Result.MISSING, "interrupted by the user")),
-    ({"skip": SkipReason.NESTED}, None, Outcome(Result.MISSING, "not judged (nested)")),
+    ({"skip": SkipReason.TRUNCATED}, None, Outcome(Result.MISSING, "a cut trace")),
+    ({"skip": SkipReason.UNFINISHED}, None, None),
+    ({"skip": SkipReason.RECORDED}, None, None),
+    ({"skip": SkipReason.NESTED}, None, Outcome(Result.NO_UNIT, "not judged (nested)")),
 ]
 
 
@@ -333,14 +535,14 @@ async def test_what_a_reply_decides() -> None:
         await store.close()
 
 
-async def test_what_the_question_decides_is_missing(store: Store) -> None:
+async def test_what_the_question_decides_is_no_unit(store: Store) -> None:
     def put(conn: Connection, reason: str) -> None:
         conn.execute(update(schema.verdicts).values(reason=reason))
 
     await store.write(lambda conn: put_replies(conn, reply(1, calls=("call-1",))))
     await store.write(judge_all, lambda _: rejected())
     for reason, result in (
-        ("filter rules: the question is too long", Result.MISSING),
+        ("filter rules: the question is too long", Result.NO_UNIT),
         ("filter rules: the answer is too short", Result.FAILURE),
         ("filter python: not for training", Result.FAILURE),
     ):

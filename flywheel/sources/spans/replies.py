@@ -25,6 +25,7 @@ from flywheel.records import exclusion
 from flywheel.records.chat import Message, blocks_of, chat_of, images_of, is_refusal, text_of, texts_in, unread_in
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.repeated_ids import runs_of
+from flywheel.records.skipping import AWAITS_TOOLS
 from flywheel.records.states import SkipReason
 from flywheel.records.task import NO_CONVERSATION, Batch, Entry, entries_of, storable
 from flywheel.records.tool_calls import FINISH_FUNCTIONS
@@ -464,7 +465,7 @@ def _skip(
     pause = agent.attributes.agentscope.agent
     pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
     if tools := [str(tool) for raw in pending for tool in at.value_of(raw) or ()]:
-        return SkipReason.UNFINISHED, f"it stopped until {', '.join(tools)} is allowed or carried out elsewhere"
+        return SkipReason.UNFINISHED, f"{AWAITS_TOOLS}{', '.join(tools)} is allowed or carried out elsewhere"
     if not has_query:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"
     return None, ""

@@ -556,11 +556,13 @@ watches = Table(
     Column("reason", Text, nullable=False, server_default=text("''")),
     Column("read_to", Integer, nullable=False, server_default=text("0")),
     Column("figures", JSON),
+    Column("ends_as", Text),
     Column("created_at", Text, nullable=False),
     Column("ended_at", Text),
 )
 """The watch of each promotion. `share` of the units get `adapter`, the others `other`; NULL is the base model.
-`read_to` is the number of the last call that was read of the copy of the call logs; `figures` are the last ones."""
+`read_to` is the number of the last call that was read of the copy of the call logs; `figures` are the last ones, and
+`ends_as` is the state that they lead to, set before the deployment is changed."""
 
 watch_units = Table(
     "watch_units",
@@ -570,8 +572,10 @@ watch_units = Table(
     Column("arm", Text, nullable=False),
     Column("kind", Text, nullable=False),
     Column("request_id", Text, nullable=False),
+    Column("version", Text, nullable=False),
     Column("started_ns", BigInteger, nullable=False),
     Column("ended_ns", BigInteger, nullable=False),
+    Column("entered_ns", BigInteger, nullable=False),
     Column("calls", Integer, nullable=False),
     Column("place", Integer),
     Column("outcome", Text),
@@ -581,4 +585,5 @@ watch_units = Table(
     sqlite_with_rowid=False,
 )
 """The units (conversations) of the running watches, with the first call of each. `arm` is empty for one that is not
-tested. `place` is the order in which outcomes became known, `delay_seconds` how long after the call's end."""
+tested, `version` answered the first call, and `entered_ns` is when that was read. `place` is the order in which
+outcomes became known, `delay_seconds` how long after the call's end."""

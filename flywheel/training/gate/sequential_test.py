@@ -8,9 +8,12 @@ is not worse, arm and outcome are independent, or point the other way. Each unit
 π is the probability of the arm when the unit was assigned, and q follows by Bayes' rule from estimates of both
 success rates, which come from earlier units alone: (½ + successes) / (1 + units), and the pooled rate for both where
 the new version's is higher or one of them has no unit yet. The expected factor is at most 1 whatever came before, so
-the e-value is a nonnegative supermartingale, and the probability that it ever reaches `LIMIT` is at most 1 / `LIMIT`
+the e-value is a nonnegative supermartingale, and the probability that it ever reaches a limit is at most 1 / limit
 (Ville's inequality; Ramdas, Grünwald, Vovk and Shafer, 2023, "Game-Theoretic Statistics and Safe Anytime-Valid
 Inference"). It may be looked at after every unit, and rates may drift, since the arms of one moment share them.
+
+There are two tests: whether outcomes are worse, and whether more of them are missing. They share the false alarms, at
+most one in twenty.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-LIMIT: Final = 20.0
-"""The e-value at which the new version is taken to be worse: at most one false alarm in twenty tests."""
+QUALITY_LIMIT: Final = 20 / 0.8
+"""The e-value of outcomes at which the new version is taken to be worse."""
+PRESENCE_LIMIT: Final = 20 / 0.2
+"""The same, of whether outcomes are missing."""
 SPREAD: Final = 1.5
 """How far the logarithm of the e-value is expected above the limit where four of five tests have reached it."""
 
@@ -30,6 +35,7 @@ class SequentialTest:
     """`share` is the probability of the new version's arm. Lists have the old version first."""
 
     share: float
+    limit: float
     units: list[int] = field(default_factory=lambda: [0, 0])
     successes: list[int] = field(default_factory=lambda: [0, 0])
     log_e: float = 0.0
@@ -53,7 +59,7 @@ class SequentialTest:
     @property
     def shows_harm(self) -> bool:
         """Whether the e-value has reached the limit at any time."""
-        return self.log_most >= math.log(LIMIT)
+        return self.log_most >= math.log(self.limit)
 
     def _rates(self) -> tuple[float, float]:
         """Estimated rates in (0, 1), the old one not below the new one."""
@@ -62,16 +68,51 @@ class SequentialTest:
         return (old, new) if new <= old and all(self.units) else (sum(done) / sum(all_),) * 2
 
 
+class WatchTest:
+    """The two tests of a watch. `share` is the probability of the new version's arm."""
+
+    def __init__(self, share: float) -> None:
+        self.quality, self.presence = SequentialTest(share, QUALITY_LIMIT), SequentialTest(share, PRESENCE_LIMIT)
+
+    def add(self, *, is_new: bool, success: bool | None) -> None:
+        """Count the outcome of one unit; None if it is missing."""
+        self.presence.add(is_new=is_new, success=success is not None)
+        if success is not None:
+            self.quality.add(is_new=is_new, success=success)
+
+    @property
+    def shows_harm(self) -> bool:
+        return self.quality.shows_harm or self.presence.shows_harm
+
+
+def uneven_p_value(old: int, new: int, share: float) -> float:
+    """The probability that chance makes two arms with so many units at least as uneven, if each unit gets the new one
+    with the probability `share`: twice the smaller tail of the binomial distribution, at most 1."""
+    units, few, chance = old + new, new, share
+    if new > units * share:
+        few, chance = old, 1 - share
+    log_chance = math.lgamma(units + 1) - math.lgamma(few + 1) - math.lgamma(units - few + 1)
+    term = math.exp(log_chance + few * math.log(chance) + (units - few) * math.log1p(-chance))
+    tail = term
+    for count in range(few, 0, -1):
+        # From the probability of `count` to that of one less. Terms fall at least geometrically below the mean.
+        term *= count * (1 - chance) / ((units - count + 1) * chance)
+        tail += term
+        if term <= tail * 1e-12:
+            break
+    return min(1.0, 2 * tail)
+
+
 def detectable_loss(units: int, share: float, rate: float) -> float | None:
     """The loss of the success rate, 0…1, that so many units would have shown with a probability of about 80 %;
-    None if they could show none.
+    None if they could show none. `share` is that of the new version among them.
 
     The logarithm of the e-value grows by the mutual information of arm and outcome with each unit, less about
     ½ ln n for estimating the rates. It must exceed that of the limit by `SPREAD`; `benchmarks.watch` checks the 80 %.
     """
     if not units or not 0 < share < 1 or not 0 < rate <= 1:
         return None
-    needed = (math.log(LIMIT) + 0.5 * math.log(units) + SPREAD) / units
+    needed = (math.log(QUALITY_LIMIT) + 0.5 * math.log(units) + SPREAD) / units
     if information(share, rate, 0.0) < needed:
         return None
     low, high = 0.0, rate  # of the new version's rate

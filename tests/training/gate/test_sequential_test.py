@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.watch import Scene, units_to_rollback
-from flywheel.training.gate.sequential_test import LIMIT, SequentialTest, detectable_loss, information
+from flywheel.training.gate.sequential_test import (
+    PRESENCE_LIMIT,
+    QUALITY_LIMIT,
+    SequentialTest,
+    WatchTest,
+    detectable_loss,
+    information,
+    uneven_p_value,
+)
 
 OUTCOMES = st.lists(st.booleans(), max_size=60)
 SHARES = st.floats(0.05, 0.95)
@@ -21,13 +29,13 @@ def test_a_factor_has_an_expectation_of_one_whatever_came_before(
     before: list[bool], share: float, data: st.DataObject
 ) -> None:
     """With the arm drawn at random and an outcome that does not depend on it, as where both versions are as good."""
-    test = SequentialTest(share)
+    test = SequentialTest(share, QUALITY_LIMIT)
     for success in before:
         test.add(is_new=data.draw(st.booleans()), success=success)
     for success in (True, False):
         expected = 0.0
         for is_new, chance in ((False, 1 - share), (True, share)):
-            after = SequentialTest(share, [*test.units], [*test.successes], test.log_e, test.log_most)
+            after = SequentialTest(share, QUALITY_LIMIT, [*test.units], [*test.successes], test.log_e, test.log_most)
             after.add(is_new=is_new, success=success)
             expected += chance * math.exp(after.log_e - test.log_e)
         assert expected == pytest.approx(1.0)
@@ -35,7 +43,7 @@ def test_a_factor_has_an_expectation_of_one_whatever_came_before(
 
 @given(OUTCOMES, SHARES)
 def test_while_the_new_version_looks_better_nothing_is_learnt_against_it(outcomes: list[bool], share: float) -> None:
-    test = SequentialTest(share)
+    test = SequentialTest(share, QUALITY_LIMIT)
     for success in outcomes:
         test.add(is_new=success, success=success)  # Only the old version fails.
     assert test.log_most == pytest.approx(0.0, abs=1e-9)
@@ -43,7 +51,7 @@ def test_while_the_new_version_looks_better_nothing_is_learnt_against_it(outcome
 
 
 def test_a_version_that_fails_always_is_found_after_few_units() -> None:
-    test = SequentialTest(0.5)
+    test = SequentialTest(0.5, QUALITY_LIMIT)
     for place in range(40):
         test.add(is_new=bool(place % 2), success=not place % 2)
         if test.shows_harm:
@@ -51,17 +59,17 @@ def test_a_version_that_fails_always_is_found_after_few_units() -> None:
     assert test.shows_harm
     assert sum(test.units) <= 20
     assert test.successes == [test.units[0], 0]
-    assert test.e_value >= LIMIT
+    assert test.e_value >= QUALITY_LIMIT
 
 
 def test_an_alarm_stays() -> None:
     """It may be looked at after every unit: what was shown once counts."""
-    test = SequentialTest(0.5)
+    test = SequentialTest(0.5, QUALITY_LIMIT)
     for place in range(30):
         test.add(is_new=bool(place % 2), success=not place % 2)
     for _ in range(400):
         test.add(is_new=True, success=True)
-    assert test.e_value < LIMIT
+    assert test.e_value < QUALITY_LIMIT
     assert test.shows_harm
 
 
@@ -74,9 +82,39 @@ def test_few_watches_of_what_is_as_good_end_in_a_rollback(scene: Scene) -> None:
     assert len(stopped) <= 10
 
 
+def test_both_tests_together_raise_at_most_one_false_alarm_in_twenty() -> None:
+    assert pytest.approx(1 / 20) == 1 / QUALITY_LIMIT + 1 / PRESENCE_LIMIT
+
+
+def test_a_version_whose_outcomes_are_missing_is_found_and_one_of_both_is_not() -> None:
+    alone, together = WatchTest(0.5), WatchTest(0.5)
+    for place in range(60):
+        is_new = bool(place % 2)
+        alone.add(is_new=is_new, success=None if is_new else True)
+        together.add(is_new=is_new, success=None if place % 4 < 2 else True)
+    assert alone.shows_harm and alone.presence.shows_harm and not alone.quality.shows_harm
+    assert not together.shows_harm
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.floats(0.01, 0.99))
+def test_the_chance_of_uneven_arms_is_that_of_the_binomial_distribution(old: int, new: int, share: float) -> None:
+    units = old + new
+    chances = [math.comb(units, k) * share**k * (1 - share) ** (units - k) for k in range(units + 1)]
+    tails = math.fsum(chances[: new + 1]), math.fsum(chances[new:])
+    tail = tails[1] if new > units * share else tails[0]
+    assert uneven_p_value(old, new, share) == pytest.approx(min(1.0, 2 * tail), rel=1e-9)
+
+
+def test_what_chance_does_not_explain() -> None:
+    assert uneven_p_value(500, 500, 0.5) > 0.9
+    assert uneven_p_value(545, 455, 0.5) > 0.001 > uneven_p_value(555, 445, 0.5)
+    assert uneven_p_value(100_000, 0, 0.5) == 0.0
+    assert uneven_p_value(450_000, 50_000, 0.1) > 0.9
+
+
 def test_a_comparison_of_before_and_after_would_not_do() -> None:
     """What both arms share does not matter: drift alone shows nothing, although all outcomes get worse."""
-    test, rng = SequentialTest(0.5), random.Random(3)
+    test, rng = SequentialTest(0.5, QUALITY_LIMIT), random.Random(3)
     for place in range(2000):
         test.add(is_new=rng.random() < 0.5, success=rng.random() < 0.95 - 0.9 * place / 2000)
     assert not test.shows_harm
