@@ -89,7 +89,7 @@ class WatchFigures(Struct, frozen=True):
 
 
 def figure_text(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:,.0f}" if 10 <= value < 1e6 else f"{value:.2g}"
 
 
 def _rate(rate: float | None) -> str:

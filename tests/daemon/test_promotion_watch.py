@@ -15,7 +15,7 @@ from flywheel.config import NoticeType
 from flywheel.daemon.deployer import SplitRequest
 from flywheel.daemon.promotion_watch import PromotionWatch, outcome_of_call
 from flywheel.daemon.status import snapshot
-from flywheel.daemon.watch_figures import figures_of
+from flywheel.daemon.watch_figures import figure_text, figures_of
 from flywheel.records.skipping import AWAITS_TOOLS
 from flywheel.records.states import SkipReason, TaskState, WatchState
 from flywheel.sources.call_puller import CallLogCopy
@@ -502,6 +502,10 @@ CALLS: list[tuple[dict[str, Any], Outcome | None]] = [
         Outcome(Result.FAILURE, "a cut answer"),
     ),
 ]
+
+
+def test_a_huge_e_value_is_told_in_short() -> None:
+    assert [figure_text(value) for value in (0.333, 19.6, 1234.4, 3.2e30)] == ["0.33", "20", "1,234", "3.2e+30"]
 
 
 @for_each("values, expected", CALLS)
