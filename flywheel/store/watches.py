@@ -22,7 +22,7 @@ from flywheel.records.request_id import BASE_VERSION
 from flywheel.records.skipping import AWAITS_TOOLS
 from flywheel.records.states import ReplyState, SkipReason, TaskState, WatchState
 from flywheel.store import deployments as deployed
-from flywheel.store.kernel.bulk import chunks, rows_in
+from flywheel.store.kernel.bulk import rows_in
 from flywheel.store.kernel.schema import (
     deployments,
     duplicates,
@@ -195,25 +195,19 @@ def undecided(conn: Connection, watch_id: int) -> list[Row[Any]]:
 def decide(conn: Connection, watch_id: int, found: Mapping[str, Outcome], now_ns: int) -> None:
     """Store outcomes by unit, in their order; one that is known stays."""
     own = watch_units.c.watch_id == watch_id
-    removed = [unit for unit, outcome in found.items() if outcome.result is Result.NO_UNIT]
-    is_open = watch_units.c.place.is_(None)
-    for some in chunks(removed):
-        conn.execute(update(watch_units).where(own, is_open, watch_units.c.unit.in_(some)).values(arm=""))
     place = int(conn.execute(select(func.coalesce(func.max(watch_units.c.place), 0)).where(own)).scalar_one())
     for unit, outcome in found.items():
-        if outcome.result is Result.NO_UNIT:
-            continue
         place += 1
-        conn.execute(
-            update(watch_units)
-            .where(own, watch_units.c.unit == unit, is_open)
-            .values(
-                place=place,
-                outcome=outcome.result.value,
-                why=outcome.why,
-                delay_seconds=func.max(0.0, (now_ns - watch_units.c.ended_ns) / 1e9),
-            )
-        )
+        values = {
+            "place": place,
+            "outcome": outcome.result.value,
+            "why": outcome.why,
+            "delay_seconds": func.max(0.0, (now_ns - watch_units.c.ended_ns) / 1e9),
+        }
+        if outcome.result is Result.NO_UNIT:
+            values["arm"] = ""
+        is_own = own, watch_units.c.unit == unit, watch_units.c.place.is_(None)
+        conn.execute(update(watch_units).where(*is_own).values(values))
 
 
 def outcomes_of(conn: Connection, request_ids: Sequence[str], late: Collection[str] = ()) -> dict[str, Outcome]:
