@@ -17,7 +17,7 @@ from flywheel.daemon.promotion_watch import PromotionWatch, outcome_of_call
 from flywheel.daemon.status import snapshot
 from flywheel.daemon.watch_figures import figure_text, figures_of
 from flywheel.records.skipping import AWAITS_TOOLS
-from flywheel.records.states import SkipReason, TaskState, WatchState
+from flywheel.records.states import ReplyState, SkipReason, TaskState, WatchState
 from flywheel.sources.call_puller import CallLogCopy
 from flywheel.sources.calls.parsing import parse
 from flywheel.store import deployments, notices, watches
@@ -381,6 +381,10 @@ async def test_a_reply_that_has_not_ended_after_a_day_is_missing(watched: Watche
         for place in (3, 4):
             put_replies(conn, reply(place, calls=(calls[place].request_id,)))
         conn.execute(update(tasks).where(tasks.c.id == 1).values(state=TaskState.DEAD))
+        put_replies(conn, reply(5, calls=(calls[5].request_id,), skip=SkipReason.UNFINISHED))
+        replies = schema.replies
+        is_last = replies.c.span_id == reply(5).span_id
+        conn.execute(update(replies).where(is_last).values(state=ReplyState.OPEN, skip_reason=None))
 
     await watched.store.write(put)
     await watch.look()
