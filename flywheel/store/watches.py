@@ -230,8 +230,8 @@ def outcomes_of(conn: Connection, request_ids: Sequence[str], late: Collection[s
     )
     found: dict[str, Outcome | None] = {}
     for row in rows_in(conn, query, reply_calls.c.request_id, request_ids):
-        # A call can belong to the same reply in several sources: the one with a task comes first, and decides.
-        if found.get(row.request_id) is None and (row.request_id not in found or row.task is None):
+        # A call can belong to the same reply in several sources: the one with a task comes first.
+        if found.get(row.request_id) is None:
             outcome = _outcome(conn, row)
             if outcome is not None or not _may_never_end(row):
                 found[row.request_id] = outcome
