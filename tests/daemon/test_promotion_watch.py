@@ -174,22 +174,18 @@ async def test_a_version_that_another_one_answers_for_is_not_kept(watched: Watch
 
 @pytest.mark.slow
 async def test_the_loss_that_would_be_noticed_is_of_what_the_new_version_answered(watched: Watched) -> None:
-    await watched.answered("old", GOOD, 100)
+    await watched.answered("old", GOOD, 120)
     await watched.answered("old", BAD, 20)
     await watched.answered("new", GOOD, 90)
     await watched.answered("new", BAD, 10)
-    await watched.watch(until_units=10_000).look()
-    row = await watched.row()
-    all_own = await watched.store.read(figures_of, row)
     await watched.answered("new", GOOD, 10, version="agent@r0001")
     await watched.answered("new", BAD, 10, version="agent@r0001")
     await watched.watch(until_units=10_000).look()
-    figures = await watched.store.read(figures_of, row)
+    figures = await watched.store.read(figures_of, await watched.row())
     assert figures.new.answered == pytest.approx(100 / 120, abs=1e-4)
-    assert all_own.detectable_loss is not None and figures.detectable_loss is not None
-    expected = detectable_loss(240, 0.5, 200 / 240)
-    assert expected is not None
-    assert figures.detectable_loss == pytest.approx(expected * 1.2, rel=1e-3)
+    expected = detectable_loss(260, 120 / 260, 220 / 260)
+    assert expected is not None and figures.detectable_loss is not None
+    assert figures.detectable_loss == pytest.approx(expected * 1.2, rel=1e-4)
     assert await told(watched) == [], "five of six is enough"
 
 
