@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from time import monotonic
 from typing import Final
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
@@ -66,7 +66,7 @@ class Stage:
         while not stopping.is_set():
             await self.wake.wait()
             self.wake.clear()
-            if not stopping.is_set() and time.monotonic() >= self._not_before:
+            if not stopping.is_set() and monotonic() >= self._not_before:
                 await self.attempt()
 
     def retry_now(self) -> None:
@@ -93,10 +93,10 @@ class Stage:
         if self.error is not None:
             log.info("%s: recovered%s", self.name, "" if result is Pass.WORKED else ", as nothing is left to do")
         self.error, self._failures = None, 0
-        is_news = result is Pass.WORKED and time.monotonic() - self._noted_at >= NOTED_SECONDS
+        is_news = result is Pass.WORKED and monotonic() - self._noted_at >= NOTED_SECONDS
         if self._may_fail or is_news:
             await self._note(result)
-            self._may_fail, self._noted_at = False, time.monotonic()
+            self._may_fail, self._noted_at = False, monotonic()
 
     async def _failed(self, error: FlywheelError) -> None:
         # Each error is logged once, not at every attempt.
@@ -109,7 +109,7 @@ class Stage:
             first, longest = self._waits
             # As an exponent, many failures would be too large a number.
             wait = max(wait, min(first * 2 ** min(self._failures - 1, 20), longest))
-            self._not_before = time.monotonic() + wait
+            self._not_before = monotonic() + wait
             if wait < math.inf:
                 asyncio.get_running_loop().call_later(wait, self.wake.set)
         await self._note(error, wait)

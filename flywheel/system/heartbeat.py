@@ -7,8 +7,8 @@ beats for the one in whose context it runs. SQLite beats within a statement.
 from __future__ import annotations
 
 import math
-import time
 from contextvars import ContextVar
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Heart:
     def begin(self) -> None:
         """Begin a pass, in this context: what it calls beats for it."""
         _heart.set(self)
-        self.until = time.monotonic() + PATIENCE_SECONDS
+        self.until = monotonic() + PATIENCE_SECONDS
 
     def rest(self) -> None:
         """Nothing is in progress, or it waits for another stage."""
@@ -38,12 +38,12 @@ class Heart:
     def beat(self, limit: float) -> None:
         if self.until < math.inf:
             # Of several threads, the one with the longest limit counts.
-            self.until = max(self.until, time.monotonic() + PATIENCE_SECONDS + limit)
+            self.until = max(self.until, monotonic() + PATIENCE_SECONDS + limit)
 
     @property
     def overdue_seconds(self) -> float:
         """For how long the present step should have ended; 0 while it may go on."""
-        return max(0.0, time.monotonic() - self.until)
+        return max(0.0, monotonic() - self.until)
 
 
 _heart: ContextVar[Heart] = ContextVar("heart")
