@@ -253,14 +253,7 @@ class Service:
             await self._sources.start()
             scheduler.start()
             self._has_started = True
-            for stage in (
-                self._erasure,
-                self._judge,
-                self._round,
-                *self._beside_rounds,
-                self._reconcile,
-                self._remove,
-            ):
+            for stage in self._stages:
                 stage.wake.set()
             tell_systemd(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)

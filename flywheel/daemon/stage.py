@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 NOTED_SECONDS: Final = 60.0
 """How often success is noted in the state."""
 CLOCK_SECONDS: Final = 1.0
-"""The clock of the machine was set if it moved by more: smaller corrections change no interval noticeably."""
+"""How often is looked whether the clock of the machine was set. Corrections by less change no interval noticeably."""
 
 
 class Stage:
@@ -145,6 +145,7 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
         super().__init__(timezone="UTC", job_defaults={"coalesce": True, "misfire_grace_time": None})
         self._on_clock_set = on_clock_set
         self._moved = moved_seconds()
+        self._tick: asyncio.TimerHandle | None = None
 
     def every(self, seconds: float, name: str, call: Callable[[], object]) -> None:
         self.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
@@ -153,7 +154,9 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
         self.add_job(_in_loop(call), trigger, id=name)
 
     def wakeup(self) -> None:
-        """Run what is due. The timer that calls this is the loop's, which goes by the monotonic clock."""
+        """Run what is due. The timers that call this are the loop's, which goes by the monotonic clock."""
+        if not self.running:
+            return
         by = moved_seconds() - self._moved
         if abs(by) > CLOCK_SECONDS:
             self._moved += by
@@ -165,6 +168,10 @@ class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no t
                     job.reschedule(job.trigger)
             self._on_clock_set()
         super().wakeup()
+        # Its own timer goes by a look at the wall's clock, which may be set just then.
+        if self._tick is not None:
+            self._tick.cancel()
+        self._tick = asyncio.get_running_loop().call_later(CLOCK_SECONDS, self.wakeup)
 
 
 def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:

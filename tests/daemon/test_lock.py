@@ -127,8 +127,9 @@ async def test_a_second_process_finds_the_first_where_the_lock_file_was_removed(
         (tmp_path / "copy").mkdir()
         async with holding(store, tmp_path / "copy"):
             pass
-        for before, after in (('"started":', '"started":1'), ('"boot":"', '"boot":"x')):
-            await store.write(holders.note, HOLDER_NOTE, recorded.replace(before, after))
+        pid, started, boot, folder = recorded.split()
+        for other in (f"{pid} {int(started) - 1} {boot} {folder}", f"{pid} {started} {boot[::-1]} {folder}"):
+            await store.write(holders.note, HOLDER_NOTE, other)
             async with holding(store, tmp_path):
                 pass
         await store.write(holders.note, HOLDER_NOTE, recorded)

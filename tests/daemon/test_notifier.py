@@ -20,10 +20,11 @@ from sqlalchemy import Connection, insert
 
 from flywheel.config import Config, NoticeType, load
 from flywheel.daemon import notifier
-from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.notifier import WAITS, NoticeTarget
+from flywheel.daemon.stage import Stage
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
-from flywheel.store import deployments, ledger, notices, rounds
+from flywheel.store import deployments, ledger, notices, rounds, stages
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel import database, schema
@@ -248,6 +249,30 @@ async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
     assert webhook.subjects()[3:] == ["t-1", "t-2", "t-3", "t-4"]
     assert await target.deliver() is Pass.IDLE
     assert len(webhook.got) == 5, "what has arrived is not sent again"
+
+
+async def test_a_target_that_is_down_fails_until_it_has_its_notice(
+    store: Store, tmp_path: Path, webhook: Webhook
+) -> None:
+    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
+    stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), asyncio.Event()
+    running = asyncio.create_task(stage.run(stopping))
+    webhook.statuses = [500]
+    await store.write(letter, "t-1")
+    stage.wake.set()
+    await until(lambda: stage.error, "the failure")
+    for _ in range(3):
+        stage.wake.set()
+        await until(lambda: not stage.wake.is_set(), "the stage to be woken")
+    assert len(webhook.got) == 1 and stage.error is not None
+    assert "it answered 500" in (await store.read(stages.records))["notice 1"].error
+    stage.retry_now()
+    await until(lambda: stage.error is None, "the notice")
+    stopping.set()
+    stage.wake.set()
+    await running
+    assert len(webhook.got) == 2
+    assert (await store.read(stages.records))["notice 1"].failing_since == ""
 
 
 async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(

@@ -41,9 +41,9 @@ from tests.daemon.following import configuration
 from tests.factories.config import with_settings
 from tests.factories.daemon import running
 from tests.factories.judge_server import JudgeServer
-from tests.factories.judging import config, tell
+from tests.factories.judging import RUBRIC, config, tell
 from tests.factories.state import running_daemon
-from tests.factories.trace import write_lines
+from tests.factories.trace import put_replies, reply, write_lines
 from tests.waiting import until
 
 AWAY = FlywheelError("send it", "nobody answers", "It is sent again.")
@@ -196,6 +196,19 @@ async def test_a_dead_judge_has_not_recovered_while_nothing_is_due(store: Store,
         assert (await judging.run()).result is Pass.IDLE
 
 
+async def test_what_needs_no_judge_says_nothing_of_one_that_is_down(store: Store, tmp_path: Path) -> None:
+    rubric = {"id": "r", "criteria": [{"id": "sound", "type": "degenerate", "required": True}, *RUBRIC["criteria"]]}
+    await tell(store, 3)
+    with JudgeServer(lambda *_: True, behaviour="500") as judge:
+        settings = config(tmp_path, judge, rubric, max_attempts=1)
+        assert (await TaskJudging(store, settings).run()).error is not None
+        failing = await record_of(store, "judge")
+        await store.write(put_replies, reply(7, answer="and again " * 500))
+        report = await TaskJudging(store, settings).run()
+        assert (report.rejected, report.calls, report.result) == (1, 0, Pass.WAITING)
+        assert await record_of(store, "judge") == failing
+
+
 async def test_a_judge_without_work_is_idle(store: Store, tmp_path: Path) -> None:
     await tell(store, 3)
     with JudgeServer(lambda *_: True, behaviour="500") as judge:
@@ -255,7 +268,13 @@ async def test_a_judge_may_take_its_own_time_limit_and_its_stage_hangs_later(
         judge.hold()
         settings = with_settings(
             configuration(tmp_path, [lines]),
-            judge={"base_url": judge.base_url, "model": "j", "timeout_seconds": 3600, "max_attempts": 1},
+            judge={
+                "base_url": judge.base_url,
+                "model": "j",
+                "timeout_seconds": 3600,
+                "max_attempts": 1,
+                "max_thread": 1,
+            },
             daemon={"metrics": "127.0.0.1:0", "drain_seconds": 1},
         )
         async with running(settings) as (service, client):

@@ -115,8 +115,7 @@ class TaskJudging:
         self.grader = Grader(self.rubric, self.judge, calls=calls)
         self.budget = Budget(self.judge.budget, lambda: self._ask(judge_usage.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._failure: FlywheelError | None = None
-        """Why the last run that had work failed, if it did."""
+        self._failed = False
         self._is_recorded = False
         self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
         self._which = which
@@ -178,8 +177,9 @@ class TaskJudging:
     def _note(self, conn: Connection, report: JudgingReport) -> None:
         """Note what the run says of the judge: that it answered, that nothing is left to ask, or its error."""
         due = claims.next_due(conn)
-        judge_failed = any(isinstance(each._failure, JudgeError) for each in (self, *self._others))
-        if report.calls or (report.tasks and not judge_failed):
+        # What needed no call says nothing about a judge that fails.
+        is_failing = bool(stages.record_of(conn, notices.JUDGE).failing_since)
+        if report.calls or (report.tasks and not is_failing):
             report.result = Pass.WORKED
         elif due is None:
             report.result = Pass.IDLE
@@ -224,8 +224,8 @@ class TaskJudging:
             await self._store.write(database.note, unreadable_note, str(self.grader.unreadable or ""))
         if self.grader.unusable and report.error is not None and not report.error.retryable:
             report.error.retry_after = self.judge.retry_undecided_seconds
-        if run.taken or report.error is not None:
-            self._failure = report.error
+        if report.calls or report.error is not None:
+            self._failed = report.error is not None
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
@@ -311,7 +311,7 @@ class TaskJudging:
     def _judge_batches(self, run: _JudgingRun, rejudge: bool, suspect: bool) -> FlywheelError | None:
         """Claim, filter and grade tasks, in a thread of its own. Returns the error that ended it early, if any."""
         # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
-        first = 1 if self._failure or self.grader.unusable else None
+        first = 1 if self._failed or self.grader.unusable else None
         try:
             if self._pre_filter is not None:
                 self._pre_filter.weigh_earlier()
