@@ -169,7 +169,6 @@ class SourceIngestion:
                 batches = self.connector.read(self._source, cursor, final=final)
                 async with aclosing(batches if stop is None else _until(stop, batches)) as coming:
                     async for batch in coming:
-                        beat()
                         await self._record(batch, cursor, total)
                         moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
                         cursor = batch.cursor or cursor
