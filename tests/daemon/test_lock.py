@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -115,7 +116,8 @@ async def test_a_daemon_without_its_lock_file_stops(tmp_path: Path, monkeypatch:
 async def test_a_second_process_finds_the_first_where_the_lock_file_was_removed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with subprocess.Popen(["sleep", "600"]) as first:
+    with subprocess.Popen(["sleep", "600"]) as first, contextlib.ExitStack() as ending:
+        ending.callback(first.kill)
         with monkeypatch.context() as of_first:
             of_first.setattr(holders.os, "getpid", lambda: first.pid)
             await store.write(holders._hold, tmp_path)
