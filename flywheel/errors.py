@@ -27,6 +27,8 @@ class FlywheelError(Exception):
     """
 
     exit_code = EXIT_FAILED
+    retry_after = 0.0
+    """Seconds before which another attempt would be in vain."""
 
     def __init__(self, attempted: str, why: str, hint: str = "", *, retryable: bool = False) -> None:
         self.attempted = redact_secrets(attempted)

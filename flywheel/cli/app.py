@@ -312,6 +312,7 @@ async def open_state(
 ) -> AsyncIterator[Store]:
     """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. `options` are those of
     `Store.open`. Raises StoreError."""
+    from flywheel.store.holder import holding
     from flywheel.store.kernel.database import Store
     from flywheel.store.requests import carry_out
     from flywheel.system.lock import instance_lock
@@ -319,12 +320,13 @@ async def open_state(
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store: Store = await getattr(Store, how)(config.state_dir, **options)
         try:
-            if how != "view" and (warning := await store.write(_owned, config)):
-                complain(warning)
-            if lock:
-                # What was asked for while no daemon was running.
-                await store.write(carry_out)
-            yield store
+            async with holding(store, config.state_dir) if lock else contextlib.nullcontext():
+                if how != "view" and (warning := await store.write(_owned, config)):
+                    complain(warning)
+                if lock:
+                    # What was asked for while no daemon was running.
+                    await store.write(carry_out)
+                yield store
         finally:
             await store.close()
 

@@ -230,7 +230,7 @@ async def _state(options: _Options) -> AsyncIterator[Store]:
             # In the copy, tasks that a running daemon is judging become pending.
             await store.write(claims.release_all, "not judged")
         else:
-            await recover(store, options.config.state_dir, options.config.judge.prices)
+            await recover(store, options.config.state_dir, options.config.judge)
         if options.config.has_trainer:
             # Before new tasks, which follow today's settings: a state without tasks has nothing to look at.
             await apply_model_rules(store, options.config)

@@ -90,6 +90,7 @@ async def _forget(
     from flywheel.daemon.erasure import Eraser, report_of, used_for
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import erasures
+    from flywheel.store.holder import holding
     from flywheel.system.lock import instance_lock
 
     async with open_state(config) as store:
@@ -117,7 +118,8 @@ async def _forget(
             while True:
                 try:
                     with instance_lock(config.state_dir):
-                        await eraser.finish()
+                        async with holding(store, config.state_dir):
+                            await eraser.finish()
                 except LockedError:
                     pass
                 row = await store.read(erasures.with_id, number)

@@ -11,13 +11,13 @@ from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
     app,
+    complain,
     load_config,
     open_state,
     print_json,
     require_state,
     run_async,
 )
-from flywheel.errors import ConfigError
 from flywheel.system.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -44,11 +44,7 @@ def prune(
         raise typer.BadParameter("it must be a number", param_hint="--keep-days")
     days = settings.retention.keep_days if keep_days is None else keep_days
     if days is None:
-        raise ConfigError(
-            "remove files of old rounds",
-            "retention.keep_days is null: they are kept forever",
-            "Set --keep-days to the number of days to keep them.",
-        )
+        complain("retention.keep_days is null: files of rounds are kept. --keep-days N removes those of older ones.")
     from flywheel.daemon.rounds.retention import prune_call_logs
 
     removal = run_async(_prune(settings, days, dry_run=dry_run))
@@ -60,10 +56,12 @@ def prune(
         typer.echo(escape_terminal(line, one_line=True))
 
 
-async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
-    from flywheel.daemon.rounds.retention import Retention
+async def _prune(config: Config, keep_days: float | None, *, dry_run: bool) -> Removal:
+    from flywheel.daemon.rounds.retention import Removal, Retention
 
     require_state(config, "remove files of old rounds")
+    if keep_days is None:
+        return Removal()
     async with open_state(config, "view" if dry_run else "open") as store:
         retention = Retention(store, config)
         if dry_run:

@@ -51,6 +51,11 @@ def run(
     settings = load_config(config)
     if settings.assumed:
         log.info("%s", settings.assumed)
+    if web and web_port:
+        from flywheel.system.web_server import bound_socket
+
+        # Else the daemon would start without its pages, whose process finds the port taken.
+        bound_socket(f"serve the pages at 127.0.0.1:{web_port}", "127.0.0.1", web_port, "--web-port").close()
     pages = partial(_pages, find_config(config), web_port) if web else contextlib.nullcontext
     if (error := run_async(_run(settings, once, max_rounds, pages))) is not None:
         raise typer.Exit(error.exit_code)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from flywheel.daemon.watch_figures import WatchStatus
     from flywheel.store.samples import PromptCounts
+    from flywheel.store.stages import StageRecord
 
 ROUND_COLUMNS: Final = ("round", "state", "reward", "held-out score", "why")
 WATCH_SECONDS = 1.0
@@ -195,6 +196,7 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
         *(("samples", text) for text in (_sample_counts if form == "counts" else _samples)(status)),
         *excluded,
         ("judge", _judge(status.judge)),
+        *(("failing", _failing(name, each)) for name, each in status.stages.items() if each.failing_since),
         *(
             ("deployed", f"{own.deployment.alias} → {own.deployment.adapter or 'the base model'}")
             for own in status.targets.values()
@@ -212,7 +214,7 @@ def _facts(status: Status, form: Literal["whole", "short", "counts"] = "whole") 
     if (sent := status.langfuse) is not None:
         counts = f"{quantity(sent.sent, 'score')} sent, {sent.refused:,} refused"
         untraced = f"{quantity(sent.untraced, 'reply', 'replies')} without a trace of OpenTelemetry"
-        facts.append(("langfuse", "\n".join(filter(None, (f"{sent.server}: {counts}, {untraced}", sent.error)))))
+        facts.append(("langfuse", f"{sent.server}: {counts}, {untraced}"))
     if status.next_cron_times:
         facts.append(("cron", f"next at {', '.join(f'{moment(at)} UTC' for at in status.next_cron_times)}"))
     facts += [
@@ -232,6 +234,11 @@ def _source_line(source: SourceStatus) -> str:
     if source.private_traces:
         counts += f", {quantity(source.private_traces, 'private trace')} not stored"
     return f"{short_path(source.path)}: {source_condition(asdict(source))}, {counts}"
+
+
+def _failing(name: str, stage: StageRecord) -> str:
+    again = f", is tried again at {moment(stage.waits_until)} UTC" if stage.waits_until else ""
+    return f"{name} since {moment(stage.failing_since)} UTC{again}\n{stage.error}"
 
 
 def _watched(watch: WatchStatus) -> str:
@@ -292,13 +299,11 @@ def _conditions(conditions: Iterable[str]) -> str:
 
 
 def _judge(judge: JudgeStatus) -> str:
-    """Its error, and its usage in all and by purpose."""
+    """Its usage in all and by purpose."""
     from flywheel.cli.tables import spent
 
     usage = asdict(judge.usage)
-    lines = [judge.error] if judge.error else []
-    if usage["calls"] or not lines:
-        lines.append(spent(usage, 0, asdict(judge.usage.cost) if judge.usage.cost else None))
+    lines = [spent(usage, 0, asdict(judge.usage.cost) if judge.usage.cost else None)]
     parts = [
         f"{purpose} {quantity(used.calls, 'call')}, {used.prompt_tokens + used.completion_tokens:,} tokens"
         + (f", {money(asdict(used.cost))}" if used.cost is not None else "")

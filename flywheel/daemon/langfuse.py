@@ -20,7 +20,7 @@ from typing import Any, Final
 from sqlalchemy import Row
 
 from flywheel.config.export import LangfuseSettings
-from flywheel.daemon.notifier import STORED_AFTER, RetriedTarget
+from flywheel.daemon.notifier import LONGEST_WAIT_SECONDS, STORED_AFTER, Target
 from flywheel.errors import NotifyError
 from flywheel.judge.annotations import OWN_SCORES
 from flywheel.records.verdict import Outcome
@@ -29,6 +29,7 @@ from flywheel.store import notices, scores
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.reply_names import run_of
+from flywheel.store.stages import Pass
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,14 @@ _TRACE: Final = re.compile("[0-9a-f]{32}")
 _SPAN: Final = re.compile("[0-9a-f]{16}")
 
 
-class LangfuseExport(RetriedTarget):
+class LangfuseExport(Target):
     """Where scores are sent. Its note has the position among the events, and counts what was sent and what not."""
 
     def __init__(self, store: Store, settings: LangfuseSettings) -> None:
         self._store = store
         self._settings = settings
         self._attempted = f"send scores to Langfuse at {settings.server}"
-        self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0, "error": ""}
+        self._note: dict[str, Any] = {"event": None, "sent": 0, "refused": 0, "untraced": 0}
         self._counts = Counter[str]()
         self._waiting: list[int] = []
         """Numbers of the replies whose scores are to be sent. No text is kept: it may be erased before it is sent."""
@@ -58,22 +59,19 @@ class LangfuseExport(RetriedTarget):
         self._position = 0
 
     async def begin(self) -> None:
-        """Find the position. What was judged before the export was configured is not sent."""
         if known := await self._store.read(database.noted, self._settings.note_key):
             self._note = json.loads(known)
         else:
             await self._keep(event=await self._store.read(notices.newest_event))
         self._position = self._note["event"]
 
-    async def deliver(self) -> None:
-        """Send the scores of what was judged since, unless Langfuse failed a short time ago. Raises NotifyError."""
-        try:
-            while not self.is_waiting and await self._has_next():
-                await self._send_all()
-                await self._keep_position()
-        except NotifyError as error:
-            await self._keep(error=str(error))
-            raise
+    async def deliver(self) -> Pass:
+        result = Pass.IDLE
+        while await self._has_next():
+            await self._send_all()
+            await self._keep_position()
+            result = Pass.WORKED
+        return result
 
     async def _has_next(self) -> bool:
         """Find the next replies whose scores are to be sent, unless some are waiting."""
@@ -90,7 +88,7 @@ class LangfuseExport(RetriedTarget):
 
     async def _keep_position(self) -> None:
         counts = {name: self._note[name] + number for name, number in self._counts.items()}
-        await self._keep(event=self._position, error="", **counts)
+        await self._keep(event=self._position, **counts)
         self._counts.clear()
 
     async def _keep(self, **changes: Any) -> None:
@@ -161,10 +159,10 @@ class LangfuseExport(RetriedTarget):
                     raise self._failure(f"it answered {answer.status_code}", at_least=after)
                 self._counts["refused" if answer.status_code in REFUSED else "sent"] += 1
                 self._done.add(score["id"])
-                self.succeeded()
 
     def _failure(
         self, why: str, hint: str = "They are sent later; check export.langfuse.host.", at_least: float = 0.0
     ) -> NotifyError:
-        self.failed(at_least)
-        return NotifyError(self._attempted, why, hint, retryable=True)
+        error = NotifyError(self._attempted, why, hint, retryable=True)
+        error.retry_after = min(at_least, LONGEST_WAIT_SECONDS)
+        return error

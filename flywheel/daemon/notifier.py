@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -34,6 +35,8 @@ from flywheel.store import notices
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.notices import Notice
+from flywheel.store.stages import Pass
+from flywheel.system.heartbeat import beat
 
 log = logging.getLogger(__name__)
 
@@ -43,35 +46,26 @@ NOTICES_AT_ONCE: Final = 100
 """Notices of the same type that are sent together."""
 STORED_AFTER: Final = 20_000
 """A position that no notice moved is stored after this many events."""
-FIRST_WAIT_SECONDS: Final = 5.0
 LONGEST_WAIT_SECONDS: Final = 3600.0
+WAITS: Final = 5.0, LONGEST_WAIT_SECONDS
+"""After a failure, at first and at most."""
 SECRET_PREFIX: Final = "whsec_"
 """Marks a key in base64; other keys are used as they are."""
 
 
-class RetriedTarget:
-    """A target that is tried again after a growing time while it fails."""
+class Target(ABC):
+    """What the daemon sends to."""
 
-    _failures = 0
-    _not_before = float("-inf")
+    @abstractmethod
+    async def begin(self) -> None:
+        """Find the position among the events. A new target is not told of what happened before."""
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it failed a short time ago."""
-        return time.monotonic() < self._not_before
-
-    def failed(self, at_least: float = 0.0) -> None:
-        """Wait `at_least` so many seconds, as far as a target may ask for."""
-        self._failures += 1
-        # As an exponent, many failures would be too large a number.
-        wait = max(at_least, FIRST_WAIT_SECONDS * 2 ** min(self._failures - 1, 20))
-        self._not_before = time.monotonic() + min(wait, LONGEST_WAIT_SECONDS)
-
-    def succeeded(self) -> None:
-        self._failures = 0
+    @abstractmethod
+    async def deliver(self) -> Pass:
+        """Send what is new. Raises NotifyError; what did not arrive is sent by the next call."""
 
 
-class NoticeTarget(RetriedTarget):
+class NoticeTarget(Target):
     """One entry of `notify`."""
 
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
@@ -91,18 +85,14 @@ class NoticeTarget(RetriedTarget):
         return urlsplit(self._settings.target or "").hostname or f"${self._settings.url_env}"
 
     async def begin(self) -> None:
-        """Find the position. A new target is not told of what happened before."""
         if known := await self._store.read(database.noted, self._key):
             self._position = self._stored = int(known)
         else:
             self._position = await self._store.read(notices.newest_event)
             await self._keep(self._position)
 
-    async def deliver(self) -> None:
-        """Send what is new, unless the target failed a short time ago. Raises NotifyError."""
-        if self.is_waiting:
-            return
-        wanted = frozenset(self._settings.on)
+    async def deliver(self) -> Pass:
+        wanted, result = frozenset(self._settings.on), Pass.IDLE
         while True:
             # Read again before each attempt: what was erased since is not sent.
             limits = {"limit": EVENTS_AT_ONCE, "most": NOTICES_AT_ONCE}
@@ -113,9 +103,10 @@ class NoticeTarget(RetriedTarget):
                 sent = [notice for notice in alike if notice.id <= self._sent_in_vain] or alike
                 await self._send(sent)
                 await self._keep(sent[-1].id)
+                result = Pass.WORKED
                 continue
             if end == self._position:
-                return
+                return result
             self._position = end
             if self._position - self._stored > STORED_AFTER:
                 await self._keep(self._position)
@@ -133,9 +124,7 @@ class NoticeTarget(RetriedTarget):
                 await self._post(f"{self._alias}-{sent[0].id}-{sent[-1].id}", body)
         except NotifyError:
             self._sent_in_vain = sent[-1].id
-            self.failed()
             raise
-        self.succeeded()
 
     def _content(self, sent: Sequence[Notice]) -> dict[str, Any]:
         text = sent[0].text if len(sent) == 1 else f"{len(sent)} times {sent[0].type.value}, first: {sent[0].text}"
@@ -210,6 +199,7 @@ class NoticeTarget(RetriedTarget):
             )
         except (OSError, ValueError) as error:
             raise NotifyError(attempted, getattr(error, "strerror", None) or str(error), hint) from None
+        beat(self._settings.timeout_seconds)
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
                 await process.communicate(body)

@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 
 from flywheel.daemon.status import JudgeStatus, LiveRound, SourceStatus, Status, TargetStatus
 from flywheel.judge.usage import CALL_TIMES
+from flywheel.store import notices
+from flywheel.store.stages import StageRecord
 
 
 def exposition(status: Status) -> bytes:
@@ -38,6 +40,7 @@ class _StatusMetrics(Collector):
         yield _gauge("dead_letters_open", "Dead letters that are neither retried nor dropped.", status.dead_letters)
         yield from _of_pipeline(status)
         yield from _of_sources(status.sources)
+        yield from _of_stages(status.stages)
         yield from _of_judge(status.judge)
         text = "The newest verdicts that did not accept, by the criterion that was not met."
         yield _gauge("recent_rejections", text, status.recent_verdicts.rejected_by, "criterion")
@@ -94,6 +97,14 @@ def _of_sources(sources: list[SourceStatus]) -> Iterator[Metric]:
     yield _gauge("source_skipped", "Replies of a source that became no task.", skipped, "source", "reason")
 
 
+def _of_stages(stages: Mapping[str, StageRecord]) -> Iterator[Metric]:
+    failing = {name: bool(each.failing_since) for name, each in stages.items()}
+    yield _gauge("stage_failing", "Whether a stage of the daemon fails.", failing, "stage")
+    worked = {name: _seconds(each.last_ok) for name, each in stages.items() if each.last_ok}
+    yield _gauge("stage_last_ok_timestamp_seconds", "When the work of a stage last succeeded.", worked, "stage")
+    yield _gauge("judge_failing", "Whether judging is stopped by an error.", failing.get(notices.JUDGE, False))
+
+
 def _of_judge(judge: JudgeStatus) -> Iterator[Metric]:
     calls = CounterMetricFamily("flywheel_judge_calls", "Calls of the judge by purpose.", labels=["purpose"])
     tokens = CounterMetricFamily(
@@ -112,7 +123,6 @@ def _of_judge(judge: JudgeStatus) -> Iterator[Metric]:
         "judge_cost", "What those tokens cost by judge.prices at the time of the calls.", costs, "purpose", "currency"
     )
     yield _gauge("judge_tokens_today", "Tokens, sent and received, since midnight UTC.", judge.tokens_today)
-    yield _gauge("judge_failing", "Whether judging is stopped by an error.", bool(judge.error))
     text = "Duration of the judge's calls by this process, by endpoint and outcome."
     times = HistogramMetricFamily("flywheel_judge_call_seconds", text, labels=["endpoint", "outcome"])
     for endpoint, outcome, counts, seconds in CALL_TIMES.histograms():

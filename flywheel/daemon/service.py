@@ -12,35 +12,36 @@ import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
-
-from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
 from flywheel.config import Config
 from flywheel.config.crontab import cron_trigger
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.erasure import Eraser
-from flywheel.daemon.judging.judging import TaskJudging, recover
+from flywheel.daemon.judging.judging import CLAIMED_PER_THREAD, TaskJudging, recover
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.metrics_server import MetricsServer
-from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.notifier import WAITS, NoticeTarget, Target
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.rounds.retention import Retention
 from flywheel.daemon.rounds.rounds import Rounds
 from flywheel.daemon.rounds.worker_process import STOP_SECONDS
 from flywheel.daemon.source_supervisor import SourceSupervisor
-from flywheel.daemon.stage import Stage
-from flywheel.daemon.status import snapshot
-from flywheel.errors import ConfigError, FlywheelError, LockedError, NotifyError, ServeError, TrainError
-from flywheel.judge.usage import BudgetSpentError, CallsInFlight, today
+from flywheel.daemon.stage import Intervals, Stage, undisturbed
+from flywheel.daemon.status import LANGFUSE, snapshot
+from flywheel.errors import ConfigError, FlywheelError, LockedError, ServeError, StoreError, TrainError
+from flywheel.judge.usage import CallsInFlight
 from flywheel.records.states import RoundState
 from flywheel.serving.client.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
-from flywheel.store import claims, erasures, verdicts
+from flywheel.store import claims, erasures, stages, verdicts
 from flywheel.store.erasures import ErasureState
 from flywheel.store.kernel.database import Store
 from flywheel.store.requests import RequestKind
+from flywheel.store.stages import Pass
+from flywheel.system.lock import INSTANCE_LOCK, is_lost
 from flywheel.system.process import feed_watchdog, in_container, tell_systemd, trim_malloc
 from flywheel.system.signals import on_signal
 
@@ -69,8 +70,9 @@ class MemoryRelease:
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 15.0
-"""How often stages retry what nothing wakes them for: undecided tasks, an unreachable judge or server."""
+RETRY_SECONDS = stages.RETRY_SECONDS
+ERASURE_SECONDS = 60.0
+"""How often an unfinished erasure is tried again."""
 PURGE_SECONDS = 5.0
 """How long a purge waits for readers; it is tried again."""
 REQUEST_SECONDS = 1.0
@@ -96,7 +98,10 @@ class Service:
         self._deployer = Deployer(store, config)
         self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
         self._eraser = Eraser(store, config, self._ingestion, self._rounds.cancel_erased)
-        self._erasures: frozenset[int] = frozenset()
+        self._attempted: frozenset[int] = frozenset()
+        """The open erasures that were tried."""
+        self._judging = asyncio.Lock()
+        """Held while something is judged, or erased: nothing of an erased task may be in work."""
         self._window = False
         self._max_rounds: int | None = None
         self._finished_rounds = 0
@@ -105,19 +110,26 @@ class Service:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
-        self._judge = Stage("judge", self._do_judge)
-        self._round = Stage("rounds", self._do_round)
+        # What judging says is noted where it judges, as commands do.
+        self._judge = Stage("judge", self._do_judge, waits=(RETRY_SECONDS, RETRY_SECONDS))
+        self._erasure = Stage("erasures", self._do_erase, store=store)
+        self._round = Stage("rounds", self._do_round, store=store)
         # Beside it: a candidate that may be promoted now does not wait for the worker of another round.
-        self._promotion = Stage("promotions", self._do_promotions)
-        self._watch = PromotionWatch(store, config, self._deployer)
+        watch, own = PromotionWatch(store, config, self._deployer), self._rounds
+        self._promotion = Stage("promotions", partial(self._quietly, own.promote_passed), store=store)
+        self._beside_rounds = (
+            Stage("promotion watch", partial(self._quietly, watch.look), store=store),
+            Stage("rounds of rolled back adapters", partial(self._quietly, own.cancel_rolled_back), store=store),
+            Stage("rounds of erased tasks", partial(self._quietly, own.cancel_erased), store=store),
+            self._promotion,
+        )
         self._new_tasks = 0
-        self._budget_spent_on: str | None = None
         self._rejects_all = False
         self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
         self._reconcile = Stage("reconcile", self._do_reconcile)
         self._prune = Stage("prune", self._sources.prune)
         self._retention = Retention(store, config)
-        self._remove = Stage("retention", self._retention.prune)
+        self._remove = Stage("retention", self._retention.prune, store=store)
         self._request_watch = RequestWatch(store)
         self._requests = Stage("requests", self._do_requests)
         self._memory_release = MemoryRelease(store)
@@ -125,31 +137,35 @@ class Service:
         self.metrics = MetricsServer(
             config.daemon,
             lambda: store.read(snapshot, config),
-            self._ended_stages,
+            self._unhealthy,
             self._unready,
             self._sources.concern,
         )
         self._metrics = Stage("metrics", self.metrics.listen)
         self._stages = (
-            self._judge, self._round, self._promotion, self._reconcile, self._prune, self._remove, self._memory,
-            self._metrics, self._requests,
+            # Erasures first: they begin before what is judged.
+            self._erasure, self._judge, self._round, *self._beside_rounds, self._reconcile, self._prune, self._remove,
+            self._memory, self._metrics, self._requests,
         )  # fmt: skip
-        self._targets: list[NoticeTarget | LangfuseExport] = [
-            NoticeTarget(store, config, each) for each in config.notify
-        ]
-        self._notices = [Stage(f"notice {n}", target.deliver) for n, target in enumerate(self._targets, 1)]
+        self._targets: dict[str, Target] = {
+            f"notice {n}": NoticeTarget(store, config, each) for n, each in enumerate(config.notify, 1)
+        }
         if config.export.langfuse is not None:
-            self._targets.append(LangfuseExport(store, config.export.langfuse))
-            self._notices.append(Stage("langfuse", self._targets[-1].deliver))
+            self._targets[LANGFUSE] = LangfuseExport(store, config.export.langfuse)
+        self._notices = [
+            Stage(name, target.deliver, store=store, waits=WAITS) for name, target in self._targets.items()
+        ]
+        self._clock_was_set = self._lost_lock = False
         self._running: list[asyncio.Task[None]] = []
         self._has_started = False
 
     async def recover(self) -> None:
         """Clean up after a process that died. The instance lock excludes others."""
-        for target in self._targets:
+        for target in self._targets.values():
             await target.begin()
+        await self._store.write(stages.forget_others, [each.name for each in (*self._stages, *self._notices)])
         await asyncio.to_thread(self._ingestion.remove_left)
-        released, dead = await recover(self._store, self._config.state_dir, self._config.judge.prices)
+        released, dead = await recover(self._store, self._config.state_dir, self._config.judge)
         failed = await self._deployer.recover()
         for task in dead:
             log.error(
@@ -176,7 +192,9 @@ class Service:
                 await self._do_reconcile()
             except ServeError as failure:
                 log.warning("%s", failure)
-            await self._do_promotions()
+            for stage in self._beside_rounds:
+                await stage.attempt()
+                error = stage.error or error
             state = await self._rounds.finish_live()
             rounds = 0
             while (
@@ -201,19 +219,18 @@ class Service:
 
     async def _deliver_notices(self) -> None:
         """Send the notices and scores of this run; what does not arrive is sent by the next one."""
-        for target in self._targets:
+        for stage in self._notices:
             try:
                 async with asyncio.timeout(DELIVERY_SECONDS):
-                    await target.deliver()
-            except NotifyError as failure:
-                log.warning("%s", failure)
+                    await stage.attempt()
             except TimeoutError:
                 log.warning("not everything was sent within %g s: the next run sends the rest", DELIVERY_SECONDS)
 
     async def run(self, max_rounds: int | None = None) -> None:
         """Run until SIGTERM, SIGINT or `max_rounds` finished rounds. A second signal skips the drain.
 
-        Raises ConfigError when a worker is to outlive this process where none can.
+        Raises ConfigError when a worker is to outlive this process where none can, and LockedError when the lock file
+        was removed or replaced: another daemon may have it.
         """
         if self._detaches and in_container():
             raise ConfigError(
@@ -236,7 +253,7 @@ class Service:
             await self._sources.start()
             scheduler.start()
             self._has_started = True
-            for stage in (self._judge, self._round, self._promotion, self._reconcile, self._remove):
+            for stage in self._stages:
                 stage.wake.set()
             tell_systemd(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
@@ -253,14 +270,26 @@ class Service:
             await asyncio.gather(*notices, return_exceptions=True)
             beating.cancel()
             await self.metrics.stop()
+        if self._lost_lock:
+            raise LockedError(
+                f"go on with {self._config.state_dir}",
+                f"its file {INSTANCE_LOCK} was removed or replaced, so that another daemon can begin",
+                "Start one again, and leave that file.",
+            )
 
-    def _ended_stages(self) -> str:
-        """Stages that have ended although they never should; empty without one."""
-        ended = [task.get_name() for task in self._running if task.done() and not self._stopping.is_set()]
-        return f"ended: {', '.join(ended)}; restart the daemon" if ended else ""
+    def _unhealthy(self) -> str:
+        """Stages that have ended although they never should, or hang; empty without one."""
+        if self._stopping.is_set():
+            return ""
+        ended = [f"ended: {task.get_name()}" for task in self._running if task.done()]
+        every = (*self._stages, *self._notices, *self._sources.stages)
+        hanging = [f"hangs: {each.name}" for each in every if each.heart.overdue_seconds]
+        return f"{', '.join((*ended, *hanging))}; restart the daemon" if ended or hanging else ""
 
     def _unready(self) -> str:
-        return "stopping" if self._stopping.is_set() else "" if self._has_started else "starting"
+        if not self._has_started:
+            return "starting"
+        return "stopping" if self._stopping.is_set() else self._sources.overdue
 
     def _longest_end_seconds(self) -> float:
         """The longest stop: judge calls in flight, a worker that is killed, a swap that is rolled back."""
@@ -304,35 +333,37 @@ class Service:
         await asyncio.gather(*running, stop_sources, hurried, return_exceptions=True)
         await self._ingestion.close()
 
-    def _schedule(self) -> AsyncIOScheduler:
-        # A job that a busy loop delayed, such as a cron window, still runs, once.
-        late = {"coalesce": True, "misfire_grace_time": None}
-        scheduler = AsyncIOScheduler(timezone="UTC", job_defaults=late)
-
-        def every(seconds: float, name: str, call: Callable[[], object]) -> None:
-            scheduler.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
-
+    def _schedule(self) -> Intervals:
+        scheduler = Intervals(self._after_clock_set)
+        every = scheduler.every
         every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
-        every(RETRY_SECONDS, "judge", self._retry_judging)
-        every(RETRY_SECONDS, "rounds", self._round.wake.set)
-        every(RETRY_SECONDS, "promotions", self._promotion.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
-        every(REQUEST_SECONDS, "requests", self._requests.wake.set)
-        every(RETRY_SECONDS, "memory", self._memory.wake.set)
-        every(RETRY_SECONDS, "metrics", self._metrics.wake.set)
-        for stage in self._notices:
-            every(NOTICE_SECONDS, stage.name, stage.wake.set)
-        every(PRUNE_SECONDS, "prune", self._prune.wake.set)
-        every(PRUNE_SECONDS, "retention", self._remove.wake.set)
-        every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)
+        every(REQUEST_SECONDS, "lock", self._check_lock)
+        for seconds, woken in (
+            (RETRY_SECONDS, (self._judge, self._round, *self._beside_rounds, self._memory, self._metrics)),
+            (ERASURE_SECONDS, (self._erasure,)),
+            (REQUEST_SECONDS, (self._requests,)),
+            (NOTICE_SECONDS, self._notices),
+            (PRUNE_SECONDS, (self._prune, self._remove)),
+            (self._config.daemon.reconcile_seconds, (self._reconcile,)),
+        ):
+            for stage in woken:
+                every(seconds, stage.name, stage.wake.set)
         if self._config.trigger.cron:
-            scheduler.add_job(_in_loop(self._open_window), cron_trigger(self._config.trigger.cron), id="cron")
+            scheduler.at(cron_trigger(self._config.trigger.cron), "cron", self._open_window)
         return scheduler
 
-    def _retry_judging(self) -> None:
-        # With the day's budget spent, a run would claim the same tasks, and release them.
-        if self._budget_spent_on != today():
-            self._judge.wake.set()
+    def _after_clock_set(self) -> None:
+        self._clock_was_set = True
+        for stage in (*self._stages, *self._notices):
+            stage.retry_now()
+        self._sources.poll()
+
+    def _check_lock(self) -> None:
+        if is_lost(self._config.state_dir) and not self._stopping.is_set():
+            log.error("the file %s was removed or replaced: stopping", self._config.state_dir / INSTANCE_LOCK)
+            self._lost_lock = True
+            self.stop()
 
     def _judge_new(self, new: int) -> None:
         self._new_tasks += new
@@ -343,12 +374,17 @@ class Service:
         self._window = True
         self._round.wake.set()
 
-    async def _do_judge(self) -> None:
-        await self._erase()
-        new, self._new_tasks = self._new_tasks, 0
-        report = await self._filtering.run(stop=self._stop_judging)
-        spent = isinstance(report.error, BudgetSpentError)
-        self._budget_spent_on = today() if spent else None
+    async def _do_judge(self) -> Pass:
+        # An erasure that has to be tried again waits for one batch.
+        most = CLAIMED_PER_THREAD * self._filtering.judge.max_thread if await self._eraser.has_work() else None
+        async with undisturbed(self._judging):
+            new, self._new_tasks = self._new_tasks, 0
+            if self._clock_was_set:
+                await self._store.write(claims.bound_waits, self._config.judge.retry_undecided_seconds)
+                self._clock_was_set = False
+            report = await self._filtering.run(limit=most, stop=self._stop_judging)
+        if report.tasks == most:
+            self._judge.wake.set()
         if new or report.judged:
             log.info("%d new tasks; judged %d: %d accepted, %d rejected, %d undecided", new, report.judged,
                      report.accepted, report.rejected, report.undecided)  # fmt: skip
@@ -358,27 +394,37 @@ class Service:
             await self._warn_of_rejections()
         if report.error is not None:
             raise report.error
+        return report.result
 
-    async def _erase(self) -> None:
-        """Carry out erasures that people asked for, while nothing is judged. What fails is tried again."""
+    async def _do_erase(self) -> Pass:
+        """Carry out erasures that people asked for, while nothing is judged."""
+        if not await self._eraser.has_work():
+            return Pass.IDLE
+        asked_for = await self._open_erasures()
+        if asked_for - self._attempted:
+            # What is being judged is ended first; a later attempt waits for the end of its batch.
+            self._stop_judging.set()
+        self._attempted = asked_for
         try:
-            if await self._eraser.has_work():
-                if not await self._eraser.finish(PURGE_SECONDS):
-                    log.warning("erased, not yet purged: another process reads an older state; it is tried again")
-                # What rounds may take has changed.
-                self._round.wake.set()
-        except FlywheelError as error:
-            log.error("%s", error)
-        if not self._stopping.is_set():
-            self._stop_judging.clear()
+            async with undisturbed(self._judging):
+                is_purged = await self._eraser.finish(PURGE_SECONDS)
+        finally:
+            if not self._stopping.is_set():
+                self._stop_judging.clear()
+            # What may be judged, and what rounds may take, has changed.
+            self._judge.wake.set()
+            self._round.wake.set()
+        if not is_purged:
+            why = "another process reads an older state"
+            raise StoreError("purge what was erased", why, "It is tried again every minute.", retryable=True)
+        return Pass.WORKED
+
+    async def _open_erasures(self) -> frozenset[int]:
+        return frozenset(row.id for row in await self._store.read(erasures.in_states, ErasureState.OPEN))
 
     async def _do_requests(self) -> None:
-        waiting = frozenset(row.id for row in await self._store.read(erasures.in_states, ErasureState.OPEN))
-        if waiting - self._erasures:
-            # What is being judged is ended first.
-            self._stop_judging.set()
-            self._judge.wake.set()
-        self._erasures = waiting
+        if await self._open_erasures() - self._attempted:
+            self._erasure.wake.set()
         kinds = await self._request_watch.look()
         if RequestKind.RETRY in kinds:
             self._sources.read_again()
@@ -394,24 +440,25 @@ class Service:
             log.warning("%s", warning)
         self._rejects_all = bool(warning)
 
-    async def _do_promotions(self) -> None:
-        """Look at the promotion that is watched, end the round of an adapter that was rolled back or of erased
-        tasks, and promote what waited for the watch, or for a person."""
-        await self._watch.look()
-        await self._rounds.cancel_rolled_back()
-        await self._rounds.cancel_erased()
-        await self._rounds.promote_passed()
+    @staticmethod
+    async def _quietly(look: Callable[[], Awaitable[object]]) -> Pass:
+        """A look that usually finds nothing to do."""
+        await look()
+        return Pass.IDLE
 
-    async def _do_round(self) -> None:
+    async def _do_round(self) -> Pass:
         ended = await self._rounds.finish_live()
         window, self._window = self._window, False
+        result = Pass.IDLE
         while True:
+            if ended is not None:
+                result = Pass.WORKED
             if ended is not None:
                 self._finished_rounds += 1
                 if self._finished_rounds == self._max_rounds:
                     self.stop()
             if self._stopping.is_set() or not await self._rounds.start_due(window=window):
-                return
+                return result
             window = False
             ended = await self._rounds.finish_live()
 
@@ -435,12 +482,3 @@ class Service:
         if self._replica_errors and not errors:
             log.info("all inference servers have recovered")
         self._replica_errors = frozenset(errors)
-
-
-def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:
-    """A job for the scheduler that runs in the event loop: the scheduler runs plain functions in threads."""
-
-    async def job() -> None:
-        call()
-
-    return job

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from flywheel.config import CallsSource, Config, JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
@@ -25,6 +25,7 @@ from flywheel.sources.otlp.inbox import inbox_of, prune
 from flywheel.sources.watcher import Watcher
 from flywheel.store.kernel.database import Store
 from flywheel.store.ledger import Recorded
+from flywheel.system.clock import steady
 
 if TYPE_CHECKING:
     from flywheel.sources.otlp.receiver import Receiver
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 DEBOUNCE_SECONDS = 0.01
 """Delay between a change and its pass: a burst of commits needs one pass."""
+POLL_SLACK_SECONDS: Final = 60.0
+"""A poll that is late by more is overdue: a busy machine delays it by less."""
 
 
 class SourceSupervisor:
@@ -60,6 +63,7 @@ class SourceSupervisor:
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
         self._warned: set[Path] = set()
+        self._polled_at = math.inf
 
     async def start(self) -> None:
         """Start receivers, watches and passes. Raises FlywheelError if a receiver cannot listen at its address."""
@@ -80,6 +84,7 @@ class SourceSupervisor:
         self._start(self._export)
         self._start(self._pull)
         self.refresh()
+        self._polled_at = time.monotonic()
 
     def refresh(self) -> None:
         """Start reading sources that have appeared, and watch directories that have appeared."""
@@ -107,8 +112,19 @@ class SourceSupervisor:
 
     def poll(self) -> None:
         """Read every source and retry the export, whether or not a change was noticed."""
-        for stage in (*self._stages.values(), self._export, self._pull):
+        self._polled_at = time.monotonic()
+        for stage in self.stages:
             stage.wake.set()
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [*self._stages.values(), self._export, self._pull]
+
+    @property
+    def overdue(self) -> str:
+        """That a poll is overdue; empty while it is not."""
+        late = time.monotonic() - self._polled_at - self._config.ingest.poll_seconds
+        return f"a poll is overdue by {late:.0f} s" if late > POLL_SLACK_SECONDS else ""
 
     def read_again(self) -> None:
         """Read every source after what the ledger says of them was changed from outside."""
@@ -156,7 +172,7 @@ class SourceSupervisor:
             # The status shows the latest ones. Their counts change while spans arrive.
             self._warned.add(source.path)
             log.warning("%s", "; ".join(report.warnings))
-        if source.rescan_at <= time.time():
+        if source.rescan_at <= steady():
             self._report_found(source, await source.rescan())
         if source.path not in self._full_scans and await source.is_full_scan_due():
             self._full_scans[source.path] = asyncio.create_task(self._scan(source))
@@ -167,7 +183,7 @@ class SourceSupervisor:
             timer.cancel()
         if (due := source.due_at) < math.inf:
             self._timers[source.path] = asyncio.get_running_loop().call_later(
-                max(0.0, due - time.time()) + 0.001, self._stages[source.path].wake.set
+                max(0.0, due - steady()) + 0.001, self._stages[source.path].wake.set
             )
 
     async def _scan(self, source: SourceIngestion) -> None:

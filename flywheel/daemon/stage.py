@@ -1,40 +1,183 @@
-"""A stage of the daemon: an action that runs whenever it is woken, and again after an error."""
+"""A stage of the daemon: an action that runs whenever it is woken, and again after an error; and the intervals that
+wake stages."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from time import monotonic
+from typing import Final
 
-from flywheel.errors import FlywheelError
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from apscheduler.triggers.base import BaseTrigger
+from apscheduler.triggers.interval import IntervalTrigger
+
+from flywheel.errors import FlywheelError, StoreError
+from flywheel.store import stages
+from flywheel.store.kernel.database import Store
+from flywheel.store.stages import Pass
+from flywheel.system.clock import moved_seconds
+from flywheel.system.heartbeat import Heart, heart
 
 log = logging.getLogger(__name__)
 
+NOTED_SECONDS: Final = 60.0
+"""How often success is noted in the state."""
+CLOCK_SECONDS: Final = 1.0
+"""How often is looked whether the clock of the machine was set. Corrections by less change no interval noticeably."""
+
 
 class Stage:
-    """Runs `action` each time `wake` is set. An error is logged; it does not end the stage."""
+    """Runs `action` each time `wake` is set. An error is logged; it does not end the stage.
 
-    def __init__(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
+    With `waits`, the first and the longest wait in seconds, a failure is followed by one attempt after that time,
+    which doubles each time, or after what the error asks for, whatever wakes the stage meanwhile.
+
+    `action` returns a `Pass`; anything else means that it has worked. With a `store`, its record is kept there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        action: Callable[[], Awaitable[object]],
+        *,
+        store: Store | None = None,
+        waits: tuple[float, float] | None = None,
+    ) -> None:
         self.name = name
         self.wake = asyncio.Event()
+        self.heart = Heart()
+        self.error: FlywheelError | None = None
+        """Why it fails, if it does."""
         self._action = action
-        self._last_error = ""
+        self._store = store
+        self._waits = waits
+        self._failures = 0
+        self._not_before = -math.inf
+        self._may_fail = True
+        """Whether the record in the store may say that it fails: at first, that of an earlier process."""
+        self._noted_at = -math.inf
 
     async def run(self, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             await self.wake.wait()
             self.wake.clear()
-            if stopping.is_set():
-                return
-            try:
-                await self._action()
-                if self._last_error:
-                    log.info("%s: recovered", self.name)
-                self._last_error = ""
-            except FlywheelError as error:
-                # Each error is logged once, not at every attempt.
-                if str(error) != self._last_error:
-                    log.error("%s: %s", self.name, error)
-                self._last_error = str(error)
-            except Exception:
-                log.exception("%s failed; this is a defect, please report it", self.name)
+            if not stopping.is_set() and monotonic() >= self._not_before:
+                await self.attempt()
+
+    def retry_now(self) -> None:
+        """End a wait after a failure."""
+        self._not_before = -math.inf
+        self.wake.set()
+
+    async def attempt(self) -> None:
+        """Run the action once, and note and log what came of it."""
+        self.heart.begin()
+        try:
+            result = await self._action()
+            await self._succeeded(result if isinstance(result, Pass) else Pass.WORKED)
+        except FlywheelError as error:
+            await self._failed(error)
+        except Exception:
+            log.exception("%s failed; this is a defect, please report it", self.name)
+        finally:
+            self.heart.rest()
+
+    async def _succeeded(self, result: Pass) -> None:
+        if result is Pass.WAITING:
+            return
+        if self.error is not None:
+            log.info("%s: recovered%s", self.name, "" if result is Pass.WORKED else ", as nothing is left to do")
+        self.error, self._failures = None, 0
+        is_news = result is Pass.WORKED and monotonic() - self._noted_at >= NOTED_SECONDS
+        if self._may_fail or is_news:
+            await self._note(result)
+            self._may_fail, self._noted_at = False, monotonic()
+
+    async def _failed(self, error: FlywheelError) -> None:
+        # Each error is logged once, not at every attempt.
+        if str(error) != str(self.error):
+            log.error("%s: %s", self.name, error)
+        self.error, self._may_fail = error, True
+        self._failures += 1
+        wait = error.retry_after
+        if self._waits is not None:
+            first, longest = self._waits
+            # As an exponent, many failures would be too large a number.
+            wait = max(wait, min(first * 2 ** min(self._failures - 1, 20), longest))
+            self._not_before = monotonic() + wait
+            if wait < math.inf:
+                asyncio.get_running_loop().call_later(wait, self.wake.set)
+        await self._note(error, wait)
+
+    async def _note(self, result: Pass | FlywheelError, wait: float = 0.0) -> None:
+        if self._store is None:
+            return
+        try:
+            await self._store.write(stages.note, self.name, result, wait)
+        except StoreError as error:
+            log.error("%s: %s", self.name, error)
+
+
+@asynccontextmanager
+async def undisturbed(lock: asyncio.Lock) -> AsyncIterator[None]:
+    """Hold a lock. The wait for another stage is no step of this one."""
+    own = heart()
+    own.rest()
+    async with lock:
+        own.begin()
+        yield
+
+
+class Intervals(AsyncIOScheduler):  # type: ignore[misc]  # the package has no types
+    """Wakes stages after times that have elapsed, and by the wall's clock only where a crontab says so.
+
+    APScheduler knows the wall's clock alone: when that is set, the next times are moved with it, and `on_clock_set`
+    is called.
+    """
+
+    def __init__(self, on_clock_set: Callable[[], object]) -> None:
+        # A job that a busy loop delayed, such as a cron window, still runs, once.
+        super().__init__(timezone="UTC", job_defaults={"coalesce": True, "misfire_grace_time": None})
+        self._on_clock_set = on_clock_set
+        self._moved = moved_seconds()
+        self._tick: asyncio.TimerHandle | None = None
+
+    def every(self, seconds: float, name: str, call: Callable[[], object]) -> None:
+        self.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
+
+    def at(self, trigger: BaseTrigger, name: str, call: Callable[[], object]) -> None:
+        self.add_job(_in_loop(call), trigger, id=name)
+
+    def wakeup(self) -> None:
+        """Run what is due. The timers that call this are the loop's, which goes by the monotonic clock."""
+        if not self.running:
+            return
+        by = moved_seconds() - self._moved
+        if abs(by) > CLOCK_SECONDS:
+            self._moved += by
+            log.warning("the clock of this machine was set by %+.0f s", by)
+            for job in self.get_jobs():
+                if isinstance(job.trigger, IntervalTrigger):
+                    job.modify(next_run_time=job.next_run_time + timedelta(seconds=by))
+                elif by < 0:
+                    job.reschedule(job.trigger)
+            self._on_clock_set()
+        super().wakeup()
+        # Its own timer goes by a look at the wall's clock, which may be set just then.
+        if self._tick is not None:
+            self._tick.cancel()
+        self._tick = asyncio.get_running_loop().call_later(CLOCK_SECONDS, self.wakeup)
+
+
+def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:
+    """A job for the scheduler that runs in the event loop: the scheduler runs plain functions in threads."""
+
+    async def job() -> None:
+        call()
+
+    return job

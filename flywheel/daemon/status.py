@@ -36,9 +36,11 @@ from flywheel.store import (
     gate_tests,
     judge_usage,
     ledger,
+    notices,
     rounds,
     samples,
     splits,
+    stages,
     task_file,
     verdicts,
 )
@@ -47,6 +49,7 @@ from flywheel.store.judge_usage import CallCounts
 from flywheel.store.kernel import database
 from flywheel.store.ledger import SourceCounts
 from flywheel.store.samples import PromptCounts
+from flywheel.store.stages import StageRecord
 from flywheel.store.verdicts import RecentVerdicts
 from flywheel.store.views import acceptance, erased_samples, left_out
 from flywheel.store.views.acceptance import AdapterAcceptance
@@ -58,6 +61,8 @@ ROUNDS_SHOWN = 20
 MODELS_SHOWN = 5
 VERDICTS_SHOWN = 500
 """The newest verdicts, which `status` summarises by rejecting criterion."""
+LANGFUSE: Final = "langfuse"
+"""The stage that sends scores to Langfuse."""
 NOT_INSPECTED: Final = ReplicaState("", "", "", None, None)
 """What is shown of a configured server before its first inspection."""
 
@@ -236,8 +241,9 @@ class LangfuseStatus(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True):
-    """All counts, sources, rounds and deployments. `targets` has what each target has of its own, under an empty name
-    without targets; `next_cron_times` are those of `trigger.cron`; `no_state` says why there is nothing to show."""
+    """All counts, sources, rounds and deployments. `stages` are those of the daemon, by name. `targets` has what each
+    target has of its own, under an empty name without targets; `next_cron_times` are those of `trigger.cron`;
+    `no_state` says why there is nothing to show."""
 
     version: str
     state_dir: str
@@ -265,6 +271,7 @@ class Status(Struct, frozen=True):
     other_models: Mapping[str, int]
     dead_letters: int
     langfuse: LangfuseStatus | None
+    stages: Mapping[str, StageRecord]
     targets: Mapping[str, TargetStatus]
     no_state: str = ""
 
@@ -303,6 +310,7 @@ def _model(value: Any) -> Any:
 def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
     books = balance(conn)
     live = rounds.live(conn)
+    records = stages.records(conn)
     by_adapter, others = acceptance.by_adapter(conn, config.models_of(None))
     of_targets = {name: _of_target(conn, own) for name, own in config.by_target().items()}
     warnings = [warning for _, own in of_targets.values() for warning in own]
@@ -319,7 +327,7 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         prompts=samples.count_prompts(conn),
         left_out=_left_out(left_out.count_left_out(conn, config.takes), others),
         due=claims.count_due(conn),
-        judge=_judge(conn, config),
+        judge=_judge(conn, config, records.get(notices.JUDGE, StageRecord())),
         recent_verdicts=verdicts.recent(conn, VERDICTS_SHOWN),
         warnings=[*dict.fromkeys(warnings), *_warnings(conn, config), *erased_samples.warnings(conn)],
         waiting_for=database.noted(conn, database.ROUND_NOTE),
@@ -332,7 +340,8 @@ def snapshot(conn: Connection, config: Config, no_state: str = "") -> Status:
         by_adapter=by_adapter,
         other_models=others,
         dead_letters=dead_letters.count(conn)["open"],
-        langfuse=_langfuse(conn, config),
+        langfuse=_langfuse(conn, config, records.get(LANGFUSE, StageRecord())),
+        stages=records,
         targets={name: own for name, (own, _) in of_targets.items()},
         no_state=no_state,
     )
@@ -435,7 +444,7 @@ def _warnings(conn: Connection, config: Config) -> list[str]:
     return [warning for warning in warnings if warning]
 
 
-def _judge(conn: Connection, config: Config) -> JudgeStatus:
+def _judge(conn: Connection, config: Config, record: StageRecord) -> JudgeStatus:
     by_purpose = judge_usage.usage_by_purpose(conn)
     paid, currency = judge_usage.cost_by_purpose(conn, config.judge.prices) or (None, "")
 
@@ -445,19 +454,19 @@ def _judge(conn: Connection, config: Config) -> JudgeStatus:
     total = CallCounts(*map(sum, zip(*by_purpose.values(), strict=True)))
     amounts = paid or dict.fromkeys(by_purpose, 0.0)
     return JudgeStatus(
-        error=database.noted(conn, database.JUDGE_NOTE),
+        error=record.error,
         usage=usage(total, sum(amounts.values())),
         by_purpose={purpose.value: usage(counts, amounts[purpose]) for purpose, counts in by_purpose.items()},
         tokens_today=judge_usage.tokens_today(conn),
     )
 
 
-def _langfuse(conn: Connection, config: Config) -> LangfuseStatus | None:
+def _langfuse(conn: Connection, config: Config, record: StageRecord) -> LangfuseStatus | None:
     if (settings := config.export.langfuse) is None:
         return None
     noted = orjson.loads(database.noted(conn, settings.note_key) or "{}")
     sent, refused, untraced = (noted.get(name, 0) for name in ("sent", "refused", "untraced"))
-    return LangfuseStatus(settings.server, sent, refused, untraced, noted.get("error", ""))
+    return LangfuseStatus(settings.server, sent, refused, untraced, record.error)
 
 
 def _sources(conn: Connection, config: Config) -> list[SourceStatus]:

@@ -34,6 +34,7 @@ from flywheel.judge.rubric import ALIEN, Rubric
 from flywheel.judge.usage import CALL_TIMES
 from flywheel.records.trace import ChatMessage
 from flywheel.secrets import keys_in
+from flywheel.system.heartbeat import beat
 from flywheel.system.http_client import (
     NEVER,
     OPENAI_URL,
@@ -156,6 +157,7 @@ class KeyPool:
                 wait = min(key.rests_until for key in self.keys) - now
                 if all(key.rejection for key in self.keys):
                     raise CallError(self.keys[-1].rejection, status=401)
+            beat(wait)
             if wait > longest:
                 raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
             if stop.wait(wait):
@@ -437,6 +439,7 @@ class JudgeEndpoint:
         expected = len(body) / 4 + self._mean_completion
         try:
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
+            beat(wait)
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
             sent, outcome = time.monotonic(), "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
@@ -98,7 +99,9 @@ def grade_batches(
         [SimpleQueue() for _ in range(max_thread)],
     )
     threads = [
-        threading.Thread(target=pool.work, args=(stored,), name=f"judge-{n}", daemon=True)
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(pool.work, stored), name=f"judge-{n}", daemon=True
+        )
         for n, stored in enumerate(pool.stored)
     ]
     for thread in threads:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import struct
 import threading
@@ -124,6 +125,11 @@ class BudgetClock:
                     )
             self._latest = latest
             return latest.date().isoformat()
+
+    def seconds_left(self) -> float:
+        """Until the next day begins."""
+        day = datetime.fromisoformat(self.today()).replace(tzinfo=UTC)
+        return (day + timedelta(days=1) - self._now()).total_seconds()
 
     def day_of(self, day: str) -> str:
         """The day in which usage counts that another process dated by its own clock."""
@@ -310,13 +316,15 @@ class Budget:
         with self._changed:
             for used, limit, period, resumption in self._limits():
                 if used >= limit:
-                    raise BudgetSpentError(
+                    error = BudgetSpentError(
                         "continue judging",
                         f"the budget of {limit:,} tokens a {period} is spent ({used:,} were used)",
                         f"Judging resumes {resumption}; unjudged tasks stay pending. "
                         f"judge.budget.tokens_per_{period} sets the limit.",
                         retryable=True,
                     )
+                    error.retry_after = self._clock.seconds_left() if period == "day" else math.inf
+                    raise error
 
     def reserve(self, stop: threading.Event | None = None) -> bool:
         """Reserve the average cost for one verdict until `release`. Returns whether the budget has room for it.

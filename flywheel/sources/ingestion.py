@@ -48,7 +48,9 @@ from flywheel.store.kernel.transitions import utcnow
 from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.reply_names import with_repeated_starts
 from flywheel.store.task_file import AgentJetTasks, TaskFile
+from flywheel.system.clock import steady
 from flywheel.system.files import PRIVATE
+from flywheel.system.heartbeat import beat
 from flywheel.system.process_folder import remove_left
 from flywheel.system.terminal import quantity
 
@@ -117,7 +119,7 @@ class SourceIngestion:
         self.connector = connector
         self.path = connector.path
         self.rescan_at = math.inf
-        """When `rescan` is due, in seconds since 1970."""
+        """When `rescan` is due, by the steady clock."""
         self._store = store
         self._settings = settings
         self._redact = redact
@@ -133,7 +135,8 @@ class SourceIngestion:
         """Whether traces were opened again in the ledger, which the next pass has to look for."""
         self._noted: dict[str, Any] = {}
         self._warnings: tuple[str, ...] = ()
-        self._scanned_at: datetime | None = None
+        self._scanned_at: float | None = None
+        """When the last full scan ended, by the steady clock; None: not known."""
         self._is_scan_asked_for = False
         self._scan_errors: dict[bool, FlywheelError] = {}
         """Why the last full scan failed (True), and the last recent re-scan. Passes do not read what these read."""
@@ -178,7 +181,7 @@ class SourceIngestion:
             if (moved or not self._was_read) and not (is_first and final):
                 # New rows may come together with in-place updates. Rows may also have changed before this process
                 # started, but not where a source is read at once for the first time.
-                self.rescan_at = time.time() + (0 if final else self._settings.settle_seconds)
+                self.rescan_at = steady() + (0 if final else self._settings.settle_seconds)
                 self._was_read = True
             self.has_passed = True
             return await self._report(total, cursor, error)
@@ -209,7 +212,7 @@ class SourceIngestion:
         except Exception as failure:
             error = failure if isinstance(failure, FlywheelError) else self._defect(failure)
             self._scan_errors[whole] = error
-            self.rescan_at = self.rescan_at if whole else time.time()
+            self.rescan_at = self.rescan_at if whole else steady()
             await self._report(total, None, None)
             raise error from failure
         if self._scan_errors:
@@ -223,6 +226,7 @@ class SourceIngestion:
         while True:
             began = time.monotonic()
             async with self._lock:
+                beat()
                 try:
                     batch = await anext(scan, None)
                     if batch is None:
@@ -287,7 +291,7 @@ class SourceIngestion:
 
     @property
     def due_at(self) -> float:
-        """When to call `read` although nothing changed, in seconds since 1970."""
+        """When to call `read` although nothing changed, by the steady clock."""
         if self.is_reopened:
             return 0
         return min(self.rescan_at, self.connector.due_at or math.inf)
@@ -299,16 +303,18 @@ class SourceIngestion:
         if self._scanned_at is None:
             last = await self._store.read(ledger.swept_at, self._source)
             if last:
-                self._scanned_at = datetime.fromisoformat(last)
+                age = (datetime.now(UTC) - datetime.fromisoformat(last)).total_seconds()
+                # A time to come was noted under a clock that was wrong.
+                self._scanned_at = steady() - age if age >= 0 else -math.inf
             else:
                 # The first pass has just read everything.
                 await self._note_full_scan()
         assert self._scanned_at is not None
-        return (datetime.now(UTC) - self._scanned_at).total_seconds() >= self._settings.sweep_seconds
+        return steady() - self._scanned_at >= self._settings.sweep_seconds
 
     async def _note_full_scan(self) -> None:
-        self._scanned_at = datetime.now(UTC)
-        await self._store.write(ledger.note_source, self._source, swept_at=self._scanned_at.isoformat())
+        self._scanned_at = steady()
+        await self._store.write(ledger.note_source, self._source, swept_at=datetime.now(UTC).isoformat())
 
     async def _record(self, batch: Batch, cursor: Cursor | None, total: Recorded) -> None:
         """Store a batch, unless it holds nothing beyond the stored `cursor`, and add the result to `done`."""
@@ -564,7 +570,7 @@ class Ingestion:
             async with free:
                 report = await source.read(final=final, stop=stop)
                 is_stopped = stop is not None and stop.is_set()
-                if report.error is None and not is_stopped and (sweep or source.rescan_at <= time.time()):
+                if report.error is None and not is_stopped and (sweep or source.rescan_at <= steady()):
                     try:
                         scanned = await source.rescan(whole=sweep, throttled=False)
                     except FlywheelError as error:

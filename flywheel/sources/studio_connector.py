@@ -33,6 +33,7 @@ from flywheel.sources.studio.reader import Checkpoints, StudioReader
 from flywheel.sources.studio.trace_completion import FOREVER_NS
 from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.kernel.database import Store
+from flywheel.system.clock import steady
 from flywheel.system.process_folder import copies_in
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ class StudioConnector:
 
     @property
     def due_at(self) -> float | None:
-        """When an open trace can be closed if nothing more arrives, seconds since 1970; None if none is open."""
+        """When an open trace can be closed if nothing more arrives, by the steady clock; None if none is open."""
         return self.reader.due_ns / 1e9 if self.reader.due_ns < FOREVER_NS else None
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
@@ -210,7 +211,9 @@ class StudioConnector:
         if self._calls is not None:
             self._calls.begin()
             await self._erase_private_calls(self._calls)
-        batches = self.reader.read(cursor, self._checkpoints(number), now=datetime.now(UTC), final=final)
+        batches = self.reader.read(
+            cursor, self._checkpoints(number), now=datetime.fromtimestamp(steady(), UTC), final=final
+        )
         queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
         producer = asyncio.create_task(self._produce(batches, queue))
         try:
@@ -235,7 +238,7 @@ class StudioConnector:
     async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
         """Find what changed in place in the newest rows or in all of them. Passes may run between two batches."""
         last = None if whole else RECENT_ROWS
-        batches = self.reader.rescan(self._checkpoints(number), now=datetime.now(UTC), last=last)
+        batches = self.reader.rescan(self._checkpoints(number), now=datetime.fromtimestamp(steady(), UTC), last=last)
         progress = Progress()
 
         def next_batch() -> Batch | None:

@@ -194,7 +194,7 @@ def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -
     new, why = TaskState(verdict.outcome.value), verdict.reason
     if verdict.outcome is Outcome.UNDECIDED:
         why = verdict.error
-        retry_at = (datetime.now(UTC) + timedelta(seconds=retry_seconds)).isoformat(timespec="milliseconds")
+        retry_at = _after(retry_seconds)
     move(conn, task, TaskState.JUDGING, new, why[:500], retry_at=retry_at, crashes=0)
 
 
@@ -253,6 +253,25 @@ def release_all(conn: Connection, why: str) -> int:
     """Give back all claimed tasks; how many. The caller holds the instance lock, or works on a copy of the state."""
     in_work = select(tasks.c.id).where(tasks.c.state == TaskState.JUDGING.value)
     return release(conn, conn.execute(in_work).scalars().all(), why)
+
+
+def bound_waits(conn: Connection, retry_seconds: float) -> None:
+    """Let no undecided task wait for longer than that, also if it was judged under a clock that was wrong."""
+    latest = _after(retry_seconds)
+    late = and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at > latest)
+    conn.execute(update(tasks).where(late).values(retry_at=latest))
+
+
+def next_due(conn: Connection) -> str | None:
+    """When a task is due, as `utcnow`; empty if one is pending, None if none is left to judge."""
+    if conn.execute(select(tasks.c.id).where(_in((TaskState.PENDING,))).limit(1)).first() is not None:
+        return ""
+    first: str | None = conn.execute(select(func.min(tasks.c.retry_at)).where(_in((TaskState.UNDECIDED,)))).scalar()
+    return first
+
+
+def _after(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="milliseconds")
 
 
 def recover(conn: Connection) -> tuple[int, list[str]]:

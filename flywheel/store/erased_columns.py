@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Column, ColumnElement, Table, true
+from sqlalchemy import Column, ColumnElement, Table, or_, true
 
 from flywheel.records.erasure import ERASED
 from flywheel.records.states import ReplyState
 from flywheel.store.kernel import schema
-from flywheel.store.kernel.database import JUDGE_NOTE, ROUND_NOTE
+from flywheel.store.kernel.database import ERROR_OF, ROUND_NOTE
 from flywheel.store.kernel.schema import (
     adapters,
     conversations,
@@ -75,7 +75,7 @@ SENTENCES: Final = (
     Sentence(replies.c.detail, where=replies.c.state == ReplyState.DEAD.value),
     Sentence(events.c.detail, where=events.c.kind.in_([JUDGE, sources.name, dead_letters.name])),
     # Other notes are no sentences.
-    Sentence(meta.c.value, where=meta.c.key.in_([JUDGE_NOTE, ROUND_NOTE])),
+    Sentence(meta.c.value, where=or_(meta.c.key == ROUND_NOTE, meta.c.key.startswith(ERROR_OF))),
     Sentence(sources.c.error),
     Sentence(sources.c.warning),
     Sentence(rounds.c.reason),

@@ -23,6 +23,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Generic, NoReturn, TypeVar
 
+from flywheel.system.heartbeat import beat
+
 SECRET_BYTES: Final = 16
 LENGTH_BYTES: Final = 8
 SEND_BYTES: Final = 4 * 1024 * 1024
@@ -153,6 +155,7 @@ class ChildProcess:
 
     def ask(self, request: bytes, seconds: float, watch: Watch | None = None) -> bytes:
         """The answer. An error ends the child: TimeoutError, ChildEndedError, or what `watch` raises."""
+        beat(seconds)
         deadline = time.monotonic() + seconds
         try:
             self.send(request, deadline, watch)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from flywheel.system.heartbeat import beat
+
 NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
 PRIVATE: Final = 0o600
@@ -96,6 +98,7 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    beat()
     with whole_file(path, mode=mode) as file:
         file.write(data)
 

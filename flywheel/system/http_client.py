@@ -37,6 +37,7 @@ from tenacity import (
 )
 
 from flywheel.secrets import redact_secrets, register_secret
+from flywheel.system.heartbeat import beat
 
 MAX_ANSWER_BYTES: Final = 4 << 20
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
@@ -82,6 +83,7 @@ class BoundedClient(httpx2.AsyncClient):
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         request.headers["accept-encoding"] = "identity"
         seconds = request.extensions["timeout"]["read"]
+        beat(seconds or 0.0)
         max_bytes = request.extensions.get("max_bytes", MAX_ANSWER_BYTES)
         try:
             async with asyncio.timeout(seconds):
@@ -235,6 +237,7 @@ class _BoundedTransport(httpx2.BaseTransport):
             if self._proxy is not None:
                 make = partial(httpcore2.HTTPProxy, str(self._proxy.url), proxy_auth=self._proxy.raw_auth)
             connection = make(ssl_context=self._ssl_context, max_connections=1, network_backend=backend)
+        beat(self._seconds)
         backend.deadline = time.monotonic() + self._seconds
         url = request.url
         target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)

@@ -39,6 +39,21 @@ FLOCK: Final = "hhqqi4x"
 """C's struct flock: type, whence, start, length (0: all), process."""
 
 
+_held: dict[Path, FileIO] = {}
+"""The locks that this process holds, by path."""
+
+
+def is_lost(state_dir: Path, name: str = INSTANCE_LOCK) -> bool:
+    """Whether the file of a lock that this process holds is no longer the one at its path: another process can take
+    the lock."""
+    path = state_dir / name
+    if (file := _held.get(path)) is None:
+        return False
+    with contextlib.suppress(OSError):
+        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return True
+
+
 @contextlib.contextmanager
 def instance_lock(state_dir: Path, name: str = INSTANCE_LOCK) -> Iterator[None]:
     """Hold an advisory lock on a file in the state directory, which contains the holder's process id.
@@ -53,9 +68,11 @@ def instance_lock(state_dir: Path, name: str = INSTANCE_LOCK) -> Iterator[None]:
         # A second lock, which `holder` can query without taking it. Some file systems do not support it.
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        _held[path] = file
         try:
             yield
         finally:
+            del _held[path]
             file.truncate(0)
 
 

@@ -95,13 +95,14 @@ def trim_malloc() -> None:
 
 
 def tell_systemd(message: str) -> bool:
-    """Send `READY=1`, `STOPPING=1` or `STATUS=…`, one per line; False without a service manager."""
+    """Send `READY=1`, `STOPPING=1` or `STATUS=…`, one per line; False without a service manager that takes it."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return False
     if address.startswith("@"):
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)  # A manager that does not read its socket stops nothing.
         try:
             sock.sendto(message.encode(), address)
         except OSError:

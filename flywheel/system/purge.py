@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from flywheel.system.heartbeat import beat, beat_within
+
 _PAUSE_SECONDS: Final = 0.05
 _ATTEMPT_MS: Final = 20
 """How long one attempt to empty the log may keep writers waiting for readers."""
@@ -23,7 +25,9 @@ def purge(path: Path, seconds: float, *, rewrite: bool = False) -> bool:
     """
     until = time.monotonic() + seconds
     with contextlib.closing(sqlite3.connect(path, timeout=1.0, isolation_level=None)) as connection:
+        beat_within(connection)
         while True:
+            beat()
             try:
                 if rewrite:
                     connection.execute("VACUUM")

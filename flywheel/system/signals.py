@@ -6,6 +6,7 @@ The daemon handles its signals itself.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import signal
 import threading
@@ -62,7 +63,9 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="judging", daemon=True).start()
+    # Its steps beat for the stage that waits for it.
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="judging", daemon=True).start()
     return await asyncio.wrap_future(outcome)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def test_what_needs_the_state_for_itself_ends_with_75(flywheel: Run, config: Pat
 def test_the_rest_works_beside_the_daemon(flywheel: Run, config: Path, command: str) -> None:
     with instance_lock(config.parent / "state"):
         assert flywheel(*command.split(), "-c", config).code == 0
+
+
+def test_a_taken_port_of_the_pages_is_refused_before_the_daemon_starts(flywheel: Run, config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ran = flywheel("run", "--web", "--web-port", str(port), "-c", config)
+    assert ran.code == 1
+    assert f"serve the pages at 127.0.0.1:{port}" in ran.err and "choose another port" in ran.err
+    assert "watching" not in ran.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flywheel.judge.filters.pii import Pii, Redactor
 from flywheel.judge.usage import BudgetSpentError, today
 from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome, Verdict
-from flywheel.store import claims, deduplication, judge_usage
+from flywheel.store import claims, deduplication, judge_usage, stages
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
@@ -475,15 +476,14 @@ async def test_the_daemon_looks_again_at_what_a_spent_budget_leaves_on_the_next_
     settings = {"base_url": judge.base_url, "model": "j", "max_thread": 1, "budget": {"tokens_per_day": 10}}
     service = Service(make(judge=settings), store)
     await tell(store, *questions("one", "two"))
-    with pytest.raises(BudgetSpentError):
+    with pytest.raises(BudgetSpentError) as caught:
         await service._do_judge()
     assert await states(store) == ["accepted", "pending"]
-    service._retry_judging()
-    assert not service._judge.wake.is_set()
-    assert service._budget_spent_on == today()
-    service._budget_spent_on = "2020-01-01"
-    service._retry_judging()
-    assert service._judge.wake.is_set()
+    midnight = datetime.fromisoformat(today()).replace(tzinfo=UTC) + timedelta(days=1)
+    await service._judge.attempt()
+    record = (await store.read(stages.records))["judge"]
+    assert caught.value.retry_after <= timedelta(days=1).total_seconds()
+    assert abs(datetime.fromisoformat(record.waits_until) - midnight) < timedelta(minutes=10)
 
 
 SLOW = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.daemon.service import Service
 from flywheel.errors import LockedError
-from flywheel.system.lock import holder, instance_lock
+from flywheel.store import holder as holders
+from flywheel.store.holder import HOLDER_NOTE, holding
+from flywheel.store.kernel.database import Store, noted
+from flywheel.system.lock import holder, instance_lock, is_lost
+from tests.daemon.following import configuration
+from tests.factories.state import open_state
+from tests.waiting import until
 
 HOLD = """
 import sys, time
@@ -79,3 +88,54 @@ def test_who_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert holder(tmp_path) is None
+
+
+def test_a_lock_whose_file_was_removed_or_replaced_is_lost(tmp_path: Path) -> None:
+    assert not is_lost(tmp_path)
+    with instance_lock(tmp_path):
+        assert not is_lost(tmp_path)
+        (tmp_path / "lock").unlink()
+        assert is_lost(tmp_path)
+        (tmp_path / "lock").touch()
+        assert is_lost(tmp_path)
+    assert not is_lost(tmp_path)
+
+
+async def test_a_daemon_without_its_lock_file_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path, [])
+    with instance_lock(config.state_dir):
+        async with open_state(config.state_dir) as store:
+            service = Service(config, store)
+            running = asyncio.create_task(service.run())
+            await until(lambda: service._unready() == "", "the start")
+            (config.state_dir / "lock").unlink()
+            with pytest.raises(LockedError, match="its file lock was removed or replaced"):
+                await running
+
+
+async def test_a_second_process_finds_the_first_where_the_lock_file_was_removed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as first, contextlib.ExitStack() as ending:
+        ending.callback(first.kill)
+        with monkeypatch.context() as of_first:
+            of_first.setattr(holders.os, "getpid", lambda: first.pid)
+            await store.write(holders._hold, tmp_path)
+        with pytest.raises(LockedError, match=f"process {first.pid} works on it, although its file lock was removed"):
+            async with holding(store, tmp_path):
+                pass
+        recorded = await store.read(noted, HOLDER_NOTE)
+        # A copy of the state in another folder, another process with the same id, and one before the last boot.
+        (tmp_path / "copy").mkdir()
+        async with holding(store, tmp_path / "copy"):
+            pass
+        pid, started, boot, folder = recorded.split()
+        for other in (f"{pid} {int(started) - 1} {boot} {folder}", f"{pid} {started} {boot[::-1]} {folder}"):
+            await store.write(holders.note, HOLDER_NOTE, other)
+            async with holding(store, tmp_path):
+                pass
+        await store.write(holders.note, HOLDER_NOTE, recorded)
+        first.kill()
+    async with holding(store, tmp_path):
+        assert str(os.getpid()) in await store.read(noted, HOLDER_NOTE)
+    assert await store.read(noted, HOLDER_NOTE) == ""

@@ -20,15 +20,17 @@ from sqlalchemy import Connection, insert
 
 from flywheel.config import Config, NoticeType, load
 from flywheel.daemon import notifier
-from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.notifier import WAITS, NoticeTarget
+from flywheel.daemon.stage import Stage
 from flywheel.errors import ConfigError, NotifyError
 from flywheel.records.states import DeploymentState, RoundState
-from flywheel.store import deployments, ledger, notices, rounds
+from flywheel.store import deployments, ledger, notices, rounds, stages
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.erasures import Kind
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import create, move
+from flywheel.store.stages import Pass
 from tests.cli.conftest import Run
 from tests.factories.config import make_config
 from tests.factories.erased import erase_rows
@@ -230,40 +232,51 @@ async def test_nothing_is_sent_unsigned(
 
 
 async def test_what_does_not_arrive_is_sent_again_unchanged_and_in_order(
-    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, webhook: Webhook
 ) -> None:
     target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
-    now = 1000.0
-    monkeypatch.setattr(notifier.time, "monotonic", lambda: now)
     webhook.statuses = [500, 302, 410]
     await store.write(letter, "t-1")
-    waits = []
-    for _ in range(3):
+    for number in range(2, 5):
         with pytest.raises(NotifyError, match=r"notify 127\.0\.0\.1: it answered \d+") as caught:
             await target.deliver()
         assert "hidden-path" not in str(caught.value)
-        await target.deliver()  # it rests
-        waits.append(target._not_before - now)
-        await store.write(letter, f"t-{len(waits) + 1}")
-        now = target._not_before
-    await target.deliver()
-    assert waits == [5.0, 10.0, 20.0]
+        await store.write(letter, f"t-{number}")
+    assert await target.deliver() is Pass.WORKED
     assert len(webhook.got) == 5
     again = webhook.got[:4]
     assert len({body for _, body in again}) == len({headers["webhook-id"] for headers, _ in again}) == 1
     assert webhook.subjects()[3:] == ["t-1", "t-2", "t-3", "t-4"]
-    await target.deliver()
+    assert await target.deliver() is Pass.IDLE
     assert len(webhook.got) == 5, "what has arrived is not sent again"
-    target._failures = 5_000
+
+
+async def test_a_target_that_is_down_fails_until_it_has_its_notice(
+    store: Store, tmp_path: Path, webhook: Webhook
+) -> None:
+    target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": EVERY}))
+    stage, stopping = Stage("notice 1", target.deliver, store=store, waits=WAITS), asyncio.Event()
+    running = asyncio.create_task(stage.run(stopping))
     webhook.statuses = [500]
-    await store.write(letter, "t-5")
-    with pytest.raises(NotifyError):
-        await target.deliver()
-    assert target._not_before - now == 3600.0
+    await store.write(letter, "t-1")
+    stage.wake.set()
+    await until(lambda: stage.error, "the failure")
+    for _ in range(3):
+        stage.wake.set()
+        await until(lambda: not stage.wake.is_set(), "the stage to be woken")
+    assert len(webhook.got) == 1 and stage.error is not None
+    assert "it answered 500" in (await store.read(stages.records))["notice 1"].error
+    stage.retry_now()
+    await until(lambda: stage.error is None, "the notice")
+    stopping.set()
+    stage.wake.set()
+    await running
+    assert len(webhook.got) == 2
+    assert (await store.read(stages.records))["notice 1"].failing_since == ""
 
 
 async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
-    store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, webhook: Webhook
 ) -> None:
     target = await begun(store, configured(tmp_path, {"url": webhook.url, "on": ["dead_letters", "judge_failing"]}))
     said = "What is 1 plus 1, and why is it so?"
@@ -283,7 +296,6 @@ async def test_what_was_erased_after_an_attempt_is_not_sent_by_the_next_one(
     assert [said in str(told) for told in webhook.told] == [True]
     assert said not in repr(vars(target)), "the texts are in the state alone"
     await store.write(erase_rows, Kind.CONVERSATION, "secret talk", said)
-    monkeypatch.setattr(target, "_not_before", 0.0)
     await target.deliver()
     assert [said in str(told) for told in webhook.told] == [True, False, False, False]
     assert len({headers["webhook-id"] for headers, _ in webhook.got[:2]}) == 1, "it is the same notice"
@@ -427,7 +439,6 @@ async def test_a_command_that_fails_is_run_again(
     for _ in range(2):
         with pytest.raises(NotifyError, match="it ended with exit code 3"):
             await target.deliver()
-        target._not_before = 0.0
     assert len((tmp_path / "out").read_text().splitlines()) == 2
     missing = await begun(store, configured(tmp_path, {"command": "/not/there", "on": EVERY}))
     await store.write(letter, "t-2")
@@ -546,7 +557,6 @@ async def test_a_url_in_a_variable(
     with pytest.raises(NotifyError, match=r"notify \$OF_THE_HOOK: the variable is not set"):
         await target.deliver()
     monkeypatch.setenv("OF_THE_HOOK", webhook.url)
-    target._not_before = 0.0
     await target.deliver()
     assert webhook.subjects() == ["t-1"]
 

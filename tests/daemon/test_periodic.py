@@ -77,7 +77,8 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
         "metrics": daemon._metrics,
         "requests": daemon._requests,
     }
-    assert set(jobs) == {"poll", "sources", "cron", "memory", *stages}
+    stages |= {"erasures": daemon._erasure, **{stage.name: stage for stage in daemon._beside_rounds}}
+    assert set(jobs) == {"poll", "sources", "cron", "lock", *stages}
     for name, job in jobs.items():
         # The scheduler takes every other function into a thread, where an asyncio.Event must not be set.
         assert asyncio.iscoroutinefunction(job.func), name

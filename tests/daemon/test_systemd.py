@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,22 @@ def test_the_service_manager_hears_it(tmp_path: Path, monkeypatch: pytest.Monkey
         assert manager.recv(100) == b"READY=1"
     path.unlink()
     assert not tell_systemd("READY=1")
+
+
+def test_a_service_manager_that_reads_nothing_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+
+        def tell_until_it_is_full() -> None:
+            while tell_systemd("WATCHDOG=1"):
+                pass
+
+        telling = threading.Thread(target=tell_until_it_is_full, daemon=True)
+        telling.start()
+        telling.join(30)
+        assert not telling.is_alive()
 
 
 async def test_a_service_manager_that_watches_hears_that_the_loop_goes_on(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.daemon.erasure import PLACES, SENDERS, WITHOUT_TEXTS
-from flywheel.daemon.notifier import RetriedTarget
+from flywheel.daemon.notifier import Target
 
 ROOT: Final = Path(__file__).parents[2]
 STATE: Final = frozenset({"state_dir", "_state_dir", "state"})
@@ -114,4 +114,4 @@ def test_each_temporary_folder_is_known() -> None:
 
 
 def test_what_sends_texts_again_is_listed() -> None:
-    assert set(RetriedTarget.__subclasses__()) == set(SENDERS)
+    assert set(Target.__subclasses__()) == set(SENDERS)

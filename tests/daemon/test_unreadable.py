@@ -176,13 +176,15 @@ async def test_the_daemon_pauses_says_so_and_goes_on(
         try:
             await until(is_paused, "the pause")
             asked = judge.calls
-            # The stage is woken every 50 ms.
             looks.clear()
-            await until(lambda: len(looks) > 10, "the stage to be woken again and again")
+            for _ in range(10):
+                service._judge.wake.set()
+                await until(lambda: not service._judge.wake.is_set(), "the stage to be woken")
+            assert looks == []
             assert judge.calls == asked and not running.done()
             assert await is_paused()
             judge.behave("good")
-            service._filtering._paused_until = 0.0
+            service._judge.retry_now()
             await until(has_recovered, "all verdicts")
         finally:
             service.stop()

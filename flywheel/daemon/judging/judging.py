@@ -6,17 +6,17 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config, JudgePrices
+from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.judging.judge_setup import (
     check_independence,
@@ -35,10 +35,11 @@ from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge.usage import Budget, BudgetSpentError, CallsInFlight
 from flywheel.records.states import TaskState
 from flywheel.records.verdict import Exchange, Outcome, Verdict
-from flywheel.store import claims, deduplication, judge_usage, notices, verdicts
+from flywheel.store import claims, deduplication, judge_usage, notices, stages, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
+from flywheel.store.stages import Pass
 from flywheel.system.signals import in_daemon_thread
 from flywheel.system.terminal import quantity
 
@@ -54,15 +55,17 @@ CLAIMED_PER_THREAD: Final = 4
 """Tasks in a claimed batch, for each thread that calls the judge."""
 
 
-async def recover(store: Store, state_dir: Path, prices: JudgePrices | None = None) -> tuple[int, list[str]]:
-    """Clean up after a process that died: book its calls in flight and return its tasks to `pending`.
+async def recover(store: Store, state_dir: Path, judge: JudgeSettings) -> tuple[int, list[str]]:
+    """Clean up after a process that died: book its calls in flight and return its tasks to `pending`. None that is
+    undecided waits longer than the settings say.
 
     Returns the number of tasks, and the keys of those that became dead letters. The caller holds the instance lock.
     """
     calls = CallsInFlight(state_dir)
     if used := calls.read():
-        await store.write(judge_usage.book, used, prices)
+        await store.write(judge_usage.book, used, judge.prices)
         calls.reset()
+    await store.write(claims.bound_waits, judge.retry_undecided_seconds)
     return await store.write(claims.recover)
 
 
@@ -113,8 +116,6 @@ class TaskJudging:
         self.budget = Budget(self.judge.budget, lambda: self._ask(judge_usage.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
-        self._paused_until = 0.0
-        self._paused_by: FlywheelError | None = None
         self._is_recorded = False
         self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
         self._which = which
@@ -157,8 +158,8 @@ class TaskJudging:
         With `rejudge`, tasks that another rubric or judge accepted or rejected follow, with users' functions in the
         rubric all decided ones; each keeps its state until its new verdict is stored. A cancelled run sets `stop`.
 
-        After a judge whose answers could not be read, the next run asks about one task before it takes others; within
-        `judge.retry_undecided_seconds` it makes no call and reports the same error.
+        After a judge whose answers could not be read, the next run asks about one task before it takes others; the
+        error says when that is of use.
         """
         stop = stop or threading.Event()
         if self._config.targets:
@@ -170,18 +171,30 @@ class TaskJudging:
                 break
             left = None if limit is None else limit - report.tasks
             report.join(await other._run(_JudgingRun(stop, left, on_judged), rejudge))
-        spent = isinstance(report.error, BudgetSpentError)
-        await self._store.write(notices.note_judge, str(report.error or ""), spent=spent)
+        await self._store.write(self._note, report)
         return report
+
+    def _note(self, conn: Connection, report: JudgingReport) -> None:
+        """Note what the run says of the judge: that it answered, that nothing is left to ask, or its error."""
+        due = claims.next_due(conn)
+        # What needed no call says nothing about a judge that fails.
+        is_failing = bool(stages.record_of(conn, notices.JUDGE).failing_since)
+        if report.calls or (report.tasks and not is_failing):
+            report.result = Pass.WORKED
+        elif due is None:
+            report.result = Pass.IDLE
+        wait = 0.0
+        if (error := report.error) is not None:
+            left = datetime.fromisoformat(due) - datetime.now(UTC) if due else timedelta()
+            wait = max(error.retry_after, left.total_seconds(), stages.RETRY_SECONDS)
+        spent = isinstance(error, BudgetSpentError)
+        stages.note(conn, notices.JUDGE, error or report.result, wait, spent=spent)
 
     async def _run(self, run: _JudgingRun, rejudge: bool) -> JudgingReport:
         """Judge the tasks of this rubric."""
         if self._pre_filter is not None:
             self._pre_filter.stop = run.stop
         report = run.report
-        if time.monotonic() < self._paused_until:
-            report.error = self._paused_by
-            return report
         self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
         if known := await self._store.read(database.noted, CAPABILITIES_NOTE):
@@ -210,7 +223,9 @@ class TaskJudging:
         if self.grader.unreadable != unreadable:
             await self._store.write(database.note, unreadable_note, str(self.grader.unreadable or ""))
         if self.grader.unusable and report.error is not None and not report.error.retryable:
-            self._paused_until, self._paused_by = time.monotonic() + self.judge.retry_undecided_seconds, report.error
+            report.error.retry_after = self.judge.retry_undecided_seconds
+        if report.calls or report.error is not None:
+            self._failed = report.error is not None
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
@@ -296,7 +311,7 @@ class TaskJudging:
     def _judge_batches(self, run: _JudgingRun, rejudge: bool, suspect: bool) -> FlywheelError | None:
         """Claim, filter and grade tasks, in a thread of its own. Returns the error that ended it early, if any."""
         # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
-        first, self._failed = (1 if self._failed or self.grader.unusable else None), False
+        first = 1 if self._failed or self.grader.unusable else None
         try:
             if self._pre_filter is not None:
                 self._pre_filter.weigh_earlier()
@@ -317,7 +332,6 @@ class TaskJudging:
                     results = [self._after_judge(TaskResult(*each, self.rubric.hash)) for each in batch]
                     self._in_loop(self._report(run, results))
         except FlywheelError as error:
-            self._failed = True
             # A stop ends waits of the pre-filter with FilterError.
             return None if run.stop.is_set() and isinstance(error, FilterError) else error
         except Exception as error:

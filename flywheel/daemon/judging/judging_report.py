@@ -12,6 +12,7 @@ from flywheel.store import verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.deduplication import Repeats
 from flywheel.store.kernel.database import Store
+from flywheel.store.stages import Pass
 
 if TYPE_CHECKING:
     from flywheel.judge.grader import CallEstimate
@@ -43,7 +44,7 @@ class TaskResult:
 class JudgingReport:
     """Counts of one run. `judged` tasks were accepted, rejected or left undecided; `reused` verdicts were paid for
     earlier; `dead` tasks made a filter or the grading fail; `held` tasks wait for a person; `changed` tasks had the
-    opposite outcome before."""
+    opposite outcome before. `result` says what was done where there is no error."""
 
     judged: int = 0
     accepted: int = 0
@@ -57,6 +58,7 @@ class JudgingReport:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: FlywheelError | None = None
+    result: Pass = Pass.WAITING
 
     def add(self, result: TaskResult) -> None:
         verdict = result.verdict
@@ -73,7 +75,7 @@ class JudgingReport:
     def join(self, other: JudgingReport) -> None:
         """Add the counts of another run, and its error."""
         for each in fields(self):
-            if each.name != "error":
+            if each.name not in ("error", "result"):
                 setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
         self.error = other.error
 

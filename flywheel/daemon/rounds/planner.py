@@ -113,8 +113,10 @@ def _backoff(conn: Connection, config: Config) -> str:
     if not failed:
         return ""
     seconds = config.daemon.failed_round_wait_seconds * 2 ** (len(failed) - 1)
-    until = datetime.fromisoformat(failed[0].finished_at) + timedelta(seconds=seconds)
-    if datetime.now(UTC) >= until:
+    since = datetime.fromisoformat(failed[0].finished_at)
+    until = since + timedelta(seconds=seconds)
+    # A time to come was noted under a clock that was wrong.
+    if not since <= datetime.now(UTC) < until:
         return ""
     return f"{failed[0].name} failed; the next attempt is at {until.isoformat(timespec='seconds')}"
 

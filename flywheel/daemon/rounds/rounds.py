@@ -53,6 +53,7 @@ from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.kernel.transitions import move
 from flywheel.system.files import file_identity, tree_sha256
+from flywheel.system.heartbeat import beat
 from flywheel.training.data.round_directory import END_FILE, clear, version_of
 from flywheel.training.data.round_progress import RoundProgress, progress_of
 from flywheel.training.gate.gate import decide
@@ -661,6 +662,7 @@ class WorkerWatch:
         try:
             while not waiting.done() and not (leaving is not None and leaving.is_set()):
                 await asyncio.wait((waiting,), timeout=WATCH_SECONDS)
+                beat()
                 progress = await self._progress()
                 if self._usage is not None:
                     await self._usage.settle()

@@ -21,6 +21,7 @@ from flywheel.records.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE,
 from flywheel.secrets import redact_secrets
 from flywheel.sources.jsonl.data_set import answer_of
 from flywheel.system.files import PRIVATE, make_private, private, write_atomic
+from flywheel.system.heartbeat import beat
 from flywheel.system.yaml_file import explain
 from flywheel.training.data.round_progress import PROGRESS_FILE
 from flywheel.training.packages import missing_of
@@ -98,10 +99,12 @@ class WorkerProcess:
         """Wait for its end; its exit code, or minus the signal's number. None for a worker that an earlier daemon
         started: only a parent gets the exit code."""
         if self._process is not None:
-            while (code := self._process.poll()) is None:  # noqa: ASYNC110 - a thread that waits would delay the end
+            while (code := self._process.poll()) is None:
+                beat()
                 await asyncio.sleep(POLL_SECONDS)
             return code
-        while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - not a child process: no notification
+        while _is_worker(self.pid, self.dir):
+            beat()
             await asyncio.sleep(ADOPTED_POLL_SECONDS)
         return None
 

@@ -26,6 +26,7 @@ from flywheel.errors import CallLogError
 from flywheel.serving.calls import erasure, histories
 from flywheel.serving.calls.request_parts import messages_in, packed, parts_of, runs
 from flywheel.system.files import file_identity, make_private_database
+from flywheel.system.heartbeat import beat_within
 from flywheel.system.purge import purge
 
 FORMAT: Final = 1
@@ -375,6 +376,7 @@ class CallLog:
             connection = sqlite3.connect(
                 self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
             )
+            beat_within(connection)
             try:
                 tables, columns = [*_TABLES, *self.extra_tables], [*_ADDED, *self.added_columns]
                 _prepare(connection, tables, columns, self._busy_seconds)

@@ -38,6 +38,7 @@ from flywheel.records.trace import ChatMessage, ModelAnswer, ModelCall, is_remin
 from flywheel.serving.calls.call_log import COMPACTING_SECONDS, CallLog, call_log_copy_path
 from flywheel.sources.calls.parsing import parse
 from flywheel.sources.otlp.inbox import COLUMNS, Inbox, Row, inbox_of
+from flywheel.system.clock import steady_ns
 from flywheel.system.files import make_private, private
 
 _REASONING: Final = ("thinking", "reasoning", "redacted_thinking")
@@ -610,7 +611,7 @@ class ConversationFinder:
             while not (stop is not None and stop.is_set()):
                 if not await asyncio.to_thread(self._conversations.place, until_ns):
                     break
-            now_ns = time.time_ns() + (self._wait_ns if final else 0)
+            now_ns = steady_ns() + (self._wait_ns if final else 0)
             while replies := await asyncio.to_thread(self._conversations.due, now_ns):
                 await self._inbox.store([row for reply in replies for row in rows_of(reply, self._agent(reply))])
                 await asyncio.to_thread(self._conversations.hand_on, replies)

@@ -25,6 +25,7 @@ from flywheel.records.repeated_ids import SAME_START_NS, runs_of
 from flywheel.records.request_id import recorded_in
 from flywheel.records.trace import LATEST_NS
 from flywheel.system.files import file_identity, make_private_database, sync
+from flywheel.system.heartbeat import beat_within
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
@@ -294,6 +295,7 @@ def erase(inbox: Path, traces: Collection[str], *, rewrite: bool = True) -> int:
 def _using(inbox: Path, attempt: str) -> Iterator[sqlite3.Connection]:
     try:
         with closing(sqlite3.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+            beat_within(connection)
             connection.execute("PRAGMA secure_delete = ON")
             yield connection
     except sqlite3.Error as error:

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.errors import StudioError
+from flywheel.system.heartbeat import beat_within
 from flywheel.system.process_folder import ProcessFolder
 
 T = TypeVar("T")
@@ -258,6 +259,7 @@ class Database:
         )
         # Texts are decoded row by row: one that is not UTF-8 would fail its whole page.
         connection.text_factory = bytes
+        beat_within(connection)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL)
         self._connection = connection
         # `data_version` counts per connection.

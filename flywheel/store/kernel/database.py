@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 import secrets
 import sqlite3
@@ -30,6 +31,7 @@ from flywheel.errors import StateBusyError, StoreError
 from flywheel.store.kernel.bulk import sql_text
 from flywheel.store.kernel.schema import SCHEMA_VERSION, meta, metadata
 from flywheel.system.files import make_private, make_private_database
+from flywheel.system.heartbeat import beat, beat_within
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +54,9 @@ MIGRATIONS: Final[Mapping[int, Callable[[Connection], None]]] = {}
 """The step to each version from the one before; a new database is created in the present version."""
 ERASURE_KEY: Final = "erasure_key"
 """Key of the note with the key of pseudonyms, as hexadecimal digits (`flywheel.store.erasures`)."""
-JUDGE_NOTE: Final = "judge"
+ERROR_OF: Final = "error of stage "
+"""With the name of a stage of the daemon: the key of the note that says why it fails (`flywheel.store.stages`)."""
+JUDGE_NOTE: Final = f"{ERROR_OF}judge"
 """Key of the note that tells `status` why judging does not go on."""
 CONFIGURATION_NOTE: Final = "configuration"
 """Key of the note on the configuration file that the state belongs to."""
@@ -118,6 +122,7 @@ class _StateConnections:
             connection = connect()
             # The driver begins no transactions of its own: each begins with a statement of ours.
             connection.isolation_level = None
+            beat_within(connection)
             # What is deleted or overwritten is not left in the file.
             for pragma in (f"busy_timeout = {busy_ms}", "foreign_keys = ON", "secure_delete = ON", *pragmas):
                 connection.execute(f"PRAGMA {pragma}").close()
@@ -131,11 +136,12 @@ class _StateConnections:
         """Run `function(connection, …)` in a transaction. Raises StoreError."""
 
         def transaction() -> T:
+            beat()
             with self._around, self._engine.begin() as connection:
                 connection.exec_driver_sql(self._begin)
                 return function(connection, *args, **kwargs)
 
-        future = self._threads.submit(transaction)
+        future = self._threads.submit(contextvars.copy_context().run, transaction)
         running = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(running)

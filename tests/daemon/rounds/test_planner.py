@@ -445,6 +445,8 @@ async def test_rounds_that_fail_again_and_again_wait_longer_each_time(tmp_path: 
     for number in range(4, 12):
         await store.write(ended, number, RoundState.FAILED, 17 * times)
     assert (await store.read(planner.due, config)).start, "it is doubled four times at most"
+    await store.write(ended, 12, RoundState.FAILED, timedelta(days=-3650))
+    assert (await store.read(planner.due, config)).start, "the clock was wrong when it ended"
 
 
 async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_are_free(
