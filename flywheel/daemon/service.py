@@ -24,6 +24,7 @@ from flywheel.daemon.judging.judging import TaskJudging, recover
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import NoticeTarget
+from flywheel.daemon.notifier import resume as resume_notices
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.rounds.retention import Retention
@@ -146,6 +147,7 @@ class Service:
 
     async def recover(self) -> None:
         """Clean up after a process that died. The instance lock excludes others."""
+        await resume_notices(self._store, self._config)
         for target in self._targets:
             await target.begin()
         await asyncio.to_thread(self._ingestion.remove_left)
