@@ -193,14 +193,15 @@ class SourceIngestion:
         return error
 
     async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
-        """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before.
+        """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before. Of
+        files of lines there is only the full scan, which reads them again.
 
         A throttled full scan pauses between batches. An error is also noted as the condition of the source, until
         such a re-scan or a full scan succeeds. Raises FlywheelError.
         """
         self.rescan_at = math.inf
         total = Recorded()
-        if not isinstance(self.connector, StudioConnector):
+        if not (whole or isinstance(self.connector, StudioConnector)):
             return total
         if whole:
             self._is_scan_asked_for = False

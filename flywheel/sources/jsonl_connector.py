@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -221,6 +222,13 @@ class JsonlConnector:
         if final:
             # No further pass is expected, so the file need not stay open.
             await self.close()
+
+    async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
+        """Read the file again from its beginning, always `whole`. The cursor stays."""
+        self.forget()
+        async with aclosing(self.read(number, Cursor(), final=whole)) as batches:
+            async for batch in batches:
+                yield replace(batch, cursor=None)
 
     def _chosen(self) -> JsonlReader | BatchReader | None:
         """The reader of what is at the path now; None if it is another source's."""

@@ -38,14 +38,14 @@ def config(tmp_path: Path, path: Path) -> Config:
     return parse({"sources": [{"type": "jsonl", "path": str(path)}], "state": {"dir": "state"}}, "test", tmp_path)
 
 
-async def ingest(tmp_path: Path, path: Path, *, passes: int = 1) -> list[SourceReport]:
+async def ingest(tmp_path: Path, path: Path, *, passes: int = 1, sweep: bool = False) -> list[SourceReport]:
     """Some passes of one process; the last one's reports."""
     settings = config(tmp_path, path)
     store = await Store.open(settings.state_dir)
     ingestion = Ingestion(store, settings)
     try:
         for _ in range(passes):
-            reports = await ingestion.run(final=True)
+            reports = await ingestion.run(final=True, sweep=sweep)
         assert (await store.read(balance.balance)).balanced
     finally:
         await ingestion.close()
@@ -88,6 +88,31 @@ async def test_agentjet_tasks_without_ids_stay_apart_and_come_once(tmp_path: Pat
     assert (report.new, report.counts.replies) == (0, 701)
     assert {task["main_query"] for task in exported(tmp_path)} == {task["main_query"] for task in told}
     assert len(exported(tmp_path)) == 700
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_a_full_scan_reads_files_again(tmp_path: Path, path: Path, *, batch: bool) -> None:
+    def text(number: int) -> bytes:
+        if not batch:
+            return line(number)
+        body = {"model": "m", "messages": [{"role": "user", "content": f"What is {number} plus 1?"}]}
+        return json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body,
+                           "response": None}).encode() + b"\n"  # fmt: skip
+
+    path.write_bytes(text(1) + text(2) + text(3))
+    [report] = await ingest(tmp_path, path)
+    assert report.counts.replies == 3
+    # A program that keeps the time of the file changes a line.
+    before = path.stat()
+    path.write_bytes(text(1) + text(7) + text(3))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    [report] = await ingest(tmp_path, path)
+    assert report.counts.replies == 3
+    for _ in range(2):
+        [report] = await ingest(tmp_path, path, sweep=True)
+        assert (report.counts.replies, report.error) == (4, None)
+    if not batch:
+        assert {task["main_query"] for task in exported(tmp_path)} == {f"What is {n} plus 1?" for n in (1, 2, 3, 7)}
 
 
 async def test_files_of_a_directory_come_and_go(tmp_path: Path, folder: Path) -> None:
