@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from flywheel.errors import FlywheelError
+from flywheel.system.shortage import shortage_of
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,18 @@ class Stage:
                 if self._last_error:
                     log.info("%s: recovered", self.name)
                 self._last_error = ""
-            except FlywheelError as error:
+            except Exception as error:
+                failure = error if isinstance(error, FlywheelError) else _lack(self.name, error)
+                if failure is None:
+                    log.exception("%s failed; this is a defect, please report it", self.name)
+                    continue
                 # Each error is logged once, not at every attempt.
-                if str(error) != self._last_error:
-                    log.error("%s: %s", self.name, error)
-                self._last_error = str(error)
-            except Exception:
-                log.exception("%s failed; this is a defect, please report it", self.name)
+                if str(failure) != self._last_error:
+                    log.error("%s: %s", self.name, failure)
+                self._last_error = str(failure)
+
+
+def _lack(name: str, error: Exception) -> FlywheelError | None:
+    """An error about what this process lacks; None for a defect."""
+    lack = shortage_of(error)
+    return FlywheelError(f"run {name}", *lack, retryable=True) if lack is not None else None

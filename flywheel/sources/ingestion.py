@@ -38,7 +38,7 @@ from flywheel.sources.jsonl.batch_reader import BatchFiles
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
 from flywheel.sources.jsonl.reader import files_of
-from flywheel.sources.jsonl_connector import JsonlConnector
+from flywheel.sources.jsonl_connector import JsonlConnector, KeptOpen
 from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
@@ -50,6 +50,7 @@ from flywheel.store.reply_names import with_repeated_starts
 from flywheel.store.task_file import AgentJetTasks, TaskFile
 from flywheel.system.files import PRIVATE
 from flywheel.system.process_folder import remove_left
+from flywheel.system.shortage import shortage_of
 from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,8 @@ class SourceIngestion:
 
     def _defect(self, failure: Exception) -> SourceError:
         """What is no error of ours as an error of the source. The traceback is logged once, not at every attempt."""
+        if (lack := shortage_of(failure)) is not None:
+            return SourceError(f"read {self.path}", *lack, retryable=True)
         why = f"a defect of Flywheel stopped it ({type(failure).__name__})"
         error = SourceError(f"read {self.path}", why, "Please report it, with the traceback from the log.")
         error.condition = DEFECT
@@ -497,6 +500,7 @@ class Ingestion:
         self._finder = ConversationFinder(config, found_in, erase_calls) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
         self._batch_files = BatchFiles()
+        self._kept_open = KeptOpen()
 
     def sources(self) -> list[SourceIngestion]:
         """The sources that exist now, including each file of a JSONL directory. A path named twice is one source. The
@@ -526,6 +530,7 @@ class Ingestion:
                         self._config.privacy.exclude.names,
                         self._batch_files,
                         is_in_folder=path != source.path.absolute(),
+                        kept_open=self._kept_open,
                     )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(

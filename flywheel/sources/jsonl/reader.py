@@ -29,6 +29,7 @@ from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.record import LineError, entry_of_line, names_in_line
+from flywheel.system.shortage import shortage_of
 from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
@@ -289,7 +290,7 @@ class JsonlFile:
 
 
 def _unreadable(path: Path, error: OSError) -> SourceError:
-    condition, hint = "failing", "Check the disk and the system log."
+    condition, hint = "failing", (shortage_of(error) or ("", "Check the disk and the system log."))[1]
     if isinstance(error, FileNotFoundError):
         condition, hint = "missing", "Correct the source's path, or wait until the file is written."
     elif isinstance(error, PermissionError):

@@ -429,7 +429,10 @@ def _explain(name: str, error: DBAPIError) -> StoreError:
     hints = {
         "full": ("Free some space on that disk: nothing that was stored before is lost.", True),
         "readonly": ("Make the file and its directory writable for this user.", False),
-        "unable to open": ("Make its directory readable and writable for this user.", False),
+        "unable to open": (
+            "Make its directory readable and writable for this user, or raise `LimitNOFILE=`.",
+            False,
+        ),
         "not a database": ("Restore it from a backup, or move it away to start over.", False),
         "malformed": ("Restore it from a backup, or move it away to start over.", False),
         "disk i/o": ("Check the disk and the system log.", True),
