@@ -37,7 +37,7 @@ from flywheel.sources.calls.conversations import ConversationFinder
 from flywheel.sources.jsonl.batch_reader import BatchFiles
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
-from flywheel.sources.jsonl.reader import files_of
+from flywheel.sources.jsonl.reader import files_of, unread_in
 from flywheel.sources.jsonl_connector import JsonlConnector, KeptOpen
 from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import inbox_of
@@ -501,6 +501,8 @@ class Ingestion:
         self._sources: dict[Path, SourceIngestion] = {}
         self._batch_files = BatchFiles()
         self._kept_open = KeptOpen()
+        self._unread: set[str] = set()
+        """What was logged about files that are not read."""
 
     def sources(self) -> list[SourceIngestion]:
         """The sources that exist now, including each file of a JSONL directory. A path named twice is one source. The
@@ -512,6 +514,7 @@ class Ingestion:
             elif isinstance(source, JsonlSource):
                 try:
                     paths = self._read_by_themselves(source.path.absolute())
+                    self._warn_of_unread(source.path.absolute())
                 except SourceError:
                     paths = [source.path.absolute()]  # reading it reports the error
             else:
@@ -548,6 +551,11 @@ class Ingestion:
                     calls=self.calls,
                 )
         return list(self._sources.values())
+
+    def _warn_of_unread(self, path: Path) -> None:
+        if (unread := unread_in(path)) and unread not in self._unread:
+            self._unread.add(unread)
+            log.warning("%s: %s", path, unread)
 
     def _read_by_themselves(self, path: Path) -> list[Path]:
         """The paths of the sources at the path of one. Raises SourceError."""

@@ -43,6 +43,11 @@ def make_private_database(path: Path) -> None:
         os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
 
+def holds_lines(path: Path) -> bool:
+    """Whether a file has the name of lines of JSON, in capitals or not, and is not hidden."""
+    return path.suffix.lower() in (".jsonl", ".ndjson") and not path.name.startswith(".")
+
+
 def file_identity(path: Path) -> tuple[int, int] | None:
     """Device and inode, by which a file is recognised as the same one; None if there is no file."""
     try:

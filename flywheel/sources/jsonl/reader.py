@@ -9,6 +9,7 @@ held whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -29,6 +30,7 @@ from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.record import LineError, entry_of_line, names_in_line
+from flywheel.system.files import holds_lines
 from flywheel.system.shortage import shortage_of
 from flywheel.system.terminal import quantity
 
@@ -49,6 +51,7 @@ _COMPRESSED: Final = {
     b"PK\x03\x04": "a zip archive",
 }
 """First bytes of other formats. They are refused as a whole; otherwise each line would be a dead letter."""
+_PACKED: Final = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _UTF_16: Final = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{")
 PAGE_LINES: Final = 500
 PAGE_BYTES: Final = 4 << 20
@@ -97,7 +100,7 @@ def fingerprint(text: bytes) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source path: the path itself, or a directory's `*.jsonl` files, sorted by name.
+    """The files of a source path: the path itself, or a directory's files of lines, sorted by name.
 
     A directory is itself included if a file in it cannot be read; reading it reports why. Raises SourceError if
     nothing exists at `path`.
@@ -143,12 +146,41 @@ def is_listed(path: Path) -> bool:
 
 
 def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
-    """The JSONL files of a directory: those with a valid name, and those whose name is not UTF-8."""
-    files = sorted(
-        file for file in path.iterdir() if file.suffix == ".jsonl" and file.name[0] != "." and file.is_file()
-    )
+    """The files of lines in a directory: those with a valid name, and those whose name is not UTF-8."""
+    files = sorted(file for file in path.iterdir() if holds_lines(file) and file.is_file())
     misnamed = [file for file in files if any("\ud800" <= char <= "\udfff" for char in file.name)]
     return [file for file in files if file not in misnamed], misnamed
+
+
+def unread_in(path: Path) -> str:
+    """What is in a directory and is not read, by kind and name. Other files, such as notes, count only where nothing
+    is read. Empty for none, and for a directory that cannot be listed."""
+    kinds: dict[str, list[str]] = {}
+    is_read, others = False, []
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        for each in sorted(entries, key=lambda entry: entry.name):
+            name = Path(each.name)
+            if each.name.startswith("."):
+                continue
+            if each.is_dir():
+                kinds.setdefault("subfolder", []).append(each.name)
+            elif each.is_symlink() and not Path(each.path).exists():
+                kinds.setdefault("link to nothing", []).append(each.name)
+            elif holds_lines(name):
+                is_read = True
+            elif name.suffix.lower() in _PACKED:
+                kinds.setdefault("compressed file", []).append(each.name)
+            else:
+                others.append(each.name)
+    if others and not is_read:
+        kinds["file of another name"] = others
+    several = {"file of another name": "files of other names", "link to nothing": "links to nothing"}
+    counted = []
+    for kind, names in kinds.items():
+        some = ", ".join(names if len(names) <= 3 else [*names[:3], "…"])
+        counted.append(f"{quantity(len(names), kind, several.get(kind, ''))} ({some})")
+    only = "Only files named *.jsonl or *.ndjson in the folder itself are"
+    return f"not read: {', '.join(counted)}. {only}" if counted else ""
 
 
 class JsonlFile:
@@ -170,7 +202,9 @@ class JsonlFile:
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise SourceError(
-                f"read {path}", "it is no regular file", "Name a file, or a directory with *.jsonl files in it."
+                f"read {path}",
+                "it is no regular file",
+                "Name a file, or a directory with *.jsonl or *.ndjson files in it.",
             )
         self.identity = f"{status.st_dev}:{status.st_ino}"
 

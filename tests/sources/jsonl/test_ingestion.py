@@ -174,8 +174,16 @@ async def test_too_many_open_files_are_a_condition_with_what_to_raise(tmp_path: 
     await store.close()
 
 
-async def test_files_of_a_directory_come_and_go(tmp_path: Path, folder: Path) -> None:
+async def test_files_of_a_directory_come_and_go(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert await ingest(tmp_path, folder) == []
+    assert caplog.messages == []
+    (folder / "a.json").touch()
+    (folder / "older").mkdir()
+    assert await ingest(tmp_path, folder, passes=2) == []
+    [said] = caplog.messages
+    assert said.startswith(f"{folder}: not read: 1 subfolder (older), 1 file of another name (a.json). Only")
     (folder / "b.jsonl").write_bytes(line(1) + b"nonsense\n")
     (folder / "a.jsonl").write_bytes(line(2) + line(1))
     reports = await ingest(tmp_path, folder)

@@ -20,7 +20,7 @@ from flywheel.errors import SourceError
 from flywheel.records.privacy import PrivateNames
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl import reader as line_reader
-from flywheel.sources.jsonl.reader import MAX_LINE, JsonlReader, files_of
+from flywheel.sources.jsonl.reader import MAX_LINE, JsonlReader, files_of, unread_in
 from flywheel.sources.jsonl.record import entry_of_line
 from tests.cases import for_each
 from tests.sources.jsonl.reading import Stored, asked, line
@@ -496,8 +496,18 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_no_trouble(path
 def test_the_files_of_a_directory(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.json", ".hidden.jsonl", "b.jsonl.1"):
         (tmp_path / name).touch()
+    assert unread_in(tmp_path) == ""
     (tmp_path / "folder.jsonl").mkdir()
-    assert files_of(tmp_path) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for name in ("C.JSONL", "d.ndjson", "e.NDJson"):
+        (tmp_path / name).touch()
+    assert [file.name for file in files_of(tmp_path)] == ["C.JSONL", "a.jsonl", "b.jsonl", "d.ndjson", "e.NDJson"]
+    (tmp_path / "linked.jsonl").symlink_to(tmp_path / "nothing")
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl.GZ").touch()
+    assert unread_in(tmp_path).startswith(
+        "not read: 5 compressed files (0.jsonl.GZ, 1.jsonl.GZ, 2.jsonl.GZ, …), 1 subfolder (folder.jsonl), "
+        "1 link to nothing (linked.jsonl). Only"
+    )
     assert files_of(tmp_path / "c.json") == [tmp_path / "c.json"]
     with pytest.raises(SourceError, match=r"nowhere.*No such file.*Correct the source's path"):
         files_of(tmp_path / "nowhere")
