@@ -101,6 +101,8 @@ def check_state(config: Config) -> Iterator[Finding]:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "cannot be written by this user" if existing.is_dir() else "is not a directory"
         yield Finding("state", Result.FAILED, f"{existing} {why}", remedy)
+        if not existing.exists():  # a link to nothing has no disk
+            return
     elif is_network(kind := file_system(existing)):
         text = f"{text}; on {kind}, where SQLite's write-ahead log and locks are not reliable"
         yield Finding("state", Result.WARNING, text, remedy)

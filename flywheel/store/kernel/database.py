@@ -298,9 +298,15 @@ class Reader:
         self._path = path = state_dir / STATE_FILE
 
         async def connect() -> aiosqlite.Connection:
-            return await aiosqlite.connect(
+            connection = aiosqlite.connect(
                 _read_only_uri(path), uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000
             )
+            try:
+                return await connection
+            except sqlite3.Error:
+                # Its thread reports its end to the event loop, which a command may have closed by then.
+                await asyncio.to_thread(connection._thread.join)
+                raise
 
         self._engine = create_async_engine("sqlite+aiosqlite://", async_creator=connect, poolclass=NullPool)
 
