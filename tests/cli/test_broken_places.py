@@ -3,6 +3,7 @@ says what failed, without a traceback."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,7 +28,8 @@ from tests.waiting import SOON
 
 pytestmark = pytest.mark.slow
 
-DISK = "4m"
+DISK, NEARLY = "4m", 64 << 10
+OFTEN = {("link", "state"), ("directory", "arguments")}
 CODES = {0, *(code for name, code in vars(errors).items() if name.startswith("EXIT_"))}
 COMMANDS: dict[str, list[str]] = {
     "audit": ["--deep", "--source {file}"],
@@ -164,31 +166,46 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(disk)], timeout=SOON, check=True)
 
 
-def fill(disk: Path) -> None:
+def fill(disk: Path, left: int) -> None:
     with (disk / "ballast").open("wb", buffering=0) as file:
-        try:
+        with contextlib.suppress(OSError):
             while file.write(bytes(4096)):
                 pass
-        except OSError:
-            pass
+        file.truncate(file.tell() - left)
 
 
-@pytest.mark.parametrize("how", ["full", "full from the start", "read-only"])
-def test_a_disk_that_takes_nothing(flywheel: Run, disk: Path, judge: JudgeServer, how: str) -> None:
-    config = written(disk, judge)
-    os.chdir(disk)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "nearly full",
+        "read-only",
+        *(
+            pytest.param(how, marks=pytest.mark.extended)
+            for how in ("full", "full from the start", "beside the state", "nearly full beside it")
+        ),
+    ],
+)
+def test_a_disk_that_takes_nothing(flywheel: Run, tmp_path: Path, disk: Path, judge: JudgeServer, how: str) -> None:
+    config = written(tmp_path if "beside" in how else disk, judge)
+    os.chdir(config.parent)
     if how != "full from the start":
         assert flywheel("ingest", "-c", config).code == 0
     if how == "read-only":
         remount = ["mount", "-o", "remount,ro", str(disk)]
         subprocess.run(remount, timeout=SOON, check=True)
     else:
-        fill(disk)
+        fill(disk, left=NEARLY if "nearly" in how else 0)
     check_all(flywheel, config, disk / "file.jsonl", disk / "folder")
 
 
-@pytest.mark.parametrize("place", ["arguments", "configuration", "state", "files of the state"])
-@pytest.mark.parametrize("how", ["link", "directory"])
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        pytest.param(how, place, marks=() if (how, place) in OFTEN else pytest.mark.extended)
+        for how in ("link", "directory")
+        for place in ("arguments", "configuration", "state", "files of the state")
+    ],
+)
 def test_something_else_in_place_of_a_file(
     flywheel: Run, tmp_path: Path, judge: JudgeServer, how: str, place: str
 ) -> None:
