@@ -142,6 +142,11 @@ def json_line(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 
 
+def json_problem(error: json.JSONDecodeError) -> str:
+    """What is wrong with a line that is not JSON. Parsers would call it line 1, which it is not in its file."""
+    return f"not JSON: {error.msg} at column {error.colno}"
+
+
 def append_jsonl(path: Path, values: Iterable[Any]) -> int:
     """Append one line per value and fsync; the number of lines written."""
     return append_lines(path, [json_line(value) for value in values])
