@@ -86,8 +86,8 @@ class Backup:
                 made._finish()
         except (OSError, sqlite3.Error) as error:
             hint = "Free some space there, or name another folder; an earlier backup is unchanged."
-            name, why = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
-            raise StoreError(attempted, f"{name}: {why}", hint) from error
+            name, failure = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
+            raise StoreError(attempted, f"{name}: {failure}", hint) from error
 
     @property
     def copy_of_state(self) -> Path:
