@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from flywheel.system import files
 from tests import base_dependencies
 
 ROOT = Path(__file__).parent.parent
+BUILD = ROOT / "hatch_build.py"
 HEAVY = ("sentence_transformers", "torch", "transformers", "trl", "peft", "vllm", "ray")
 
 
@@ -325,3 +327,11 @@ def test_the_units_start_commands_that_exist_and_know_the_exit_codes(unit: str) 
     assert "--config" in done.stdout
     assert service["Type"] == {"run": "notify", "serve": "exec"}[words[1]]
     assert {str(EXIT_USAGE), str(EXIT_CONFIG)} <= set(service["RestartPreventExitStatus"].split())
+
+
+def test_a_python_that_is_too_old_learns_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = runpy.run_path(str(BUILD))["PythonVersion"](str(ROOT), {})
+    hook.update({})
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match=r"needs Python 3\.11 or newer, and this is 3\.10"):
+        hook.update({})

@@ -388,9 +388,6 @@ def complain(error: FlywheelError | str) -> None:
 
 def print_error(text: str) -> None:
     """Print on stderr. If it is closed, the exit code alone reports an error."""
-    if sys.stderr is None:
-        # print() would use stdout, which may hold JSON or records.
-        return
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
@@ -407,6 +404,7 @@ URGENT: Final[Mapping[str, str]] = {"rollback": "rounds"}
 
 def main() -> None:
     """Run the command line. A FlywheelError becomes its message and its exit code."""
+    _fill_closed()
     alone = URGENT.get(sys.argv[1]) if len(sys.argv) > 1 else None
     for name in MODULES if alone is None else (alone,):
         importlib.import_module(f"flywheel.cli.{name}")
@@ -439,11 +437,22 @@ def main() -> None:
         complain(ExportError("write to stdout", error.strerror or str(error), "Free space on its device."))
         code = EXIT_FAILED
     try:
-        if sys.stderr is not None:
-            sys.stderr.flush()
+        sys.stderr.flush()
     except OSError:
         _discard(_STDERR)
     sys.exit(code)
+
+
+def _fill_closed() -> None:
+    """Open /dev/null for each standard stream that is closed: the next file that is opened would get its number, and
+    with it what child processes write. A stderr that is closed is one that nobody reads."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(_STDERR, "w", closefd=False)
 
 
 def _run() -> int:

@@ -36,7 +36,8 @@ def ingest(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the tasks to this file.")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Full scan: compare all rows with the ledger, not only new ones.")
+        bool,
+        typer.Option("--sweep", help="Full scan: compare all rows and lines with the ledger, not only new ones."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -148,8 +148,8 @@ def _doubt_of_file(path: Path) -> str:
         return f"There is no file {path}"
     except OSError as error:
         raise ValueError(f"{path} is no file that can be read: {error.strerror}") from None
-    if begin not in (b"", SQLITE) and path.suffix != ".jsonl":
-        raise ValueError(f"{path} is no Studio database (SQLite), and its name does not end with .jsonl")
+    if begin not in (b"", SQLITE) and not files.holds_lines(path):
+        raise ValueError(f"{path} is no Studio database (SQLite), and its name ends with neither .jsonl nor .ndjson")
     return ""
 
 
@@ -214,7 +214,7 @@ def _source(answer: str) -> str:
         return "type: otlp # agents send their spans to http://127.0.0.1:4318/v1/traces"
     if answer == "calls":
         return "type: calls # replies are found in what `flywheel serve` records"
-    if answer.endswith(".jsonl"):
+    if files.holds_lines(Path(answer)):
         return f"{{type: jsonl, path: {_scalar(answer)}}} # a task file of another program"
     return f"path: {_scalar(answer)} # Studio's database; opened read-only"
 

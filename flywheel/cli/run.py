@@ -46,7 +46,7 @@ def run(
     """Run the daemon: read sources, judge replies, train and deploy adapters, until it is stopped."""
     tune_process()
     # After a crash in a library, or when a service manager aborts the process, all stacks are on stderr.
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr
+    with contextlib.suppress(OSError, ValueError):  # it is no file
         faulthandler.enable()
     settings = load_config(config)
     if settings.assumed:

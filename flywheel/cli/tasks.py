@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,8 @@ from flywheel.cli.app import (
 )
 from flywheel.cli.tables import Row, counted, print_rows, spent, stdout
 from flywheel.errors import EXIT_USAGE, StoreError
-from flywheel.records.states import TaskState
+from flywheel.records import skipping
+from flywheel.records.states import SkipReason, TaskState
 from flywheel.system.terminal import escape_terminal, excerpt, moment, quantity, score_text
 
 if TYPE_CHECKING:
@@ -83,25 +85,34 @@ def list_tasks(
                 raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
         context.obj = config, as_json  # they apply to the verb too
         return
+    from flywheel.store import ledger
     from flywheel.store.views import task_list
 
     conditions = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
 
-    def look(conn: Connection) -> tuple[Sequence[Any], int, dict[str, list[str]]]:
+    def look(conn: Connection) -> tuple[Sequence[Any], int, dict[str, list[str]], dict[str, int]]:
         total = task_list.count(conn, conditions)
         # Only an empty list explains itself by what can be chosen.
-        return task_list.listed(conn, conditions, most), total, {} if total else task_list.choices(conn)
+        choices = {} if total else task_list.choices(conn)
+        # A list of all tasks also says which replies are none.
+        counts = () if conditions or as_json else ledger.counts_by_source(conn).values()
+        skipped = sum((Counter(each.skipped) for each in counts), Counter[str]())
+        return task_list.listed(conn, conditions, most), total, choices, skipped
 
-    rows, total, choices = run_async(read_state(load_config(config), look))
+    rows, total, choices, skipped = run_async(read_state(load_config(config), look))
     shown = [task_list.summary(row) for row in rows]
     if as_json:
         print_json({"total": total, "tasks": shown})
         return
     if shown:
         _print(stdout(), escape_terminal(shown, one_line=True))
+    for reason, number in sorted(skipped.items()):
+        remedy = skipping.REMEDIES[SkipReason(reason)]
+        typer.echo(f"{quantity(number, 'reply is', 'replies are')} no task: {reason}. {remedy}".rstrip())
     if not total:
-        typer.echo(_nothing(choices, conditions != [], criterion=criterion, adapter=adapter))
+        if not skipped:
+            typer.echo(_nothing(choices, conditions != [], criterion=criterion, adapter=adapter))
         return
     kind = f" {state.value}" if state is not None else ""
     shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"

@@ -59,7 +59,7 @@ from flywheel.config.training import (
 from flywheel.config.trinity import is_trinitys
 from flywheel.errors import ConfigError
 from flywheel.records.exclusion import Exclusion, Scope, TargetNames, TaskScopes, TrainedModels
-from flywheel.system.files import expanded
+from flywheel.system.files import expanded, holds_lines
 from flywheel.system.yaml_file import YamlDocument, explain, is_among, read_yaml
 
 TRAINING_SECTIONS: Final = frozenset({"model", "targets", "trigger", "training", "rollout", "gate"})
@@ -339,7 +339,7 @@ def source_at(config: Config, file: Path) -> Path | None:
     """The source that reads this file, if any; the task file must not be one."""
     target = Path(os.path.realpath(file))
     # A JSONL source reads a symbolic link under its own name, and its target under another.
-    listed = [name for name in (file, target) if name.suffix == ".jsonl" and not name.name.startswith(".")]
+    listed = [name for name in (file, target) if holds_lines(name)]
     folders = {os.path.realpath(name.parent) for name in listed}
     for source in config.sources:
         if isinstance(source, StudioSource | JsonlSource):

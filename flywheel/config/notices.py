@@ -32,6 +32,8 @@ def _words(command: object) -> object:
 
 
 class NotifySettings(Section):
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the entry. What has not arrived waits for the name, whatever its URL or command becomes."""
     url: WebUrl | None = None
     """A webhook: notices are sent to it by POST."""
     url_env: str | None = None
@@ -77,6 +79,9 @@ class NotifySettings(Section):
 def _each_once(entries: list[NotifySettings]) -> list[NotifySettings]:
     if len({entry.way for entry in entries}) < len(entries):
         raise ValueError("two entries have the same url, url_env or command: list all its notices in one `on`")
+    named = [entry.name for entry in entries if entry.name is not None]
+    if len(set(named)) < len(named):
+        raise ValueError("two entries have the same name")
     return entries
 
 

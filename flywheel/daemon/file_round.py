@@ -31,6 +31,7 @@ from flywheel.serving.adapter_files import why_unloadable
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python
 from flywheel.sources.jsonl.record import DataRow, has_target
 from flywheel.store.splits import TEMPLATE
+from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from flywheel.system.signals import run_coroutine
 from flywheel.system.terminal import quantity
@@ -194,8 +195,8 @@ def require_packages(attempted: str = ATTEMPTED, python: Path | None = None) -> 
         raise TrainError(
             attempted,
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed for {python}",
-            f"Run: {python} -m pip install 'agentscope-flywheel[gpu]', or 'agentscope-flywheel[cpu]' on a machine"
-            " without a GPU, or name another interpreter in $FLYWHEEL_TRAINER_PYTHON.",
+            f"Run: {python} -m pip install {own_package.requirement('gpu')}, or [cpu] on a machine without a GPU, or"
+            " name another interpreter in $FLYWHEEL_TRAINER_PYTHON.",
         )
 
 

@@ -37,6 +37,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.notices import Notice
 from flywheel.store.stages import Pass
 from flywheel.system.heartbeat import beat
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,15 @@ class Target(ABC):
         """Send what is new. Raises NotifyError; what did not arrive is sent by the next call."""
 
 
+async def resume(store: Store, config: Config) -> None:
+    """Find the position of each entry of `notify`, before its target begins."""
+    if dropped := await store.write(notices.resume, config.notify):
+        log.warning(
+            "%s dropped: the entry of `notify` that they waited for is not there any more",
+            quantity(dropped, "notice"),
+        )
+
+
 class NoticeTarget(Target):
     """One entry of `notify`."""
 
@@ -73,23 +83,22 @@ class NoticeTarget(Target):
         self._alias = "+".join(config.aliases)
         self._web_url = config.deploy.web_url.rstrip("/")
         self._settings = settings
-        self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
         self._position = self._stored = 0
         self._sent_in_vain = 0
         """The last notice of those that were sent in vain. Their texts are not kept: they may be erased meanwhile."""
 
     def __str__(self) -> str:
-        """For messages: of a URL, which may be a secret, the host."""
+        """For messages: the name, or of a URL, which may be a secret, the host."""
+        if self._settings.name is not None:
+            return self._settings.name
         if self._settings.command is not None:
             return self._settings.command[0]
         return urlsplit(self._settings.target or "").hostname or f"${self._settings.url_env}"
 
     async def begin(self) -> None:
-        if known := await self._store.read(database.noted, self._key):
-            self._position = self._stored = int(known)
-        else:
-            self._position = await self._store.read(notices.newest_event)
-            await self._keep(self._position)
+        """Find the position that `resume` noted."""
+        noted = await self._store.read(database.noted, notices.keys_of(self._settings)[0])
+        self._position = self._stored = int(noted.split()[0])
 
     async def deliver(self) -> Pass:
         wanted, result = frozenset(self._settings.on), Pass.IDLE
@@ -112,7 +121,7 @@ class NoticeTarget(Target):
                 await self._keep(self._position)
 
     async def _keep(self, position: int) -> None:
-        await self._store.write(database.note, self._key, str(position))
+        await self._store.write(notices.keep, self._settings, position)
         self._position = self._stored = position
 
     async def _send(self, sent: list[Notice]) -> None:

@@ -23,6 +23,7 @@ from flywheel.daemon.judging.judging import CLAIMED_PER_THREAD, TaskJudging, rec
 from flywheel.daemon.langfuse import LangfuseExport
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import WAITS, NoticeTarget, Target
+from flywheel.daemon.notifier import resume as resume_notices
 from flywheel.daemon.promotion_watch import PromotionWatch
 from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.rounds.retention import Retention
@@ -161,6 +162,7 @@ class Service:
 
     async def recover(self) -> None:
         """Clean up after a process that died. The instance lock excludes others."""
+        await resume_notices(self._store, self._config)
         for target in self._targets.values():
             await target.begin()
         await self._store.write(stages.forget_others, [each.name for each in (*self._stages, *self._notices)])

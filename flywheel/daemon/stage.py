@@ -22,6 +22,7 @@ from flywheel.store.kernel.database import Store
 from flywheel.store.stages import Pass
 from flywheel.system.clock import moved_seconds
 from flywheel.system.heartbeat import Heart, heart
+from flywheel.system.shortage import shortage_of
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,14 @@ class Stage:
         try:
             result = await self._action()
             await self._succeeded(result if isinstance(result, Pass) else Pass.WORKED)
-        except FlywheelError as error:
-            await self._failed(error)
-        except Exception:
-            log.exception("%s failed; this is a defect, please report it", self.name)
+        except Exception as error:
+            lack = shortage_of(error)
+            if isinstance(error, FlywheelError):
+                await self._failed(error)
+            elif lack is not None:
+                await self._failed(FlywheelError(f"run {self.name}", *lack, retryable=True))
+            else:
+                log.exception("%s failed; this is a defect, please report it", self.name)
         finally:
             self.heart.rest()
 

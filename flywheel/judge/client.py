@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import orjson
 from tenacity import RetryCallState
@@ -406,6 +407,8 @@ class JudgeEndpoint:
         message = str(error)
         hint = None if error.status == 403 and MODERATION.search(message) else HINTS.get(error.status)
         concerns_call = error.status == 413 or (THIS_CALL.search(message) and not OUTPUT_LIMIT.search(message))
+        if error.status in (404, 405) and not urlsplit(self.config.base_url).path.strip("/"):
+            hint = "Set {section}.base_url to {url}/v1, where most servers answer, or correct {section}.model."
         # An endpoint that accepted other calls is configured correctly: one long task must not stop the rest.
         if hint is None and (self.has_answered or concerns_call):
             return JudgeReply("", f"the endpoint refused this call: {message}", calls=0, judge=str(self.config))
@@ -501,7 +504,9 @@ class JudgeEndpoint:
         return self._error(why, hint, retryable=True)
 
     def _error(self, why: str, hint: str, *, retryable: bool = False) -> JudgeError:
-        hint = hint.format(key=self.config.api_key_env, section=self.config.section)
+        hint = hint.format(
+            key=self.config.api_key_env, section=self.config.section, url=self.config.base_url.rstrip("/")
+        )
         who = "the judge" if self.config.section.startswith("judge") else "the model"
         return JudgeError(f"ask {who} {self.config}", why, hint, retryable=retryable)
 

@@ -15,6 +15,7 @@ import orjson
 from flywheel.errors import ConfigError
 from flywheel.records.states import Label
 from flywheel.records.verdict import Exchange
+from flywheel.system.files import json_problem
 
 VERDICTS: Final[Mapping[str, bool]] = {
     "accept": True, "accepted": True, "good": True, "pass": True, "yes": True, "true": True, "1": True,
@@ -98,7 +99,9 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> LabelFile:
             line = orjson.loads(text)
             if (accept := _verdict(line)) is not None:
                 decided.append((number, line, accept))
-        except (orjson.JSONDecodeError, _LineError) as error:
+        except orjson.JSONDecodeError as error:
+            problems.append(f"line {number}: it is {json_problem(error)}")
+        except _LineError as error:
             problems.append(f"line {number}: {error}")
     named_tasks = [str(line["task_id"]) for _, line, _ in decided if "task_id" in line and _query(line) is None]
     tasks = lookup(named_tasks) if lookup is not None and named_tasks else {}

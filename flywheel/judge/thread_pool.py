@@ -17,6 +17,7 @@ from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.usage import Budget, CallsInFlight
 from flywheel.records.verdict import Outcome, Verdict
+from flywheel.system.shortage import shortage_of
 
 log = logging.getLogger(__name__)
 
@@ -204,12 +205,19 @@ class _Pool(Generic[K, E, P]):
         return None
 
     def _guard(self, step: Callable[..., R | Verdict], *arguments: Any) -> R | Verdict:
-        """The result of a step, or an undecided verdict for an unexpected error in it."""
+        """The result of a step, or an undecided verdict for an unexpected error in it. What this process lacks, such
+        as file descriptors, ends the grading."""
         try:
             return step(*arguments)
         except FlywheelError:
             raise
         except Exception as error:
+            if (lack := shortage_of(error)) is not None:
+                # All others would meet it too.
+                failure = JudgeError("continue judging", *lack, retryable=True)
+                self.error = self.error or failure
+                self.closed.set()
+                return Verdict(Outcome.UNDECIDED, None, error=str(failure), unreachable=True)
             log.exception("grading broke")
             message = f"grading broke on it: {type(error).__name__}: {error}. This is a defect; please report it."
             return Verdict(Outcome.UNDECIDED, None, error=message, broken=True, defect=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from flywheel.errors import ConfigError
+from flywheel.system import own_package
 from flywheel.training.packages import missing_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def require(attempted: str, *packages: str) -> None:
     """Raises ConfigError if a package is not installed."""
     if missing := missing_of(packages):
         why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise ConfigError(attempted, why, "Run: pip install 'agentscope-flywheel[retrieval]'.")
+        raise ConfigError(attempted, why, f"Run: pip install {own_package.requirement('retrieval')}.")
 
 
 def load_model(name: str | os.PathLike[str]) -> SentenceTransformer:

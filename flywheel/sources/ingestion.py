@@ -37,8 +37,8 @@ from flywheel.sources.calls.conversations import ConversationFinder
 from flywheel.sources.jsonl.batch_reader import BatchFiles
 from flywheel.sources.jsonl.copied_lines import erase_lines
 from flywheel.sources.jsonl.data_set import DataSet, trainer_python, write_lines
-from flywheel.sources.jsonl.reader import files_of
-from flywheel.sources.jsonl_connector import JsonlConnector
+from flywheel.sources.jsonl.reader import files_of, unread_in
+from flywheel.sources.jsonl_connector import JsonlConnector, KeptOpen
 from flywheel.sources.otlp import inbox
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
@@ -52,6 +52,7 @@ from flywheel.system.clock import steady
 from flywheel.system.files import PRIVATE
 from flywheel.system.heartbeat import beat
 from flywheel.system.process_folder import remove_left
+from flywheel.system.shortage import shortage_of
 from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
@@ -188,6 +189,8 @@ class SourceIngestion:
 
     def _defect(self, failure: Exception) -> SourceError:
         """What is no error of ours as an error of the source. The traceback is logged once, not at every attempt."""
+        if (lack := shortage_of(failure)) is not None:
+            return SourceError(f"read {self.path}", *lack, retryable=True)
         why = f"a defect of Flywheel stopped it ({type(failure).__name__})"
         error = SourceError(f"read {self.path}", why, "Please report it, with the traceback from the log.")
         error.condition = DEFECT
@@ -196,14 +199,15 @@ class SourceIngestion:
         return error
 
     async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
-        """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before.
+        """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before. Of
+        files of lines there is only the full scan, which reads them again.
 
         A throttled full scan pauses between batches. An error is also noted as the condition of the source, until
         such a re-scan or a full scan succeeds. Raises FlywheelError.
         """
         self.rescan_at = math.inf
         total = Recorded()
-        if not isinstance(self.connector, StudioConnector):
+        if not (whole or isinstance(self.connector, StudioConnector)):
             return total
         if whole:
             self._is_scan_asked_for = False
@@ -502,6 +506,9 @@ class Ingestion:
         self._finder = ConversationFinder(config, found_in, erase_calls) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
         self._batch_files = BatchFiles()
+        self._kept_open = KeptOpen()
+        self._unread: set[str] = set()
+        """What was logged about files that are not read."""
 
     def sources(self) -> list[SourceIngestion]:
         """The sources that exist now, including each file of a JSONL directory. A path named twice is one source. The
@@ -513,6 +520,7 @@ class Ingestion:
             elif isinstance(source, JsonlSource):
                 try:
                     paths = self._read_by_themselves(source.path.absolute())
+                    self._warn_of_unread(source.path.absolute())
                 except SourceError:
                     paths = [source.path.absolute()]  # reading it reports the error
             else:
@@ -531,6 +539,7 @@ class Ingestion:
                         self._config.privacy.exclude.names,
                         self._batch_files,
                         is_in_folder=path != source.path.absolute(),
+                        kept_open=self._kept_open,
                     )
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
@@ -548,6 +557,11 @@ class Ingestion:
                     calls=self.calls,
                 )
         return list(self._sources.values())
+
+    def _warn_of_unread(self, path: Path) -> None:
+        if (unread := unread_in(path)) and unread not in self._unread:
+            self._unread.add(unread)
+            log.warning("%s: %s", path, unread)
 
     def _read_by_themselves(self, path: Path) -> list[Path]:
         """The paths of the sources at the path of one. Raises SourceError."""

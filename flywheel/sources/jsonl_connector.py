@@ -11,9 +11,13 @@ a request becomes that of its response.
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -35,6 +39,8 @@ from flywheel.sources.jsonl.record import BatchEntry, JsonlEntry
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger
 from flywheel.store.ledger import Recorded
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RETRY_SECONDS: Final = 300.0
@@ -171,6 +177,38 @@ def _hash(task: Mapping[str, Any]) -> bytes:
     return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
 
 
+class KeptOpen:
+    """The connectors that keep their file open between passes, first the one that has had nothing new for longest.
+    They are at most half as many as the files that this process may open: the others are a reserve."""
+
+    def __init__(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
+        self._open: dict[JsonlConnector, None] = {}
+        self.reading: set[JsonlConnector] = set()
+        """Those in a pass, whose files are not closed."""
+        self._has_warned = False
+
+    async def add(self, connector: JsonlConnector, *, has_news: bool) -> None:
+        """Note the end of a pass, and close what is too much."""
+        if has_news:
+            self._open.pop(connector, None)
+        self._open[connector] = None
+        while len(self._open) > self._most:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "more than %d files of lines: those that were read longest ago are closed, and one that is moved "
+                    "away then is not read to its end. Raise the limit of open files (`LimitNOFILE=` of a unit), or "
+                    "move finished files elsewhere",
+                    self._most,
+                )
+            idle = (each for each in self._open if each not in self.reading)
+            closed = next(idle, connector) if has_news else connector
+            del self._open[closed]
+            await closed.close()
+
+
 class JsonlConnector:
     """Reads one file in the shared `threads`: a directory may hold thousands of files. Calls run one after
     another."""
@@ -188,9 +226,11 @@ class JsonlConnector:
         private: PrivateNames = NOBODY,
         batch_files: BatchFiles | None = None,
         is_in_folder: bool = False,
+        kept_open: KeptOpen | None = None,
     ) -> None:
         """`make` writes the file if it is missing: it is a copy, which an erasure may change. If it `is_in_folder`,
-        another connector reads it with the others of the folder when it is one of `batch_files`."""
+        another connector reads it with the others of the folder when it is one of `batch_files`. Connectors with the
+        same `kept_open` limit together how many files stay open."""
         self.path = path
         self.is_copy = make is not None
         self._make = make
@@ -200,6 +240,7 @@ class JsonlConnector:
         self._batch_files = BatchFiles() if batch_files is None else batch_files
         self._batch_reader = BatchReader(path, models, private, self._batch_files)
         self._is_in_folder = is_in_folder
+        self._kept_open = KeptOpen() if kept_open is None else kept_open
         self._threads = threads
         self._last: asyncio.Future[Any] | None = None
 
@@ -214,13 +255,26 @@ class JsonlConnector:
         if (reader := await self._in_thread(self._chosen)) is None:
             return
         self.progress = Progress()
-        batches = reader.read(cursor, final=final)
-        while (batch := await self._in_thread(lambda: next(batches, None))) is not None:
-            self.progress.read += len(batch.entries) + len(batch.dead)
-            yield batch
+        self._kept_open.reading.add(self)
+        try:
+            batches = reader.read(cursor, final=final)
+            while (batch := await self._in_thread(lambda: next(batches, None))) is not None:
+                self.progress.read += len(batch.entries) + len(batch.dead)
+                yield batch
+        finally:
+            self._kept_open.reading.discard(self)
         if final:
             # No further pass is expected, so the file need not stay open.
             await self.close()
+        else:
+            await self._kept_open.add(self, has_news=bool(self.progress.read))
+
+    async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
+        """Read the file again from its beginning, always `whole`. The cursor stays."""
+        self.forget()
+        async with aclosing(self.read(number, Cursor(), final=whole)) as batches:
+            async for batch in batches:
+                yield replace(batch, cursor=None)
 
     def _chosen(self) -> JsonlReader | BatchReader | None:
         """The reader of what is at the path now; None if it is another source's."""

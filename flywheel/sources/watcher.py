@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
-from watchdog.observers.api import ObservedWatch
+from watchdog.observers.api import BaseObserver, ObservedWatch
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ class Watcher:
     def __init__(self) -> None:
         self._directories: dict[Path, _Directory] = {}
         self._watches: dict[Path, tuple[tuple[int, int], ObservedWatch]] = {}
-        self._observer = Observer()
+        self._observer: BaseObserver | None = None
+        self._has_warned = False
         self._loop = asyncio.get_running_loop()
-        self._observer.start()
 
     def watch(self, path: Path, callback: Callable[[], object]) -> None:
         """Call `callback` in the event loop after a change of the file, or of the file that a link points to."""
@@ -72,20 +73,22 @@ class Watcher:
 
     def refresh(self) -> None:
         """Watch directories that appeared or were replaced, and drop the watches of those that disappeared."""
+        if (observer := self._observing()) is None:
+            return
         for path, directory in self._directories.items():
             identity = _identity(path)
             if path in self._watches and (self._watches[path][0] != identity or directory.was_deleted):
                 directory.was_deleted = False
                 _, watch = self._watches.pop(path)
                 with contextlib.suppress(KeyError, OSError):
-                    self._observer.unschedule(watch)
+                    observer.unschedule(watch)
             if identity is None or path in self._watches:
                 continue
             try:
-                self._watches[path] = (identity, self._observer.schedule(directory, str(path)))
+                self._watches[path] = (identity, observer.schedule(directory, str(path)))
             except OSError as error:
                 if not directory.is_polled:
-                    log.warning("no file system events from %s (%s): polling only", path, error)
+                    log.warning("no file system events from %s: polling only. %s", path, _why(error))
                 directory.is_polled = True
                 continue
             directory.is_polled = False
@@ -93,10 +96,31 @@ class Watcher:
             for callback in directory.callbacks.values():
                 self._call(callback)
 
+    def _observing(self) -> BaseObserver | None:
+        """What receives the events; None while the system has nothing left for it."""
+        if self._observer is None:
+            try:
+                observer = Observer()
+                observer.start()
+            except OSError as error:
+                if not self._has_warned:
+                    log.warning("no file system events: polling only. %s", _why(error))
+                self._has_warned = True
+                return None
+            self._observer = observer
+        return self._observer
+
     def stop(self) -> None:
-        self._observer.stop()
-        if self._observer.is_alive():
-            self._observer.join(timeout=5)
+        if self._observer is not None:
+            self._observer.stop()
+            if self._observer.is_alive():
+                self._observer.join(timeout=5)
+
+
+def _why(error: OSError) -> str:
+    limits = {errno.EMFILE: "instances, or `LimitNOFILE=`", errno.ENOSPC: "watches"}
+    limit = limits.get(error.errno or 0)
+    return f"{error}: raise the sysctl fs.inotify.max_user_{limit}" if limit else str(error)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -84,9 +84,10 @@ class Backup:
                 made = cls(folder, state_dir, _before=before)
                 yield made
                 made._finish()
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             hint = "Free some space there, or name another folder; an earlier backup is unchanged."
-            raise StoreError(attempted, f"{error.filename or folder}: {error.strerror or error}", hint) from error
+            name, failure = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
+            raise StoreError(attempted, f"{name}: {failure}", hint) from error
 
     @property
     def copy_of_state(self) -> Path:

@@ -5,6 +5,7 @@ An event that happens twice, as a source that fails again after it had recovered
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,16 +13,18 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, func, select
 
-from flywheel.config import NoticeType
+from flywheel.config import NoticeType, NotifySettings
 from flywheel.records.states import DeadLetterState, DeploymentState, RoundState, WatchState
 from flywheel.store.deployments import rollback_cause
 from flywheel.store.kernel import database
-from flywheel.store.kernel.schema import dead_letters, deployments, events, rounds, sources, watches
+from flywheel.store.kernel.schema import dead_letters, deployments, events, meta, rounds, sources, watches
 from flywheel.store.kernel.transitions import record
 
 JUDGE: Final = "judge"
 """The kind of events about judging."""
 WORKS: Final = "ok"
+POSITION: Final = "notices of "
+"""Beginning of the keys of notes with the positions of entries of `notify`."""
 QUIET_CONDITIONS: Final = frozenset({"ok", "busy", ""})
 """Conditions of sources that nobody has to do something about."""
 _TYPES: Final = {
@@ -65,6 +68,43 @@ def after(
     found = ((row, kind) for row in rows if (kind := _type_of(row)) in wanted and kind is not None)
     made = (notice for row, kind in found if (notice := _notice(conn, row, kind)) is not None)
     return list(itertools.islice(made, most)), rows[-1].id if rows else number
+
+
+def keys_of(entry: NotifySettings) -> list[str]:
+    """The keys under which an entry's position may be noted, first the one that is used. A URL may be a secret."""
+    known_by = [f"name {entry.name}", entry.way] if entry.name is not None else [entry.way]
+    return [f"{POSITION}{hashlib.sha256(each.encode()).hexdigest()[:16]}" for each in known_by]
+
+
+def keep(conn: Connection, entry: NotifySettings, position: int) -> None:
+    """Note how far an entry was told, and of what, so that what it misses can be counted when it is removed."""
+    database.note(conn, keys_of(entry)[0], f"{position} {' '.join(entry.on)}")
+
+
+def resume(conn: Connection, entries: Sequence[NotifySettings]) -> int:
+    """Note the position of each entry; returns how many notices are dropped that waited for entries which are gone.
+
+    A new entry is not told of what happened before. One without a name that replaces exactly one other, as after a
+    correction of its URL, goes on where that one was.
+    """
+    found = conn.execute(select(meta).where(meta.c.key.startswith(POSITION))).all()
+    noted = {row.key: (int(row.value.split()[0]), row.value.split()[1:]) for row in found}
+    gone = noted.keys() - {key for entry in entries for key in keys_of(entry)}
+    new = [entry for entry in entries if not noted.keys() & set(keys_of(entry))]
+    start = newest_event(conn)
+    if len(gone) == len(new) == 1 and new[0].name is None:
+        start = noted[gone.pop()][0]
+    dropped = 0
+    for key in gone:
+        position, types = noted[key]
+        wanted = [NoticeType(each) for each in types] or list(NoticeType)
+        while (page := after(conn, position, wanted, 2_000))[1] != position:
+            dropped, position = dropped + len(page[0]), page[1]
+    for key in noted:
+        database.note(conn, key, "")
+    for entry in entries:
+        keep(conn, entry, next((noted[key][0] for key in keys_of(entry) if key in noted), start))
+    return dropped
 
 
 def note_judge(conn: Connection, error: str, *, spent: bool = False) -> None:

@@ -45,6 +45,11 @@ def make_private_database(path: Path) -> None:
         os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
 
+def holds_lines(path: Path) -> bool:
+    """Whether a file has the name of lines of JSON, in capitals or not, and is not hidden."""
+    return path.suffix.lower() in (".jsonl", ".ndjson") and not path.name.startswith(".")
+
+
 def file_identity(path: Path) -> tuple[int, int] | None:
     """Device and inode, by which a file is recognised as the same one; None if there is no file."""
     try:
@@ -138,6 +143,11 @@ def sync(path: Path) -> None:
 def json_line(value: Any) -> bytes:
     """One line of JSONL. Lone surrogates, which traces can hold and UTF-8 cannot, become `?`."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+
+
+def json_problem(error: json.JSONDecodeError) -> str:
+    """What is wrong with a line that is not JSON. Parsers would call it line 1, which it is not in its file."""
+    return f"not JSON: {error.msg} at column {error.colno}"
 
 
 def append_jsonl(path: Path, values: Iterable[Any]) -> int:

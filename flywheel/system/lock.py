@@ -23,6 +23,7 @@ from typing import IO, Final
 
 from flywheel.errors import LockedError, StoreError
 from flywheel.system.files import make_private, private
+from flywheel.system.shortage import shortage_of
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,11 @@ def instance_lock(state_dir: Path, name: str = INSTANCE_LOCK) -> Iterator[None]:
     path = state_dir / name
     with _locked(state_dir, path) as file:
         fd = file.fileno()
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
+        try:
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        except OSError as error:
+            raise _not_locked(path, error) from error
         # A second lock, which `holder` can query without taking it. Some file systems do not support it.
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -96,8 +100,13 @@ def _opened(state_dir: Path, path: Path) -> FileIO:
         make_private(state_dir)
         return FileIO(private(path, os.O_RDWR | os.O_CREAT), "r+")
     except OSError as error:
-        hint = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write."
-        raise StoreError(f"lock {path}", error.strerror or str(error), hint) from error
+        raise _not_locked(path, error) from error
+
+
+def _not_locked(path: Path, error: OSError) -> StoreError:
+    hint = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write."
+    lack = shortage_of(error)
+    return StoreError(f"lock {path}", error.strerror or str(error), lack[1] if lack is not None else hint)
 
 
 def _lock(file: FileIO, path: Path, how: int) -> None:

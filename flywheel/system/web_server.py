@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 128
 DATE_SECONDS: Final = 1.0
 _HINTS: Final = {
-    errno.EADDRINUSE: "Stop the program that listens there, or choose another port.",
-    errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1.",
-    errno.EACCES: "Choose a port above 1023.",
+    errno.EADDRINUSE: "Stop the program that listens there, or choose another port: `{setting}`.",
+    errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1: `{setting}`.",
+    errno.EACCES: "Choose a port above 1023: `{setting}`.",
 }
 
 
@@ -135,7 +135,7 @@ def bound_socket(attempt: str, host: str, port: int, setting: str) -> socket.soc
     except OSError as error:
         bound.close()
         retryable = error.errno == errno.EADDRINUSE
-        hint = _HINTS.get(error.errno or 0, hint)
+        hint = _HINTS.get(error.errno or 0, hint).format(setting=setting)
         raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
     bound.setblocking(False)
     return bound

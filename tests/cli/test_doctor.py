@@ -201,6 +201,14 @@ def test_a_source_with_nothing_in_it(bench: Bench) -> None:
     execute(bench.folder / "studio.sqlite", "DELETE FROM span_table")
     assert_failed(bench()["source"], "nothing is in it yet", result="warning")
     assert_failed(bench(sources=[])["source"], "no source is configured", result="warning")
+    (bench.folder / "lines" / "older").mkdir(parents=True)
+    (bench.folder / "lines" / "a.jsonl.gz").touch()
+    lines = {"sources": [{"type": "jsonl", "path": str(bench.folder / "lines")}]}
+    found = bench(**lines)["source"]
+    assert_failed(found, "not read: 1 compressed file (a.jsonl.gz), 1 subfolder (older)", result="warning")
+    assert "nothing is in it yet" not in str(found)
+    (bench.folder / "lines" / "B.JSONL").touch()
+    assert bench(**lines)["source"]["result"] == "ok"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from flywheel.records.states import Split, TaskState
 from flywheel.records.verdict import Outcome
 from flywheel.store.kernel.schema import tasks
 from flywheel.store.views import task_list
+from flywheel.system import own_package
 from tests.cli.conftest import Run
 from tests.factories.round import put_round
 from tests.factories.state import open_state, write_state
@@ -193,7 +194,7 @@ def test_parquet_without_pyarrow_names_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     ran = flywheel("export", "--format", "verl")
     assert ran.code == 1
-    assert "pip install 'agentscope-flywheel[cpu]'" in ran.err
+    assert f"pip install {own_package.requirement('cpu')}" in ran.err
     assert not [path for path in home.parent.iterdir() if path != home]
 
 

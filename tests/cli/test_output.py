@@ -123,6 +123,27 @@ def test_a_closed_stderr_puts_nothing_beside_what_programs_read(ingested: Path) 
 
 
 @pytest.mark.slow
+def test_the_daemon_works_without_standard_streams(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    settings = {
+        "state": {"dir": "state"},
+        "sources": [{"type": "jsonl", "path": "lines"}],
+        "judge": {"base_url": "http://127.0.0.1:9/v1", "model": "j"},
+        "daemon": {"metrics": None},
+        "notify": [{"command": ["sh", "-c", "echo written >&2"], "on": ["source_error"]}],
+    }
+    (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+    for closed in ("2>&-", "0<&- >&- 2>&-"):
+        assert run(tmp_path, f"flywheel run --once {closed}").returncode == 0
+        # Nothing else has the numbers of the streams, into which children write.
+        assert run(tmp_path, "flywheel audit").returncode == 0
+    opened = "import os; from flywheel.cli.app import _fill_closed as fill; fill(); print(os.open('x', os.O_CREAT))"
+    shell = ["sh", "-c", f'exec {sys.executable} -c "{opened}" 2>&- 0<&-']
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, timeout=120, check=True)
+    assert int(done.stdout) > 2
+
+
+@pytest.mark.slow
 def test_json_is_exact_on_a_terminal_of_another_encoding(flywheel: Run, folder: Path) -> None:
     line = {"question": "→ 什么 \ud83d", "answer": "é"}
     (folder / "lines.jsonl").write_text(json.dumps(line) + "\n")

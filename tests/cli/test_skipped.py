@@ -43,6 +43,22 @@ def test_a_source_whose_replies_are_all_skipped_is_a_warning_until_one_is_a_task
     assert flywheel("status", "--json").json["sources"][0]["warning"] == ""
 
 
+def test_the_list_of_tasks_says_which_replies_are_none(flywheel: Run, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "lines.jsonl", *UNANSWERED[:2], {"answer": "without a question"})
+    write_config(tmp_path, sources=[{"type": "jsonl", "path": path.name}])
+    assert flywheel("ingest").code == 0
+    said = flywheel("tasks").out.splitlines()
+    assert said == [
+        f"2 replies are no task: no_answer. {REMEDY}",
+        f"1 reply is no task: no_query. {REMEDIES[SkipReason.NO_QUERY]}",
+    ]
+    write_lines(path, *UNANSWERED[:2], {"question": "Who?", "answer": "Goethe"})
+    assert flywheel("ingest").code == 0
+    said = flywheel("tasks").out.splitlines()
+    assert any(REMEDY in line for line in said) and said[-1] == "1"
+    assert "no task" not in flywheel("tasks", "--state", "pending").out
+
+
 def test_the_page_counts_the_reasons_of_each_source(flywheel: Run, tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", *UNANSWERED, {"answer": "without a question"})
     write_lines(tmp_path / "others.jsonl", *UNANSWERED[:2])

@@ -100,6 +100,7 @@ def configured(folder: Path, *entries: dict[str, Any], **values: Any) -> Config:
 
 
 async def begun(store: Store, config: Config) -> NoticeTarget:
+    await notifier.resume(store, config)
     target = NoticeTarget(store, config, config.notify[0])
     await target.begin()
     return target
@@ -352,6 +353,45 @@ async def test_the_next_process_goes_on_where_the_last_one_ended(
     assert first == second
 
 
+@pytest.mark.parametrize("how", ["corrected", "named", "renamed", "another", "added", "gone for a time"])
+async def test_what_waits_for_an_entry_is_sent_after_its_url_is_corrected(
+    store: Store, tmp_path: Path, webhook: Webhook, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    on = {"on": ["dead_letters"]}
+    other = {"command": "true", "on": ["promoted"]}
+    wrong, right = {"url": f"{webhook.base_url}/wrong", **on}, {"url": webhook.url, **on}
+    before: list[dict[str, Any]] = [wrong, other]
+    after: list[dict[str, Any]] = [right, other]
+    between: list[dict[str, Any]] | None = None
+    told, dropped = ["t-1", "t-2"], 0
+    if how == "named":
+        # The number of entries tells nothing here: the name does.
+        before, after = [{"name": "team", **wrong}, other], [{"name": "team", **right}]
+    elif how == "renamed":
+        # A name added to an entry whose URL stays.
+        before, after = [right, other], [{"name": "team", **right}]
+    elif how == "another":
+        before, after = [wrong], [{"name": "another", **right}]
+        told, dropped = [], 2
+    elif how == "added":
+        after = [right, other, {"url": webhook.base_url, "on": ["promoted"]}]
+        told, dropped = [], 2
+    elif how == "gone for a time":
+        before, between, after = [wrong], [], [right]
+        told, dropped = [], 2
+    await begun(store, configured(tmp_path, *before))
+    for subject in ("t-1", "t-2"):
+        await store.write(letter, subject)
+    await store.write(ended, "r0001", RoundState.REJECTED, "not for any of them")
+    if between is not None:
+        await notifier.resume(store, configured(tmp_path, *between))
+    await (await begun(store, configured(tmp_path, *after))).deliver()
+    assert webhook.subjects() == told
+    lines = [line for line in caplog.messages if "dropped" in line]
+    assert lines == (["2 notices dropped: the entry of `notify` that they waited for is not there any more"]
+                     if dropped else [])  # fmt: skip
+
+
 async def test_many_notices_are_few_requests(
     store: Store, tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +571,9 @@ def test_the_settings_are_checked(tmp_path: Path) -> None:
     twice = {"url": "http://a/", "on": ["promoted"]}, {"url": "http://a/", "on": ["rejected"]}
     with pytest.raises(ConfigError, match="two entries have the same url"):
         configured(tmp_path, *twice)
+    named = {"name": "a", **twice[0]}, {"name": "a", "command": "b", "on": ["rejected"]}
+    with pytest.raises(ConfigError, match="two entries have the same name"):
+        configured(tmp_path, *named)
 
 
 def test_yaml_takes_the_key_on_for_true(tmp_path: Path, flywheel: Run) -> None:

@@ -221,6 +221,17 @@ def test_what_every_call_would_meet_ends_at_once_and_names_the_setting(make: Mak
     assert not caught.value.retryable
 
 
+@pytest.mark.parametrize("end", ["", "/"])
+def test_an_address_without_a_path_is_asked_for_one(make: Make, end: str) -> None:
+    with JudgeServer(behaviour="404") as judge:
+        root = judge.base_url.removesuffix("/v1")
+        with pytest.raises(JudgeError, match=rf"Set judge\.base_url to {root}/v1, where"):
+            make(judge, base_url=f"{root}{end}").grade(GOOD)
+        with pytest.raises(JudgeError) as caught:
+            make(judge).grade(GOOD)
+    assert "/v1, where" not in str(caught.value)
+
+
 def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from watchdog.observers import inotify_c
 
 from flywheel.sources.watcher import Watcher
 from tests.waiting import SOON, until
@@ -125,7 +129,8 @@ async def test_a_directory_that_sends_no_events_is_told_of_once_and_tried_again(
         for _ in range(3):
             watcher.refresh()
     assert [record.getMessage() for record in caplog.records] == [
-        f"no file system events from {path.parent} ([Errno 24] inotify instance limit reached): polling only"
+        f"no file system events from {path.parent}: polling only. [Errno 24] inotify instance limit reached: raise "
+        "the sysctl fs.inotify.max_user_instances, or `LimitNOFILE=`"
     ]
     watcher.refresh()
     await first(wake)
@@ -145,4 +150,29 @@ async def test_what_a_link_leads_to_is_watched(tmp_path: Path) -> None:
     await first(wake)
     real.write_bytes(b"y")
     await asyncio.wait_for(wake.wait(), SOON)
+    watcher.stop()
+
+
+@pytest.mark.parametrize(("number", "limit"), [(errno.EMFILE, "instances"), (errno.ENOSPC, "watches")])
+async def test_without_inotify_there_is_a_warning_until_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, limit: str
+) -> None:
+    wake = asyncio.Event()
+    call = {"instances": "inotify_init", "watches": "inotify_add_watch"}[limit]
+
+    def fails(*given: Any) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    with monkeypatch.context() as during:
+        during.setattr(inotify_c, call, fails)
+        watcher = Watcher()
+        watcher.watch(tmp_path / "tasks.jsonl", wake.set)
+        watcher.refresh()
+    [said] = caplog.messages
+    assert "polling only" in said and f"sysctl fs.inotify.max_user_{limit}" in said
+    watcher.refresh()
+    await first(wake)
+    (tmp_path / "tasks.jsonl").touch()
+    await first(wake)
     watcher.stop()

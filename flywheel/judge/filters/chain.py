@@ -29,7 +29,7 @@ from flywheel.config import Config
 from flywheel.config.agentjet import filters_in
 from flywheel.config.interpolation import values_of
 from flywheel.config.section import Section
-from flywheel.errors import ConfigError, FlywheelError
+from flywheel.errors import ConfigError, FilterError, FlywheelError
 from flywheel.judge.filters.deduplication import Deduplication
 from flywheel.judge.filters.influence import Influence
 from flywheel.judge.filters.llm_evaluate import LlmEvaluate
@@ -37,6 +37,7 @@ from flywheel.judge.filters.pii import Pii, Redactor
 from flywheel.judge.filters.python_filter import PythonFile, load_filter
 from flywheel.judge.filters.rules import Rules
 from flywheel.system.files import expanded, tidied
+from flywheel.system.shortage import shortage_of
 from flywheel.system.user_code import FunctionError
 from flywheel.system.yaml_file import YamlDocument, explain, read_yaml
 
@@ -107,6 +108,8 @@ class LineFilter:
         except FunctionError as error:
             return FilterDecision(False, self.name, error=f"filter {self.name}: {error}")
         except Exception as error:
+            if (lack := shortage_of(error)) is not None:
+                raise FilterError(f"apply the filter {self.name}", *lack, retryable=True) from error
             return FilterDecision(False, self.name, error=f"filter {self.name}: {type(error).__name__}: {error}")
         return FilterDecision(True) if kept else FilterDecision(False, self.name, reason)
 

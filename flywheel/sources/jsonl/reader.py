@@ -1,13 +1,15 @@
 """Reads a JSONL file from a cursor on, in batches of tasks, each with the cursor to store.
 
 The cursor counts bytes. It identifies the file by device and inode and, in its anchor, by fingerprints of the first
-line and of the last one read. A file that was rotated, truncated, replaced or rewritten is read from its beginning;
-task ids prevent duplicates. A file that was moved away is read to its end before the one that took its name. Bytes
-are read in blocks: neither a long file nor a very long line is ever held whole.
+line and of the last one read, and by its time of change if all of it was read. A file that was rotated, truncated,
+replaced or rewritten is read from its beginning; task ids prevent duplicates. A file that was moved away is read to
+its end before the one that took its name. Bytes are read in blocks: neither a long file nor a very long line is ever
+held whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -28,14 +30,19 @@ from flywheel.records.privacy import NOBODY, PrivateNames
 from flywheel.records.task import Batch, Entry
 from flywheel.records.trace import Cursor, DeadRow
 from flywheel.sources.jsonl.record import LineError, entry_of_line, names_in_line
+from flywheel.system.files import holds_lines
+from flywheel.system.shortage import shortage_of
+from flywheel.system.terminal import quantity
 
 log = logging.getLogger(__name__)
 
 MAX_LINE: Final = 16 << 20
 """Longest line in bytes that is parsed."""
 _BLOCK: Final = 1 << 20
-FINGERPRINTED: Final = 4096
-"""Bytes at the beginning or end of a line that identify it."""
+ENDS: Final = 4096
+"""Bytes at the beginning and at the end that are held of what is too long to be held."""
+UNWRITTEN_SECONDS: Final = 600.0
+"""How long NULs must be unchanged until they count as never written."""
 _COMPRESSED: Final = {
     b"\x1f\x8b": "compressed with gzip",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
@@ -44,7 +51,8 @@ _COMPRESSED: Final = {
     b"PK\x03\x04": "a zip archive",
 }
 """First bytes of other formats. They are refused as a whole; otherwise each line would be a dead letter."""
-_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+_PACKED: Final = (".gz", ".zst", ".xz", ".bz2", ".zip")
+_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{")
 PAGE_LINES: Final = 500
 PAGE_BYTES: Final = 4 << 20
 EXCERPT: Final = 2000
@@ -55,7 +63,8 @@ EXCERPT: Final = 2000
 class Line:
     """The bytes from `start` to `end`, including the line end unless the file ends first.
 
-    If the line is longer than MAX_LINE, `whole` is false, `text` is its beginning and `tail` its end.
+    If the line is longer than MAX_LINE, `whole` is false, `text` is its beginning and `tail` its end. NULs where a
+    line would begin are a line of their own, of which `text` and `tail` are parts.
     """
 
     start: int
@@ -63,6 +72,16 @@ class Line:
     text: bytes
     tail: bytes
     whole: bool = True
+
+    @property
+    def written(self) -> bytes:
+        """The text without NULs, which stand for what was not written: JSON has none."""
+        return self.text.replace(b"\0", b"")
+
+    @property
+    def nulls(self) -> int:
+        """The number of NULs."""
+        return self.end - self.start if self.text.startswith(b"\0") else self.text.count(b"\0")
 
 
 def dead_trace(line: Line) -> str:
@@ -81,7 +100,7 @@ def fingerprint(text: bytes) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source path: the path itself, or a directory's `*.jsonl` files, sorted by name.
+    """The files of a source path: the path itself, or a directory's files of lines, sorted by name.
 
     A directory is itself included if a file in it cannot be read; reading it reports why. Raises SourceError if
     nothing exists at `path`.
@@ -127,19 +146,48 @@ def is_listed(path: Path) -> bool:
 
 
 def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
-    """The JSONL files of a directory: those with a valid name, and those whose name is not UTF-8."""
-    files = sorted(
-        file for file in path.iterdir() if file.suffix == ".jsonl" and file.name[0] != "." and file.is_file()
-    )
+    """The files of lines in a directory: those with a valid name, and those whose name is not UTF-8."""
+    files = sorted(file for file in path.iterdir() if holds_lines(file) and file.is_file())
     misnamed = [file for file in files if any("\ud800" <= char <= "\udfff" for char in file.name)]
     return [file for file in files if file not in misnamed], misnamed
+
+
+def unread_in(path: Path) -> str:
+    """What is in a directory and is not read, by kind and name. Other files, such as notes, count only where nothing
+    is read. Empty for none, and for a directory that cannot be listed."""
+    kinds: dict[str, list[str]] = {}
+    is_read, others = False, []
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        for each in sorted(entries, key=lambda entry: entry.name):
+            name = Path(each.name)
+            if each.name.startswith("."):
+                continue
+            if each.is_dir():
+                kinds.setdefault("subfolder", []).append(each.name)
+            elif each.is_symlink() and not Path(each.path).exists():
+                kinds.setdefault("link to nothing", []).append(each.name)
+            elif holds_lines(name):
+                is_read = True
+            elif name.suffix.lower() in _PACKED:
+                kinds.setdefault("compressed file", []).append(each.name)
+            else:
+                others.append(each.name)
+    if others and not is_read:
+        kinds["file of another name"] = others
+    several = {"file of another name": "files of other names", "link to nothing": "links to nothing"}
+    counted = []
+    for kind, names in kinds.items():
+        some = ", ".join(names if len(names) <= 3 else [*names[:3], "…"])
+        counted.append(f"{quantity(len(names), kind, several.get(kind, ''))} ({some})")
+    only = "Only files named *.jsonl or *.ndjson in the folder itself are"
+    return f"not read: {', '.join(counted)}. {only}" if counted else ""
 
 
 class JsonlFile:
     """An open file. It remains the same file when another one takes its name. Raises SourceError."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.longest_read_ms = 0.0
         self._counted = (0, 1)
         """A byte at which a line begins, and that line's number."""
@@ -154,7 +202,9 @@ class JsonlFile:
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise SourceError(
-                f"read {path}", "it is no regular file", "Name a file, or a directory with *.jsonl files in it."
+                f"read {path}",
+                "it is no regular file",
+                "Name a file, or a directory with *.jsonl or *.ndjson files in it.",
             )
         self.identity = f"{status.st_dev}:{status.st_ino}"
 
@@ -169,7 +219,7 @@ class JsonlFile:
         if first.startswith(_UTF_16):
             what, hint = "text in UTF-16", "Write it in UTF-8."
         if what:
-            error = SourceError(f"read {self._path}", f"it is {what}, not lines of JSON in UTF-8", hint)
+            error = SourceError(f"read {self.path}", f"it is {what}, not lines of JSON in UTF-8", hint)
             error.condition = "not lines"
             raise error
 
@@ -198,16 +248,21 @@ class JsonlFile:
         return fingerprint(self._take(0 if end is None else end - length, length)) == mark
 
     def lines(self, start: int) -> Iterator[Line]:
-        """Every complete line from byte `start` on. Raises SourceError."""
+        """Every complete line from byte `start` on, and NULs where one would begin. Raises SourceError."""
         self.unfinished = None
         held = bytearray()
         searched = 0
         while block := self._take(start + len(held), _BLOCK):
             held += block
             first = 0
-            while (stop := held.find(b"\n", max(first, searched))) >= 0:
+            while first < len(held) and (held[first] == 0 or (stop := held.find(b"\n", max(first, searched))) >= 0):
+                if held[first] == 0:
+                    nulls = self._nulls(start + first)
+                    yield nulls
+                    first = nulls.end - start
+                    continue
                 text = bytes(held[first : stop + 1])
-                yield Line(start + first, start + stop + 1, text, text[-FINGERPRINTED:], len(text) <= MAX_LINE)
+                yield Line(start + first, start + stop + 1, text, text[-ENDS:], len(text) <= MAX_LINE)
                 first = stop + 1
             del held[:first]
             start += first
@@ -222,18 +277,29 @@ class JsonlFile:
                 start, searched = long.end, 0
         if held:
             text = bytes(held)
-            self.unfinished = Line(start, start + len(text), text, text[-FINGERPRINTED:])
+            self.unfinished = Line(start, start + len(text), text, text[-ENDS:])
+
+    def _nulls(self, start: int) -> Line:
+        """The NULs that begin at byte `start`: a hole may be longer than memory."""
+        end = start
+        while block := self._take(end, _BLOCK):
+            rest = len(block.lstrip(b"\0"))
+            end += len(block) - rest
+            if rest:
+                break
+        ends = bytes(min(end - start, ENDS))
+        return Line(start, end, ends, ends)
 
     def _long_line(self, start: int, held: bytes) -> Line:
         """The line that begins with `held`; what lies between its two ends is not kept."""
-        at, tail = start + len(held), held[-FINGERPRINTED:]
+        at, tail = start + len(held), held[-ENDS:]
         while block := self._take(at, _BLOCK):
             stop = block.find(b"\n") + 1
-            tail = (tail + (block[:stop] if stop else block))[-FINGERPRINTED:]
+            tail = (tail + (block[:stop] if stop else block))[-ENDS:]
             at += stop or len(block)
             if stop:
                 break
-        return Line(start, at, held[:FINGERPRINTED], tail, whole=False)
+        return Line(start, at, held[:ENDS], tail, whole=False)
 
     def text(self, start: int, end: int) -> bytes:
         """The bytes from `start` to `end`, as far as they are there. Raises SourceError."""
@@ -252,13 +318,13 @@ class JsonlFile:
         try:
             return os.pread(self._fd, length, at)
         except OSError as error:
-            raise _unreadable(self._path, error) from error
+            raise _unreadable(self.path, error) from error
         finally:
             self.longest_read_ms = max(self.longest_read_ms, (time.perf_counter() - began) * 1000)
 
 
 def _unreadable(path: Path, error: OSError) -> SourceError:
-    condition, hint = "failing", "Check the disk and the system log."
+    condition, hint = "failing", (shortage_of(error) or ("", "Check the disk and the system log."))[1]
     if isinstance(error, FileNotFoundError):
         condition, hint = "missing", "Correct the source's path, or wait until the file is written."
     elif isinstance(error, PermissionError):
@@ -266,6 +332,44 @@ def _unreadable(path: Path, error: OSError) -> SourceError:
     unreadable = SourceError(f"read {path}", error.strerror or str(error), hint, retryable=True)
     unreadable.condition = condition
     return unreadable
+
+
+class WrittenLines:
+    """The lines of files, up to NULs that may still be overwritten. A program that goes on at its old place after a
+    truncation (`copytruncate`) leaves such a hole, as a network mount does while parts of a file are under way."""
+
+    def __init__(self) -> None:
+        self.warning = ""
+        """Why the last pass stopped before the end of the file, if it did."""
+        self._seen: tuple[tuple[str, int, int, int], float] | None = None
+
+    def of(self, file: JsonlFile, start: int, *, is_closed: bool = False) -> Iterator[Line]:
+        """The lines from byte `start` on. NULs that are in the file for good are counted in the log, as are all in a
+        file that `is_closed`: nobody writes it any more."""
+        self.warning = ""
+        for line in file.lines(start):
+            if b"\0" in line.text:
+                where = f"{file.path}: {quantity(line.nulls, 'NUL byte')} in line {file.line_number(line.start)}"
+                if not is_closed and self._may_change(file, line):
+                    file.unfinished = None
+                    self.warning = (
+                        f"{where}: this part of the file is not written yet. Reading goes on when it is written, or "
+                        f"a line behind it, and it has not changed for {UNWRITTEN_SECONDS / 60:g} minutes"
+                    )
+                    return
+                log.warning("%s were left out: this part of the file was never written", where)
+            yield line
+
+    def _may_change(self, file: JsonlFile, line: Line) -> bool:
+        if all(b"\0" in other.text for other in file.lines(line.end)):
+            return True
+        if not line.start and line.text.startswith(b"\0"):
+            return False
+        now = time.monotonic()
+        mark = (file.identity, line.start, line.end, xxhash.xxh3_64_intdigest(line.text))
+        if self._seen is None or self._seen[0] != mark:
+            self._seen = mark, now
+        return max(now - self._seen[1], time.time() - file.state[1] / 1e9) < UNWRITTEN_SECONDS
 
 
 class JsonlReader:
@@ -280,6 +384,7 @@ class JsonlReader:
         self._private = private
         self._file: JsonlFile | None = None
         self._longest_read_ms = 0.0
+        self._lines = WrittenLines()
         self._unfinished: tuple[int, int] | None = None
         """Start and end of the unfinished last line that the last pass found."""
         self._unchanged: tuple[Cursor, tuple[int, int]] | None = None
@@ -313,9 +418,10 @@ class JsonlReader:
         if self._unchanged == (start, state):
             yield Batch(start, warnings=self._warnings(file))
             return
-        for batch in self._pages(file, start):
+        for batch in self._pages(file, start, state):
             yield batch
             start = cursor = batch.cursor or start
+        start = noted(start, state)
         for batch in self._last_line(file, start, state, final=final):
             yield batch
             start = cursor = batch.cursor or start
@@ -330,23 +436,28 @@ class JsonlReader:
                 return
         except SourceError as error:
             missing = error
-        for batch in self._pages(file, resume(file, cursor)):
+        is_closed, state = missing is None or file.is_deleted, file.state
+        for batch in self._pages(file, resume(file, cursor), state, is_closed=is_closed):
             yield batch
             cursor = batch.cursor or cursor
-        if missing is None or file.is_deleted:
+        if is_closed:
             if file.unfinished is not None and file.unfinished.text.strip():
                 # The file is not read again, so this line is a task or a dead letter as it is.
-                yield self._batch([file.unfinished], resume(file, cursor))
+                yield self._batch([file.unfinished], resume(file, cursor), state)
             self.close()
         if missing is not None:
             raise missing
 
-    def _pages(self, file: JsonlFile, cursor: Cursor) -> Iterator[Batch]:
-        lines = file.lines(cursor.rowid)
+    def _pages(
+        self, file: JsonlFile, cursor: Cursor, state: tuple[int, int], *, is_closed: bool = False
+    ) -> Iterator[Batch]:
+        lines = self._lines.of(file, cursor.rowid, is_closed=is_closed)
         while page := list(_page(lines)):
-            batch = self._batch(page, cursor)
+            batch = self._batch(page, cursor, state)
             yield batch
             cursor = batch.cursor or cursor
+        if self._lines.warning:
+            yield Batch(cursor, warnings=(self._lines.warning,))
 
     def _last_line(self, file: JsonlFile, cursor: Cursor, state: tuple[int, int], *, final: bool) -> Iterator[Batch]:
         """The unfinished last line: a batch if it is read, or a warning if it has not grown since the last pass."""
@@ -354,7 +465,7 @@ class JsonlReader:
         if line is None or not line.text.strip():
             return
         if final and _is_complete(line):
-            yield self._batch([line], cursor)
+            yield self._batch([line], cursor, state)
             return
         self._unfinished = line.start, line.end
         if len(line.text) > MAX_LINE or not line.whole:
@@ -370,7 +481,7 @@ class JsonlReader:
             f"{where} is without a line end: it is read when that is written, or by `flywheel ingest` if it is whole",
         )
 
-    def _batch(self, page: list[Line], cursor: Cursor) -> Batch:
+    def _batch(self, page: list[Line], cursor: Cursor, state: tuple[int, int]) -> Batch:
         now = datetime.now(UTC)
         entries: list[Entry] = []
         dead: list[DeadRow] = []
@@ -378,16 +489,14 @@ class JsonlReader:
             try:
                 if not line.whole:
                     raise LineError(f"it is longer than {MAX_LINE >> 20} MiB")
-                if line.text.strip():
-                    entries.append(entry_of_line(line.text, self.path, now, self._models, self._private))
+                if (text := line.written).strip():
+                    entries.append(entry_of_line(text, self.path, now, self._models, self._private))
             except LineError as error:
                 dead.append(self._dead(line, str(error)))
             except Exception as error:
                 log.exception("%s: a line could not be read", self.path)
                 dead.append(self._dead(line, f"{type(error).__name__}: {error}. This is a defect; please report it."))
-        first = cursor.anchor.partition(" ")[0] if page[0].start else fingerprint(page[0].text[:FINGERPRINTED])
-        moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {fingerprint(page[-1].tail)}")
-        return Batch(moved, tuple(entries), tuple(dead))
+        return Batch(after(cursor, page[0], page[-1], state), tuple(entries), tuple(dead))
 
     def _dead(self, line: Line, error: str) -> DeadRow:
         assert self._file is not None
@@ -410,11 +519,29 @@ def dead_line(line: Line, place: str, error: str, private: PrivateNames) -> Dead
     )
 
 
+def after(cursor: Cursor, first: Line, last: Line, state: tuple[int, int]) -> Cursor:
+    """The cursor behind some lines. `state` is that of the file before they were read."""
+    begins = cursor.anchor.partition(" ")[0] if first.start else fingerprint(first.text)
+    anchor = f"{begins} {fingerprint(last.text if last.whole else last.tail)}"
+    return noted(replace(cursor, rowid=last.end, anchor=anchor), state)
+
+
+def noted(cursor: Cursor, state: tuple[int, int]) -> Cursor:
+    """The cursor with the state of the file, if that was all there."""
+    if not cursor.rowid or cursor.rowid != state[0]:
+        return cursor
+    return replace(cursor, anchor=f"{' '.join(cursor.anchor.split(' ')[:2])} {state[1]}")
+
+
 def resume(file: JsonlFile, cursor: Cursor) -> Cursor:
     """Where to go on: at the cursor, or at the beginning of the file if the cursor does not match its content."""
     if cursor.identity == file.identity:
-        first, _, last = cursor.anchor.partition(" ")
-        if not cursor.rowid or (file.has_at(first) and file.has_at(last, end=cursor.rowid)):
+        if not cursor.rowid:
+            return cursor
+        first, last, *changed = cursor.anchor.split(" ")
+        # With its size, and another time, it was filled anew with other lines.
+        was_refilled = changed and file.state[0] == cursor.rowid and file.state[1] != int(changed[0])
+        if not was_refilled and file.has_at(first) and file.has_at(last, end=cursor.rowid):
             return cursor
     generation = cursor.generation + 1 if cursor.identity else cursor.generation
     return Cursor(identity=file.identity, generation=generation)

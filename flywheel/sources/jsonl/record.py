@@ -33,7 +33,7 @@ from flywheel.records.tool_calls import FINISH_FUNCTIONS, arguments_text, functi
 from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolCall, ToolDefinition, get_path, reasoning_of
 from flywheel.sources.jsonl import arrow_nulls, batch_lines, sharegpt
 from flywheel.sources.spans.recorded_calls import inexact_because
-from flywheel.system.files import json_line
+from flywheel.system.files import json_line, json_problem
 
 _NAMES: Final = ("name", "tool_call_id")
 _REASONING: Final = ("reasoning", "reasoning_content", "thinking")
@@ -740,7 +740,7 @@ def _parsed(text: bytes) -> TaskLine:
         try:
             value = orjson.loads(json_line(json.loads(text.decode(), parse_constant=_refuse_constant)))
         except (ValueError, RecursionError):
-            raise LineError(f"it is not JSON: {error}") from None
+            raise LineError(f"it is {json_problem(error)}") from None
     if not isinstance(value, dict):
         raise LineError(f"it is {kind(value)}, not an object")
     return value

@@ -304,9 +304,15 @@ class Reader:
         self._path = path = state_dir / STATE_FILE
 
         async def connect() -> aiosqlite.Connection:
-            return await aiosqlite.connect(
+            connection = aiosqlite.connect(
                 _read_only_uri(path), uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000
             )
+            try:
+                return await connection
+            except sqlite3.Error:
+                # Its thread reports its end to the event loop, which a command may have closed by then.
+                await asyncio.to_thread(connection._thread.join)
+                raise
 
         self._engine = create_async_engine("sqlite+aiosqlite://", async_creator=connect, poolclass=NullPool)
 
@@ -435,7 +441,10 @@ def _explain(name: str, error: DBAPIError) -> StoreError:
     hints = {
         "full": ("Free some space on that disk: nothing that was stored before is lost.", True),
         "readonly": ("Make the file and its directory writable for this user.", False),
-        "unable to open": ("Make its directory readable and writable for this user.", False),
+        "unable to open": (
+            "Make its directory readable and writable for this user, or raise `LimitNOFILE=`.",
+            False,
+        ),
         "not a database": ("Restore it from a backup, or move it away to start over.", False),
         "malformed": ("Restore it from a backup, or move it away to start over.", False),
         "disk i/o": ("Check the disk and the system log.", True),

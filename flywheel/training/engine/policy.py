@@ -20,6 +20,7 @@ from flywheel.config.training import Precision, Quantization
 from flywheel.errors import TrainError
 from flywheel.records.round import AdapterRef, FrozenTarget
 from flywheel.serving.adapter_files import FILES, WEIGHTS_FILE, most_rank, why_unloadable
+from flywheel.system import own_package
 from flywheel.system.files import sync
 
 BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16"}
@@ -122,7 +123,8 @@ def check_quantization(quantization: Quantization | None) -> None:
 
     attempted = f"quantise the trainer's base model (model.trainer_quantization: {quantization})"
     if importlib.util.find_spec("bitsandbytes") is None:
-        hint = "Install it: pip install 'agentscope-flywheel[quantized]', or remove model.trainer_quantization."
+        install = f"pip install {own_package.requirement('quantized')}"
+        hint = f"Install it: {install}, or remove model.trainer_quantization."
         raise TrainError(attempted, "bitsandbytes is not installed", hint)
     if not torch.cuda.is_available():
         hint = "Remove model.trainer_quantization, or run rounds on a GPU."

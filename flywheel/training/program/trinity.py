@@ -31,7 +31,9 @@ class MathBoxedRewardFn:
             # Only here: it needs what workflows and other judges do not.
             from flywheel.judge.rubric.checks.math_equal import equals_boxed
         except ImportError as error:
-            install = f"{sys.executable} -m pip install agentscope-flywheel"
+            from flywheel.system import own_package
+
+            install = f"{sys.executable} -m pip install {own_package.requirement()}"
             raise ImportError(f"MathBoxedRewardFn needs Flywheel's base install ({error}): {install}") from error
         is_right = truth is not None and equals_boxed(response or "", str(truth))
         lacks_thought = bool(with_think) and _THOUGHT.fullmatch(response or "") is None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, update
 
 from flywheel.config import JudgeBudget
 from flywheel.daemon.judging.judging import JudgingReport, TaskJudging
@@ -20,6 +21,7 @@ from flywheel.records.verdict import Outcome, Verdict
 from flywheel.store import judge_usage
 from flywheel.store.kernel import database, schema
 from flywheel.store.kernel.database import Store
+from flywheel.system import json_schema
 from tests.factories.judge_server import JudgeServer
 from tests.factories.judging import RUBRIC, config, states, tell
 from tests.factories.trace import put_replies, reply
@@ -230,6 +232,45 @@ async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_pa
         await TaskJudging(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()
         counts = await states(store)
     assert counts["accepted"] == 40 - counts["undecided"]
+
+
+CHECKED: dict[str, Any] = {
+    "id": "r",
+    "threshold": 0.7,
+    "criteria": [{"id": "schema", "type": "json-schema", "value": {"type": "object"}}],
+}
+"""Its check runs in a child process."""
+
+
+@pytest.mark.slow
+async def test_too_many_open_files_make_no_dead_letters(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, (soft, hard), one = json_schema._start, resource.getrlimit(resource.RLIMIT_NOFILE), threading.Lock()
+
+    def start_without_files() -> Any:
+        with one:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                return start()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    await store.write(put_replies, *(reply(n, answer="{}") for n in range(30)))
+    with JudgeServer() as judge:
+        judging = TaskJudging(store, config(tmp_path, judge, CHECKED))
+        with monkeypatch.context() as during:
+            during.setattr(json_schema, "_start", start_without_files)
+            report = await judging.run()
+        assert report.error is not None and report.error.retryable
+        assert "too many open files" in str(report.error) and "LimitNOFILE" in str(report.error)
+        # Each thread met it at most once; then judging paused.
+        after = await states(store)
+        assert after["undecided"] <= 4 and after["undecided"] + after["pending"] == 30
+        assert "too many open files" in await store.read(database.noted, database.JUDGE_NOTE)
+        await store.write(lambda conn: conn.execute(update(schema.tasks).values(retry_at="")))
+        assert (await judging.run()).error is None
+    assert await states(store) == {"accepted": 30}
 
 
 def test_a_rubric_that_names_the_trained_model_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from flywheel.config.privacy import ExcludeSettings, PrivacySettings
 from flywheel.errors import ConfigError, ServeError
 from flywheel.serving.server import vllm_command
 from flywheel.serving.server.vllm_command import alias_file
+from flywheel.system import own_package
 from flywheel.system.files import tree_sha256
 from tests.factories.adapter import put_adapter_files
 
@@ -496,7 +497,7 @@ def test_vllm_is_not_installed(make: Callable[..., Config], monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ServeError, match="vLLM is not installed") as refused:
         vllm_command.serve(make())
-    assert "agentscope-flywheel[gpu]" in refused.value.hint
+    assert f"pip install {own_package.requirement('gpu')}" in refused.value.hint
 
 
 @pytest.mark.training

@@ -72,7 +72,7 @@ def test_a_preference_of_texts_with_steps_and_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("no JSON", "line 2: it is not JSON"),
+        ("no JSON", "line 2: it is not JSON: invalid literal, expected 'null' at column 1."),
         ({"messages": "hello"}, "line 2: `messages` is a text, not a list of messages"),
         ({"messages": [RIGHT]}, "holds a question"),
         ({"chosen": "2", "rejected": "3"}, "holds a question"),

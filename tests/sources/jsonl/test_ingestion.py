@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,14 +40,14 @@ def config(tmp_path: Path, path: Path) -> Config:
     return parse({"sources": [{"type": "jsonl", "path": str(path)}], "state": {"dir": "state"}}, "test", tmp_path)
 
 
-async def ingest(tmp_path: Path, path: Path, *, passes: int = 1) -> list[SourceReport]:
+async def ingest(tmp_path: Path, path: Path, *, passes: int = 1, sweep: bool = False) -> list[SourceReport]:
     """Some passes of one process; the last one's reports."""
     settings = config(tmp_path, path)
     store = await Store.open(settings.state_dir)
     ingestion = Ingestion(store, settings)
     try:
         for _ in range(passes):
-            reports = await ingestion.run(final=True)
+            reports = await ingestion.run(final=True, sweep=sweep)
         assert (await store.read(balance.balance)).balanced
     finally:
         await ingestion.close()
@@ -90,8 +92,98 @@ async def test_agentjet_tasks_without_ids_stay_apart_and_come_once(tmp_path: Pat
     assert len(exported(tmp_path)) == 700
 
 
-async def test_files_of_a_directory_come_and_go(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("batch", [False, True])
+async def test_a_full_scan_reads_files_again(tmp_path: Path, path: Path, *, batch: bool) -> None:
+    def text(number: int) -> bytes:
+        if not batch:
+            return line(number)
+        body = {"model": "m", "messages": [{"role": "user", "content": f"What is {number} plus 1?"}]}
+        return json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body,
+                           "response": None}).encode() + b"\n"  # fmt: skip
+
+    path.write_bytes(text(1) + text(2) + text(3))
+    [report] = await ingest(tmp_path, path)
+    assert report.counts.replies == 3
+    # A program that keeps the time of the file changes a line.
+    before = path.stat()
+    path.write_bytes(text(1) + text(7) + text(3))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    [report] = await ingest(tmp_path, path)
+    assert report.counts.replies == 3
+    for _ in range(2):
+        [report] = await ingest(tmp_path, path, sweep=True)
+        assert (report.counts.replies, report.error) == (4, None)
+    if not batch:
+        assert {task["main_query"] for task in exported(tmp_path)} == {f"What is {n} plus 1?" for n in (1, 2, 3, 7)}
+
+
+async def test_half_of_the_files_that_may_be_open_are_a_reserve(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened() -> list[str]:
+        found = []
+        for each in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(each.readlink().name)
+        return sorted(name for name in found if name.endswith(".jsonl") and name != "tasks.jsonl")
+
+    for number in range(90):
+        (folder / f"{number:02}.jsonl").write_bytes(line(number))
+    settings = config(tmp_path, folder)
+    store = await Store.open(settings.state_dir)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
+    try:
+        ingestion = Ingestion(store, settings)
+        for _ in range(2):
+            assert [report.error for report in await ingestion.run()] == [None] * 90
+            assert len(opened()) == 80
+        assert len([message for message in caplog.messages if "LimitNOFILE" in message]) == 1
+        # What was read last stays open, and is read to its end when it is moved away.
+        moved = folder / opened()[-1]
+        with moved.open("ab") as file:
+            file.write(line(100))
+        moved.rename(moved.with_suffix(".old"))
+        moved.write_bytes(line(101))
+        await ingestion.run()
+        assert {"What is 100 plus 1?", "What is 101 plus 1?"} <= {task["main_query"] for task in exported(tmp_path)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await ingestion.close()
+        await store.close()
+    assert opened() == []
+
+
+async def test_too_many_open_files_are_a_condition_with_what_to_raise(tmp_path: Path, path: Path) -> None:
+    path.write_bytes(line(1))
+    settings = config(tmp_path, path)
+    store = await Store.open(settings.state_dir)
+    ingestion = Ingestion(store, settings)
+    await ingestion.run()  # threads and files of the state are there
+    await ingestion.sources()[0].connector.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        report = await ingestion.sources()[0].read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert report.error is not None and "Too many open files. Raise" in str(report.error)
+    assert "LimitNOFILE" in str(report.error)
+    assert (await ingestion.run())[0].error is None
+    await ingestion.close()
+    await store.close()
+
+
+async def test_files_of_a_directory_come_and_go(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert await ingest(tmp_path, folder) == []
+    assert caplog.messages == []
+    (folder / "a.json").touch()
+    (folder / "older").mkdir()
+    assert await ingest(tmp_path, folder, passes=2) == []
+    [said] = caplog.messages
+    assert said.startswith(f"{folder}: not read: 1 subfolder (older), 1 file of another name (a.json). Only")
     (folder / "b.jsonl").write_bytes(line(1) + b"nonsense\n")
     (folder / "a.jsonl").write_bytes(line(2) + line(1))
     reports = await ingest(tmp_path, folder)

@@ -6,8 +6,10 @@ import bz2
 import gzip
 import lzma
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from flywheel.errors import SourceError
 from flywheel.records.privacy import PrivateNames
 from flywheel.records.trace import Cursor
 from flywheel.sources.jsonl import reader as line_reader
-from flywheel.sources.jsonl.reader import MAX_LINE, JsonlReader, files_of
+from flywheel.sources.jsonl.reader import MAX_LINE, JsonlReader, files_of, unread_in
 from flywheel.sources.jsonl.record import entry_of_line
 from tests.cases import for_each
 from tests.sources.jsonl.reading import Stored, asked, line
@@ -206,6 +208,128 @@ def test_rotation_truncation_and_rewriting_start_over(
     assert stored.cursor.generation == 6
 
 
+def refilled(path: Path, *parts: bytes, seconds: int = 0) -> None:
+    """Fill a file in place, so many seconds after its last change."""
+    before = path.stat()
+    with path.open("rb+") as file:
+        file.write(b"".join(parts))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + seconds * 10**9))
+    assert path.stat().st_size == before.st_size
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["same reader", "new reader"])
+def test_a_file_that_is_refilled_with_lines_of_equal_length_is_another(
+    path: Path, reader: JsonlReader, stored: Stored, *, again: bool
+) -> None:
+    own = reader if again else None
+
+    def long(number: int) -> bytes:
+        # As prompt and tools do, both ends of all lines are the same.
+        return line(5, question=f"{'x' * 5_000}{number}{'x' * 5_000}")
+
+    def read() -> list[str]:
+        return [question.strip("x") for question in stored.read(own)]
+
+    append(path, long(1))
+    assert read() == ["1"]
+    refilled(path, long(2))
+    assert read() == ["2"]
+    # Only the time tells that a line in the middle is another.
+    append(path, long(3), long(4))
+    assert read() == ["3", "4"]
+    assert read() == []
+    refilled(path, long(2), long(5), long(4), seconds=7)
+    assert read() == ["2", "5", "4"]
+    assert read() == []
+    # What is appended in the same second is no reason to begin anew.
+    append(path, line(6))
+    assert stored.read(own) == asked(6)
+    assert stored.cursor.generation == 2
+
+
+def log_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "NUL" in message]
+
+
+@pytest.mark.parametrize("begin", [len(line(1)) + 5, len(line(1))], ids=["within a line", "where one begins"])
+def test_a_hole_is_read_when_it_is_filled(path: Path, reader: JsonlReader, stored: Stored, begin: int) -> None:
+    whole = line(1) + line(2) + line(3) + line(4)
+    end = len(whole) - len(line(4)) - 5
+    path.write_bytes(whole[:begin] + bytes(end - begin) + whole[end:])
+    assert stored.read(reader) == asked(1)
+    assert ["in line 2: this part of the file is not written yet" in each for each in stored.warnings] == [True]
+    assert stored.read(reader) == []
+    # Another part of it.
+    path.write_bytes(whole[:begin] + bytes(9) + whole[begin + 9 :])
+    assert stored.read(reader) == []
+    path.write_bytes(whole)
+    assert stored.read(reader) == asked(2, 3, 4)
+    assert stored.dead == []
+
+
+def test_a_hole_that_is_never_filled_is_left_out(
+    path: Path, reader: JsonlReader, stored: Stored, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    append(path, line(1), bytes(100))
+    assert stored.read(reader) == asked(1)
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time, perf_counter=time.perf_counter)
+    monkeypatch.setattr(line_reader, "time", clock)
+    append(path, line(2), line(3)[:9])
+    assert stored.read(reader) == []
+    now += line_reader.UNWRITTEN_SECONDS - 1
+    append(path, line(3)[9:])
+    assert stored.read(reader) == []
+    now += 2
+    assert log_of(caplog) == []
+    assert stored.read(reader) == asked(2, 3)
+    [logged] = log_of(caplog)
+    assert logged.startswith(f"{path}: 100 NUL bytes in line 2 were left out")
+    # Without a line behind it, it may always be written.
+    append(path, bytes(50))
+    for _ in range(2):
+        stored.warnings.clear()
+        assert stored.read(reader) == []
+        assert ["50 NUL bytes" in each for each in stored.warnings] == [True]
+        now += 10 * line_reader.UNWRITTEN_SECONDS
+    assert len(log_of(caplog)) == 1
+    assert stored.dead == []
+
+
+def test_a_program_that_goes_on_at_its_old_place_after_a_truncation_loses_nothing(
+    path: Path, reader: JsonlReader, stored: Stored, caplog: pytest.LogCaptureFixture
+) -> None:
+    with path.open("wb", buffering=0) as out:
+        out.write(line(1) + line(2))
+        assert stored.read(reader) == asked(1, 2)
+        os.truncate(path, 0)
+        assert stored.read(reader) == []
+        out.write(line(3))
+        assert stored.read(reader) == asked(3)
+        assert [str(len(line(1) + line(2))) in logged for logged in log_of(caplog)] == [True]
+        out.write(line(4))
+        assert stored.read(reader) == asked(4)
+        # A hole may be longer than any line, and than memory.
+        os.truncate(path, 0)
+        out.seek(3 * MAX_LINE)
+        out.write(line(5))
+        assert stored.read(reader) == asked(5)
+    assert stored.dead == []
+
+
+def test_a_file_that_was_moved_away_is_not_waited_for(
+    path: Path, reader: JsonlReader, stored: Stored, caplog: pytest.LogCaptureFixture
+) -> None:
+    append(path, line(1))
+    stored.read(reader)
+    append(path, bytes(10), line(2), b"torn\0\0\0\n")
+    path.rename(path.with_suffix(".1"))
+    append(path, line(3))
+    assert stored.read(reader) == asked(2, 3)
+    assert [row.excerpt.replace("\0", "") for row in stored.dead] == ["torn"]
+    assert len(log_of(caplog)) == 2
+
+
 def test_the_same_line_is_the_same_entry_but_for_the_time_of_reading(path: Path) -> None:
     append(path, line(1))
     first, second = Stored(path), Stored(path)
@@ -222,7 +346,7 @@ POISON = [
     b"[]",
     b"null",
     b'{"question": "q", "answer": NaN}',
-    b"\xff\xfe\x00",
+    b"\xff\xfe",
     b'{"question": "\xff", "answer": "a"}',
     b'{"question": ["q"], "answer": "a"}',
     b'{"question": "q", "answer": {"text": "a"}}',
@@ -372,8 +496,18 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_no_trouble(path
 def test_the_files_of_a_directory(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.json", ".hidden.jsonl", "b.jsonl.1"):
         (tmp_path / name).touch()
+    assert unread_in(tmp_path) == ""
     (tmp_path / "folder.jsonl").mkdir()
-    assert files_of(tmp_path) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for name in ("C.JSONL", "d.ndjson", "e.NDJson"):
+        (tmp_path / name).touch()
+    assert [file.name for file in files_of(tmp_path)] == ["C.JSONL", "a.jsonl", "b.jsonl", "d.ndjson", "e.NDJson"]
+    (tmp_path / "linked.jsonl").symlink_to(tmp_path / "nothing")
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl.GZ").touch()
+    assert unread_in(tmp_path).startswith(
+        "not read: 5 compressed files (0.jsonl.GZ, 1.jsonl.GZ, 2.jsonl.GZ, …), 1 subfolder (folder.jsonl), "
+        "1 link to nothing (linked.jsonl). Only"
+    )
     assert files_of(tmp_path / "c.json") == [tmp_path / "c.json"]
     with pytest.raises(SourceError, match=r"nowhere.*No such file.*Correct the source's path"):
         files_of(tmp_path / "nowhere")
@@ -401,7 +535,7 @@ def test_every_complete_line_comes_exactly_once(
             {
                 "task": line(number),
                 "unicode": line(number, note="é😀\u2028\x85"),
-                "bad": b"bad \x00\xff" + str(number).encode() + b"\n",
+                "bad": b"bad \xff" + str(number).encode() + b"\n",
                 "blank": b" \r\n",
             }[kind]
         )

@@ -134,8 +134,9 @@ _children: Final[ChildPool[ChildProcess]] = ChildPool(MAX_PROCESSES)
 
 
 def _compare(*texts: str) -> bool | None:
-    """Whether two results are equal; None if the child process took too long or ended."""
-    with suppress(OSError, ChildEndedError), _children.child(_start) as child:
+    """Whether two results are equal; None if the child process took too long or ended. Raises OSError if none can be
+    started."""
+    with suppress(TimeoutError, ChildEndedError), _children.child(_start) as child:
         return bool(json.loads(child.ask(json.dumps(texts).encode(), TIMEOUT_SECONDS)))
     return None
 

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from flywheel.errors import ExportError
+from flywheel.system import own_package
 from flywheel.system.files import json_line
 from flywheel.training.data.formats.export_format import JsonLinesWriter, Record
 
@@ -29,7 +30,7 @@ class ParquetWriter(JsonLinesWriter):
             raise ExportError(
                 "write parquet",
                 "pyarrow is not installed",
-                "Install it: pip install 'agentscope-flywheel[cpu]' (or [gpu]), or just: pip install pyarrow.",
+                f"Install it: pip install {own_package.requirement('cpu')} (or [gpu]), or just: pip install pyarrow.",
             ) from error
         self._rows: list[Record] = []
         self._schema = schema(pa, typed)
