@@ -101,8 +101,8 @@ def run_on_files(
     """Train on the tasks of a file in one round, and compare the adapter with the base model.
 
     The data sets are as in `tasks_of`, `names` and `epochs` as in `spec_of`. The round's files go to `directory`; it
-    runs in the interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the round
-    fails.
+    runs in the interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the
+    round fails.
     """
     spec = spec_of(settings, train_dataset, eval_dataset, names=names, epochs=epochs, python=python)
     return run_coroutine(train_on_files(spec, directory, settings, python=python))
