@@ -153,7 +153,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                     JsonlFile(file).close()
             size = sum(file.stat().st_size for file in files)
             text, figures = (
-                f"task lines, {len(files):,} files, {byte_size(size)}",
+                f"task lines, {quantity(len(files), 'file')}, {byte_size(size)}",
                 {"files": len(files), "bytes": size},
             )
         case _:
@@ -162,7 +162,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                 schema, _ = schema_of(database)
                 spans, size = database.last_rowid(), path.stat().st_size
             text, figures = (
-                f"{schema.name}, about {spans:,} spans, {byte_size(size)}",
+                f"{schema.name}, about {quantity(spans, 'span')}, {byte_size(size)}",
                 {"spans": spans, "bytes": size},
             )
     if is_network(kind := file_system(path)):
