@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 SLOW_SECONDS: Final = 0.2
 OLDER: Final = 30
-"""Figures that took longer than `SLOW_SECONDS` are due again after so many times as long as they took."""
+"""Figures that took longer than `SLOW_SECONDS` are due again after this many times as long."""
 
 
 class Figures(Generic[T]):
-    """The figures that a function reads. Of a state with 100,000 tasks that takes seconds: then those of the last time
-    are shown, and newer ones are counted in the background once they are due."""
+    """The figures that a function reads. Of a state with 100,000 tasks that takes seconds: then those of the last
+    time are shown, and newer ones are counted in the background once they are due."""
 
     def __init__(self, site: Site, function: Callable[[Connection, Config], T]) -> None:
         self._site = site

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -57,7 +57,7 @@ def application(
     app.state.counts = Figures(site, lambda conn, config: task_counts(conn, config.takes.train))
     app.state.exports = tasks.Exports()
     pages = Guard(app, site, names, token, is_read_only=is_read_only)
-    pages.figures = (app.state.overview, app.state.counts)
+    pages.figures = (app.state.counts, app.state.overview)
     return pages
 
 
@@ -112,12 +112,18 @@ async def serve(app: Guard, listening: socket.socket, announce: Callable[[], Non
     asked for."""
     server = web_server(app, LIMITS, stop_seconds=GRACE_SECONDS)
     announce()
-    beside = [asyncio.create_task(_trim()), *(asyncio.create_task(each.renew()) for each in app.figures)]
+    beside = [asyncio.create_task(_trim()), asyncio.create_task(_count(app.figures))]
     try:
         await server.serve([listening])
     finally:
         for each in beside:
             each.cancel()
+
+
+async def _count(figures: Sequence[Figures[Any]]) -> None:
+    # In turn: each takes memory.
+    for each in figures:
+        await each.renew()
 
 
 async def _trim() -> None:
