@@ -63,7 +63,9 @@ SAMPLED: Final = 500
 SAMPLED_CHARACTERS: Final = 64_000_000
 """The most text of their steps."""
 MIN_ROLLOUTS: Final = 10
-"""Fewer are no reason for a warning."""
+"""Fewer, or fewer calls, are no reason for a warning."""
+MIN_HIT_RATE: Final = 0.25
+"""Below this, tools of rollouts answer with errors, or end them, nearly always."""
 NAMED: Final = 5
 _COUNTED: Final = {
     Exclusion.TOOLS: "with recorded results",
@@ -79,6 +81,7 @@ _UNSURE: Final = (
     "`flywheel round --debug` shows how many rollouts miss. If many do, let them go on:"
     " `rollout.tools.on_miss: error`."
 )
+_MISSES: Final = "Collect more traces of the same questions, or let rollouts run your agent: `rollout.agent`."
 _LOW: Final = (
     "Collect more traces of the same questions, or let rollouts go on after a miss: `rollout.tools.on_miss: error`."
 )
@@ -276,6 +279,7 @@ def _recordings(conn: Connection, config: Config) -> Finding:
         parts.append(f"no recorded result of {', '.join(unrecorded[:NAMED])}{more}")
     share = expected.best.complete_share or 0.0
     is_known = expected.best.rollouts >= MIN_ROLLOUTS
+    is_counted = sum(expected.best.calls.values()) >= MIN_ROLLOUTS
     if config.rollout.tools.on_miss == "end" and is_known and share < MIN_COMPLETE_SHARE:
         dropped = f"groups in which fewer than {MIN_COMPLETE_SHARE:.0%} have none are dropped"
         if expected.best is expected.repeated:
@@ -285,6 +289,9 @@ def _recordings(conn: Connection, config: Config) -> Finding:
             only = f"{share:.0%} of traces have only such calls"
             parts.append(f"{only}; rollouts with other words in theirs miss, and {dropped}")
             problems.append(_UNSURE)
+    elif (rate := expected.best.rate) is not None and rate < MIN_HIT_RATE and is_counted:
+        parts.append("recordings will hardly ever answer")
+        problems.append(_MISSES if config.rollout.tools.on_miss == "error" else _LOW)
     result = Result.WARNING if problems else Result.OK
     return Finding("recordings", result, "; ".join(parts), " ".join(problems[:1]), figures=figures)
 
