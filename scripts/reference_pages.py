@@ -49,7 +49,7 @@ with 0); 141 the reader of stdout closed it (`| head`). An error message says wh
 and what to do. A user's mistake never causes a traceback.
 
 `-c FILE` and `--set KEY=VALUE` may stand before or after a command. `init`, `demo`, `docs`, `rubric check`,
-`rubric schema` and `config schema` need no configuration. `judge` is another name of `filter` and `explain` of `why`.
+`config schema` needs no configuration. `judge` is another name of `filter` and `explain` of `why`.
 `--install-completion` and `--show-completion` install and print completion for bash, zsh or fish.
 """
 

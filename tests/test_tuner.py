@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import flywheel
-from flywheel.config import AgentProgramSettings, Config, agentjet
+from flywheel.config import AgentProgramSettings, Config, agentjet, trinity
 from flywheel.daemon import file_round
 from flywheel.errors import ConfigError, TrainError
 from flywheel.tuner import call, objects
@@ -215,18 +215,130 @@ def test_own_keys_and_short_names_together() -> None:
     ("config", "why"),
     [
         ({"training": {"stepz": 3}}, "unknown key `training.stepz` (did you mean `steps`?)"),
-        ({"repeat_times": "many"}, "`training.group_size`: it must be a whole number, not `many`"),
+        ({"repeat_times": "many"}, "`repeat_times`: it must be a whole number, not `many`"),
+        ({"training": {"group_size": "many"}}, "`training.group_size`: it must be a whole number, not `many`"),
+        ({"algorithm": {"repeat_times": 2}}, "`algorithm.repeat_times`: it must be 4 or more, not `2`"),
+        ({"algorithm": {"repeat_times": 2}, "training": {"group_size": 3}}, "`training.group_size`: it must be 4"),
+        (
+            {"buffer": {"total_steps": 3}, "training": {"warmup_steps": 5}},
+            "`training`: warmup_steps 5 is not below steps 3: the learning rate would never be reached (steps is "
+            "`buffer.total_steps`)",
+        ),
+        (
+            {"model": {"lora_configs": [{"lora_rank": 512}]}},
+            "model.lora_configs.lora_rank 512 is above serving.max_lora_rank",
+        ),
+        # What no release of Trinity has, and is close to what one has.
+        ({"trainer": {"save_intervall": 3}}, "unknown key `trainer.save_intervall` (did you mean `trainer.save_int"),
+        (
+            {"model": {"max_respons_tokens": 3}},
+            "`model.max_respons_tokens` (did you mean `model.max_response_tokens`?",
+        ),
+        ({"buffer": {}, "sychronizer": {"sync_interval": 1}}, "`sychronizer` (did you mean `synchronizer`?)"),
+        (
+            {"buffer": {"explorer_input": {"eval_tasksets": [{}, {"path": "x", "format": {"promt_key": "q"}}]}}},
+            "`buffer.explorer_input.eval_tasksets[1].format.promt_key` (did you mean "
+            "`buffer.explorer_input.eval_tasksets[1].format.prompt_key`?)",
+        ),
         (
             {"algorithm": {"algorithm_type": "ppo"}},
             "`algorithm.algorithm_type` is ppo: `flywheel.tune` trains with GRPO",
         ),
-        ({"batchsize": 3}, "unknown key `batchsize`"),
+        ({"batchsize": 3}, "unknown key `batchsize` (did you mean `batch_size`?)"),
+        ({"colour": 3}, "unknown key `colour`"),
     ],
 )
 def test_a_wrong_setting_is_named(config: Any, why: str) -> None:
     with pytest.raises(ConfigError) as error:
         settings(config)
     assert why in str(error.value)
+
+
+def test_the_fields_of_a_models_object_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"`model.max_model_len`: it must be above 0"):
+        settings(model=TunerModelConfig(max_model_len=0))
+    with pytest.raises(ConfigError, match=r"`algorithm.group_size`: it must be 4 or more"):
+        settings({"repeat_times": 8}, algorithm=objects.AlgorithmConfig(group_size=2))
+
+
+FIELDS = """
+algorithm:
+  algorithm_type: grpo
+  bypass_old_logprobs: true
+  optimizer: {lr: 1e-6, lr_warmup_steps_ratio: 0.1}
+  policy_loss_fn_args: {clip_range: 0.2, mu_peak: 0.5}
+model: {model_path: /m, trust_remote_code: true, max_cpu_loras: 2}
+buffer:
+  max_retry_times: 3
+  explorer_input:
+    taskset:
+      path: rows
+      task_selector: {selector_type: difficulty_based, feature_keys: [a], kwargs: {tau: 0}}
+      workflow_args: {any: thing}
+  trainer_input: {experience_buffer: {storage_type: queue, replay_buffer: {enable: true}}}
+explorer: {runner_num: 3, bench_on_latest_checkpoint: false, rollout_model: {enforce_eager: true}}
+trainer: {enable_preview: true, ppo_max_token_len_per_gpu: 9, trainer_config: {actor_rollout_ref: {actor: {}}}}
+synchronizer: {wait_for_checkpoint: false}
+monitor: {detailed_stats: true}
+data_processor: {task_pipeline: {num_process: 1, operators: [{name: x}], target_fields: [prompt]}}
+cluster: {ray_address: auto}
+"""
+
+
+def test_fields_of_trinitys_releases_are_known_and_what_is_close_to_none_is_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = yaml.safe_load(FIELDS)
+    raw["explorer"]["entirely_new"] = 1
+    (tmp_path / "trinity.yaml").write_text(yaml.safe_dump(raw))
+    with caplog.at_level(logging.WARNING):
+        found = settings(config_path=tmp_path / "trinity.yaml")
+    assert (found.model.base, found.training.learning_rate) == ("/m", 1e-6)
+    assert [line for line in caplog.messages if "no release of Trinity has it" in line] == [
+        f"{tmp_path / 'trinity.yaml'}: explorer.entirely_new: without effect: no release of Trinity has it"
+    ]
+    assert "buffer.max_retry_times: without effect: Flywheel has nothing like it" in caplog.text
+
+
+def test_no_key_of_flywheel_is_taken_for_a_mistake_in_one_of_trinity() -> None:
+    for name, field in Config.model_fields.items():
+        assert not trinity.meant_by(name)
+        for key in getattr(field.annotation, "model_fields", {}):
+            assert not trinity.meant_by(f"{name}.{key}") or name not in trinity.SECTIONS
+
+
+WORKFLOWS = {
+    "it is not an async function": ("def run(task, model):\n    return 1.0\n", "is not an async function"),
+    "it takes no model": ("async def run(task):\n    return 1.0\n", "has no parameter model"),
+    "its file does not load": ("import no_such_module\n\nasync def run(task, model): ...\n", "does not load"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text, why", WORKFLOWS.values(), ids=WORKFLOWS)
+def test_the_contract_is_checked_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    monkeypatch.setattr(file_round, "PACKAGES", ("numpy",))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flow.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"load the workflow .*flow.py:run.*{why}"):
+        flywheel.tune("flow.py:run", model="/none", train_dataset="rows.jsonl", directory=tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.slow
+def test_a_data_set_that_cannot_be_read_has_the_name_that_the_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_round, "PACKAGES", ("numpy",))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flow.py").write_text("async def run(task, model):\n    return 1.0\n")
+    (tmp_path / "trinity.yaml").write_text("buffer: {explorer_input: {taskset: {path: none.jsonl}}}")
+    with pytest.raises(ConfigError, match=r"read buffer.explorer_input.taskset none.jsonl"):
+        flywheel.tune("flow.py:run", config_path="trinity.yaml")
+    with pytest.raises(ConfigError, match=r"read train_dataset other.jsonl"):
+        flywheel.tune("flow.py:run", config_path="trinity.yaml", train_dataset="other.jsonl")
 
 
 def test_functions_that_no_other_process_can_load() -> None:

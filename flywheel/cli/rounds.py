@@ -109,6 +109,19 @@ def _forecast(config: Config, target: str | None, conn: Connection) -> Forecast:
     return forecast(conn, config.by_target().get(target or "", config))
 
 
+def _why_not(conn: Connection, config: Config, target: str | None, reason: str) -> tuple[str, str]:
+    """Why no round starts, and what to do."""
+    from flywheel.daemon.forecast import none_free
+    from flywheel.daemon.rounds.planner import next_with_samples
+    from flywheel.store.samples import count_free
+
+    own = next_with_samples(conn, config, target)
+    if count_free(conn, own.takes.train):
+        return reason, "Wait, or use --force."
+    why, hint = none_free(conn, own)
+    return f"{reason}; {why}", hint
+
+
 def _shortage(conn: Connection, config: Config, target: str | None) -> str:
     """That a new round would have fewer samples than it should; empty if it has enough."""
     from flywheel.daemon.rounds.planner import next_with_samples
@@ -147,7 +160,9 @@ async def _round(
     async with open_state(config, lock=True) as store:
         rounds = Rounds(store, config, rubric, Deployer(store, config))
         interruption = StopSignals(config.daemon.drain_seconds)
-        name = await interruption.during(_train(rounds, store, force, target, files, quiet=quiet), rounds.stop)
+        name = await interruption.during(
+            _train(rounds, store, config, force, target, files, quiet=quiet), rounds.stop
+        )
         if interruption.by is not None:
             raise interruption.error("finish the round", await store.read(left_of_round))
         status = await store.read(snapshot, config)
@@ -155,7 +170,14 @@ async def _round(
 
 
 async def _train(
-    rounds: Rounds, store: Store, force: bool, target: str | None, files: Sequence[Path | None], *, quiet: bool
+    rounds: Rounds,
+    store: Store,
+    config: Config,
+    force: bool,
+    target: str | None,
+    files: Sequence[Path | None],
+    *,
+    quiet: bool,
 ) -> str:
     """Continue the unfinished round or run a new one; its name, once it has ended or was stopped. `files` are another
     trainer's adapter and its data."""
@@ -176,7 +198,7 @@ async def _train(
     else:
         decision = await rounds.due(target=target)
         if not decision.start:
-            raise TrainError("start a round", decision.reason, "Wait, or use --force.")
+            raise TrainError("start a round", *await store.read(_why_not, config, target, decision.reason))
         name = await rounds.plan(decision.reason, decision.target or None)
     row = await store.read(by_name, name)
     assert row is not None

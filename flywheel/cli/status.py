@@ -326,8 +326,9 @@ def _named(entry: RoundStatus) -> str:
 
 
 def _sample_count(own: TargetStatus) -> str:
-    text = f"{own.free_samples} free of {own.min_samples} needed, {own.held_out} held out"
-    return f"{text} ({own.gate.missing} more needed)" if own.gate.missing else text
+    text = f"{own.free_samples} free of {own.min_samples} needed, {own.held_out} held out for the gate"
+    conversations = quantity(own.gate.conversations, "conversation")
+    return f"{text} ({conversations}, {own.gate.missing} more needed)" if own.gate.missing else text
 
 
 def _sample_counts(status: Status) -> list[str]:

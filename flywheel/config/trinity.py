@@ -6,8 +6,10 @@ The translation, the log, `flywheel config show` and the tables of `flywheel doc
 
 from __future__ import annotations
 
+import difflib
+import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from flywheel.config.agentjet import MARKERS, fit_engines
@@ -143,7 +145,7 @@ USED: Final[Mapping[str, Option]] = {
 }
 """The keys of a Trinity file by their paths that are used or refused. Where several set the same, the last counts."""
 UNUSED: Final[Mapping[str, str]] = {
-    FILES: "project name group checkpoint_root_dir",
+    FILES: "project name group checkpoint_root_dir checkpoint_job_dir",
     "each call is a round of its own": "continue_from_checkpoint",
     "a round starts a Ray of its own": "ray_namespace",
     "a round checks the memory of its GPUs itself": "ignore_validator_suggestions",
@@ -227,6 +229,83 @@ TRINITY: Final[Mapping[str, Option]] = {
     **{key: Option(None, why=why) for why, keys in UNUSED.items() for key in keys.split()},
 }
 """A row also stands for keys below it that have none."""
+_STORED: Final = (
+    "algorithm_type batch_size capacity data_selector default_eval_workflow_type default_reward_fn_type "
+    "default_workflow_type enable_progress_bar format index is_eval max_read_timeout max_retry_interval "
+    "max_retry_times mm_data_kwargs name path raw ray_namespace repeat_times replay_buffer replay_buffer_kwargs "
+    "reuse_cooldown_time reward_fn_args rollout_args schema_type split storage_type subset_name task_selector "
+    "task_type tokenizer_path total_epochs total_steps use_priority_queue workflow_args wrap_in_ray"
+)
+_PIPELINE: Final = (
+    "agent_model_name clean_strategy config_path data_dist dj_config_path dj_process_desc format input_buffers "
+    "input_save_path inputs min_priority_score min_size_ratio num_process operators output output_buffer "
+    "priority_weights reward_shaping save_input target_fields top_k"
+)
+FIELDS: Final[Mapping[str, str]] = {
+    "algorithm":
+        "add_strategy add_strategy_args advantage_fn_args bypass_old_logprobs enable_router_replay "
+        "entropy_loss_fn_args gamma kl_loss_fn_args kl_penalty_fn_args lam loss_agg_mode policy_loss_fn "
+        "policy_loss_fn_args rollout_correction sample_strategy_args use_token_level_loss",
+    "optimizer":
+        "betas clip_grad lr_decay_steps lr_decay_style lr_warmup_init lr_warmup_steps lr_warmup_steps_ratio min_lr "
+        "min_lr_ratio optimizer_type weight_decay",
+    "buffer":
+        "cache_dir explorer_output max_retry_interval max_retry_times pad_token_id read_batch_size tokenizer_path",
+    "explorer_input": "reply_prefix system_prompt tasksets",
+    "trainer_input": "read_experience_strategy sft_warmup_dataset sft_warmup_steps",
+    **dict.fromkeys(
+        ("taskset", "experience_buffer", "sft_warmup_dataset", "explorer_output", "output", "output_buffer"), _STORED
+    ),
+    "format":
+        "chat_template chosen_key enable_concatenated_multi_turn enable_thinking image_key label_key messages_key "
+        "prompt_key prompt_type rejected_key reply_prefix response_key reward_fn_key reward_key solution_key "
+        "system_prompt system_prompt_key tools_key video_key workflow_key",
+    "rollout_args": "logprobs max_tokens n temperature top_k top_p",
+    **dict.fromkeys(("data_selector", "task_selector"), "feature_keys kwargs seed selector_type"),
+    "replay_buffer": "enable priority_fn priority_fn_args reuse_cooldown_time",
+    "explorer":
+        "api_port bench_on_latest_checkpoint collect_experiences db_url eval_on_latest_checkpoint listen_address "
+        "min_running_model_num proxy_port runner_num service_status_check_interval",
+    "rollout_model":
+        "api_key base_port bundle_indices chat_template checkpoint_job_dir cuda_visible_devices data_parallel_size "
+        "dtype enable_chunked_prefill enable_expert_parallel enable_log_requests enable_lora enable_multimodal "
+        "enable_prefix_caching enable_prompt_truncation enable_return_routed_experts enable_runtime_lora_updating "
+        "enforce_eager engine_id external_model_config extra_engine_args gpu_per_engine ignore_eos logprobs "
+        "lora_kwargs lora_modules max_model_len max_prompt_tokens max_response_tokens min_response_tokens model_path "
+        "name node_rank pipeline_parallel_size ray_actor_name ray_namespace repetition_penalty rope_scaling "
+        "rope_theta seed sync_method top_k trust_remote_code use_v1 weight_sync_buffer_size",
+    "external_model_config": "api_key_env base_url_env enable model_name",
+    "trainer":
+        "actor_clip_ratio actor_entropy_coef actor_grad_clip actor_kl_loss_coef actor_use_kl_loss balance_batch "
+        "critic_warmup enable_preview fix_actor_microbatch_loss_scale grad_offload megatron offload_policy "
+        "optimizer_offload param_offload ppo_max_token_len_per_gpu trainer_config_path trust_remote_code "
+        "use_remove_padding",
+    "megatron":
+        "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size "
+        "sequence_parallel tensor_model_parallel_size virtual_pipeline_model_parallel_size",
+    "monitor": "cache_dir detailed_stats",
+    "synchronizer":
+        "explorer_sync_interval explorer_world_size group_name ray_namespace trainer_sync_interval "
+        "wait_for_checkpoint",
+    "model": "fully_sharded_loras logprobs max_cpu_loras trust_remote_code",
+    "lora_configs": "exclude_modules is_dummy",
+    "tinker": "base_url",
+    "cluster":
+        "auxiliary_model_gpu_num explorer_gpu_num ray_address rollout_gpu_num total_gpu_num trainer_gpu_num "
+        "trainer_gpu_num_per_node trainer_node_num",
+    "data_processor":
+        "agent_model_config agent_model_name clean_strategy data_dist data_processor_url data_workflow_url db_url "
+        "dj_config_path dj_process_desc format load_kwargs max_retry_interval max_retry_times min_priority_score "
+        "min_size_ratio priority_weights source_data_path",
+    **dict.fromkeys(("task_pipeline", "experience_pipeline"), _PIPELINE),
+    "log": "save_dir",
+}  # fmt: skip
+"""The other fields of Trinity's releases, 0.1.0 to 0.6.0, and of its examples, by the name of their section: without
+effect here."""
+OTHER: Final = Option(None, why="Flywheel has nothing like it")
+UNKNOWN: Final = Option(None, why="no release of Trinity has it")
+CLOSE: Final = 0.8
+"""How similar an unknown key is to the one that was probably meant (`difflib`)."""
 SHORT: Final[Mapping[str, Option]] = {
     **MODEL,
     **ALGORITHM,
@@ -255,6 +334,8 @@ class Found(NamedTuple):
     path: str
     value: Any
     option: Option
+    meant: str = ""
+    """The known key that an unknown one was probably meant to be."""
 
     @property
     def is_refused(self) -> bool:
@@ -264,6 +345,8 @@ class Found(NamedTuple):
     def meaning(self) -> str:
         """In words, as the tables and the log have it."""
         option = self.option
+        if self.meant:
+            return f"unknown: did you mean {self.meant}?"
         if self.is_refused:
             return f"refused: {option.why}"
         if option.use and self.value is not None and not self.is_left_to_family:
@@ -289,19 +372,22 @@ def found_in(raw: Mapping[str, Any], sections: Collection[str] = ()) -> Iterator
     for key, value in raw.items():
         if key in SECTIONS and isinstance(value, Mapping):
             for path, inner in _leaves(value, f"{key}."):
-                option = _row(path)
-                if key not in sections or option is not None:
-                    unknown = Option(None, why="Trinity's documentation does not have it")
-                    yield Found(path, inner, option or unknown)
-        elif (option := TRINITY.get(key) or SHORT.get(key)) is not None and key not in sections:
-            yield Found(str(key), value, option)
+                option, meant = _row(path), meant_by(path)
+                if key not in sections or option is not None or meant:
+                    yield Found(path, inner, option or UNKNOWN, meant)
+        elif key not in sections and key not in SECTIONS:
+            option, meant = TRINITY.get(key) or SHORT.get(key), meant_by(str(key))
+            if option is not None or meant:
+                yield Found(str(key), value, option or UNKNOWN, meant)
 
 
-def from_tuner(raw: Mapping[str, Any], sections: Collection[str], name: str) -> dict[str, Any]:
+def from_tuner(
+    raw: Mapping[str, Any], sections: Collection[str], name: str, origins: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The settings in Flywheel's keys, with what is for the arguments of `tune` below their names. `sections` are
-    Flywheel's own sections, which are kept and take precedence.
+    Flywheel's own sections, which are kept and take precedence. `origins` is as in `translated`.
 
-    Raises ConfigError for a value that is not possible here.
+    Raises ConfigError for a value that is not possible here, and for a key that is unknown and close to a known one.
     """
     own: dict[str, Any] = {}
     for key, value in raw.items():
@@ -311,16 +397,20 @@ def from_tuner(raw: Mapping[str, Any], sections: Collection[str], name: str) -> 
                     put(own, path, inner)
         elif key in sections or key in SECTIONS or (key not in TRINITY and key not in SHORT):
             own[key] = value
-    return merged(translated(found_in(raw, sections), name), own)
+    return merged(translated(found_in(raw, sections), name, origins), own)
 
 
-def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
-    """Flywheel's settings. Each key without effect is a line of the log. Raises ConfigError."""
+def translated(keys: Iterable[Found], name: str, origins: dict[str, str] | None = None) -> dict[str, Any]:
+    """Flywheel's settings. Each key without effect is a line of the log. The keys that set them go to `origins`, by
+    Flywheel's. Raises ConfigError."""
     order = {path: place for place, path in enumerate(TRINITY)}
     set_by: dict[str, Found] = {}
     made: dict[str, Any] = {}
     for found in sorted(keys, key=lambda found: order.get(found.path, len(order))):
         option = found.option
+        if found.meant:
+            why = f"unknown key `{found.path}` (did you mean `{found.meant}`?)"
+            raise ConfigError(f"use {name}", why, "Correct it; see `flywheel docs agentscope-tuner`.")
         if found.is_refused:
             choices = " or ".join(str(choice) for choice in option.only if choice is not None) or "nothing"
             given = "given" if isinstance(found.value, list | Mapping) else found.value
@@ -334,6 +424,8 @@ def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
         if (before := set_by.get(option.use)) is not None and before.value != found.value:
             log.warning("%s: %s: without effect: %s has another value", name, before.path, found.path)
         set_by[option.use] = found
+        if origins is not None:
+            origins[option.use] = found.path
         put(made, option.use, _tasksets(found, name) if option.use == "eval_dataset" else found.value)
     engines, parallel = (set_by.get(use) for use in ("rollout.engines", "rollout.tensor_parallel"))
     if engines or parallel:
@@ -345,17 +437,57 @@ def translated(keys: Iterator[Found], name: str) -> dict[str, Any]:
 def _tasksets(found: Found, name: str) -> list[dict[str, Any]]:
     if not isinstance(found.value, list) or not all(isinstance(each, Mapping) for each in found.value):
         raise ConfigError(f"use {name}", f"`{found.path}` is no list of mappings", "Give each a `path`.")
-    each_alone = ({"buffer": {"explorer_input": {"taskset": each}}} for each in found.value)
-    return [translated(found_in(each), name).get("train_dataset", {}) for each in each_alone]
+    made = []
+    for number, each in enumerate(found.value):
+        of_it = found_in({"buffer": {"explorer_input": {"taskset": each}}})
+        place = f"{found.path}[{number}]"
+        named = [
+            key._replace(path=key.path.replace(TASKSET, place, 1), meant=key.meant.replace(TASKSET, place, 1))
+            for key in of_it
+        ]
+        made.append(translated(named, name).get("train_dataset", {}))
+    return made
 
 
 def _row(path: str) -> Option | None:
-    """The row of a key, or that of the nearest section above it."""
-    while path not in TRINITY:
-        path, _, last = path.rpartition(".")
-        if not path or not last:
-            return None
-    return TRINITY[path]
+    """The row of a key, or that of the nearest section above it; None for a key that Trinity does not have."""
+    section = path
+    while section not in TRINITY:
+        section, _, last = section.rpartition(".")
+        if not section or not last:
+            return OTHER if _unknown(path) is None else None
+    return TRINITY[section]
+
+
+def meant_by(path: str) -> str:
+    """The key that one which Trinity does not have was probably meant to be; empty for any other."""
+    if (unknown := _unknown(path)) is None:
+        return ""
+    section, name = unknown
+    close = difflib.get_close_matches(name, sorted(_names(section)), n=1, cutoff=CLOSE)
+    return ".".join(filter(None, (section, *close))) if close else ""
+
+
+def _unknown(path: str) -> tuple[str, str] | None:
+    """The section of a key, and the name in it, that Trinity does not have; None for a key that it has."""
+    section = ""
+    for name in path.split("."):
+        known = _names(section)
+        if not known or section.endswith("_fn_args"):
+            return None  # anything can stand there
+        if name not in known:
+            return section, name
+        section = f"{section}.{name}" if section else name
+    return None
+
+
+@functools.cache
+def _names(section: str) -> frozenset[str]:
+    """The names that Trinity has in a section; those without one if it is empty."""
+    if not section:
+        return frozenset({path.partition(".")[0] for path in TRINITY} | SHORT.keys())
+    inside = {path[len(section) + 1 :].partition(".")[0] for path in TRINITY if path.startswith(f"{section}.")}
+    return frozenset(inside | {*FIELDS.get(section.rpartition(".")[2], "").split()})
 
 
 def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

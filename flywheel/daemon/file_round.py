@@ -18,6 +18,7 @@ from flywheel.config import AgentProgramSettings, Config
 from flywheel.daemon.judging.judge_setup import rubric_of
 from flywheel.daemon.rounds.file_tasks import ReadRows, rows, sentence_of, task_of
 from flywheel.daemon.rounds.rounds import WorkerWatch
+from flywheel.daemon.rounds.sample_selection import choose_of_file
 from flywheel.daemon.rounds.suites import apart_from, suites_of
 from flywheel.daemon.rounds.trackers import Trackers, decision_of, require_trackers
 from flywheel.daemon.rounds.worker_process import WorkerProcess, missing_in, result_of
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 ATTEMPTED: Final = "tune the workflow"
 PACKAGES: Final = ("torch", "transformers", "trl", "peft", "ray", "vllm")
 _TIE: Final = "its replies are equal, or their scores differ by less than training.dpo.margin"
+RELEASED: Final = "others of its pool have a higher loss, or differ more (training.coreset)"
 NOT_COMPARED: Final = "not compared with what it started from: no rubric says which answers are better"
 
 
@@ -93,15 +95,17 @@ def run_on_files(
     eval_dataset: Any,
     directory: Path,
     *,
+    names: RoundNames = TUNE,
     epochs: int | None = None,
     python: Path | None = None,
 ) -> TuneResult:
     """Train on the tasks of a file in one round, and compare the adapter with the base model.
 
-    The data sets are as in `tasks_of`, `epochs` as in `spec_of`. The round's files go to `directory`; it runs in the
-    interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the round fails.
+    The data sets are as in `tasks_of`, `names` and `epochs` as in `spec_of`. The round's files go to `directory`; it
+    runs in the interpreter `python`. Raises ConfigError for data sets that cannot be used, and TrainError if the
+    round fails.
     """
-    spec = spec_of(settings, train_dataset, eval_dataset, epochs=epochs, python=python)
+    spec = spec_of(settings, train_dataset, eval_dataset, names=names, epochs=epochs, python=python)
     return run_coroutine(train_on_files(spec, directory, settings, python=python))
 
 
@@ -126,11 +130,16 @@ def spec_of(
     suites = suites_of(settings, rubric) if rubric is not None else []
     train, asked = tasks_of(settings, data, held_out, compares=compares, names=names, python=python, read=read)
     train, of_suites = apart_from(suites, train)
-    read.left_out.update(of_suites)
+    # With epochs, and for replies, there are as many steps as the rows need.
+    by_steps = epochs is None and settings.training.stages == ["grpo"]
+    train, not_chosen, pool = choose_of_file(train, read.structures, settings, by_steps=by_steps)
+    read.left_out.update(of_suites | not_chosen)
     if not train:
         why = f"all of {names.data} is left out: {in_one_clause(read.left_out)}"
-        hint = f"Name other tasks: those of {names.held_out} and of suites are not trained on."
-        raise ConfigError(names.attempted, why, hint)
+        of = f"those of {names.held_out}, of suites, and of a class without a weight"
+        raise ConfigError(names.attempted, why, f"Name other tasks: {of} are not trained on.")
+    if settings.training.replay is not None:
+        log.warning("training.replay: without effect: a file has no earlier rounds")
     for each in read.by_reason([*read.left_out.items(), *read.notes]):
         log.warning("%s", sentence_of(each))
     batch = min(settings.training.prompts_per_step, len(train))
@@ -146,6 +155,7 @@ def spec_of(
         parent=adapter_in(parent, names.attempted) if parent is not None else None,
         train=train,
         held_out=asked,
+        pool=pool,
         left_out=read.left_out,
         rubric=rubric.model_dump(mode="json") if rubric is not None else {},
         settings=settings.model_dump(mode="json"),
@@ -309,7 +319,7 @@ async def train_on_files(
         steps=result.steps,
         reward_first=result.reward_first,
         reward_last=result.reward_last,
-        left_out=result.left_out | result.unmeasured,
+        left_out=result.left_out | result.unmeasured | dict.fromkeys(result.released, RELEASED),
         partly=result.partly,
     )
 

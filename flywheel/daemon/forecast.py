@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct, to_builtins
 from sqlalchemy import Connection
@@ -11,8 +11,11 @@ from sqlalchemy import Connection
 from flywheel.config import Config
 from flywheel.daemon.configured_source import changes_of_model_rules
 from flywheel.records.exclusion import WORDS, Exclusion
-from flywheel.records.states import Split
+from flywheel.records.states import Split, TaskState
 from flywheel.store.views.left_out import count_kinds, still_used
+from flywheel.system.terminal import quantity
+
+UNJUDGED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED)
 
 
 class ForecastReason(Struct, frozen=True):
@@ -73,6 +76,30 @@ def forecast(conn: Connection, config: Config) -> Forecast:
             ),
             key=lambda each: (-each.tasks, each.reason),
         ),
+    )
+
+
+def none_free(conn: Connection, config: Config) -> tuple[str, str]:
+    """Why no sample is free, by what leaves tasks out and how many, and what to do. It says to wait if tasks that are
+    still to be judged could be taken."""
+    takes, waiting, rejected = config.takes.train, 0, 0
+    for kind, number in count_kinds(conn).items():
+        if kind.split == Split.TRAIN and takes.target in (None, kind.target):
+            is_usable = not config.takes.leaving_out(kind.excluded, Split.TRAIN, is_rejected=False)
+            waiting += number if kind.state in UNJUDGED and is_usable else 0
+            rejected += number if kind.state == TaskState.REJECTED and not takes.rejected_uses else 0
+    found = forecast(conn, config)
+    counts = [(each.reason, each.setting, each.tasks) for each in found.reasons]
+    counts += [("rejected", "filter", rejected), ("held out", "ingest.train_ratio", found.held_out)]
+    left_out = [
+        f"{reason}{f' (`{setting}`)' if setting else ''}: {number:,}" for reason, setting, number in counts if number
+    ]
+    why = "; ".join(("no sample is free", *left_out))
+    if waiting:
+        return why, f"Wait for {quantity(waiting, 'task')} that rounds could take, still to be judged."
+    return (
+        why,
+        "No task that rounds could take is to be judged: change what leaves tasks out, or collect more traces.",
     )
 
 

@@ -6,13 +6,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from flywheel.judge.grader import Grader
-from flywheel.judge.labels import LabelledReply
-from flywheel.judge.thread_pool import grade_all
-from flywheel.judge.usage import Budget
 from flywheel.records.verdict import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from flywheel.judge.grader import Grader
+    from flywheel.judge.labels import LabelledReply
+    from flywheel.judge.usage import Budget
 
 RESAMPLES: Final = 9999
 SEED: Final = 0
@@ -163,6 +164,9 @@ def calibrate(
     None if `stop` was set meanwhile, which begins no other call. Raises JudgeError when the judge cannot be asked,
     and BudgetSpentError when the budget does not suffice.
     """
+    # Imported here: the pages only show what came of it.
+    from flywheel.judge.thread_pool import grade_all
+
     verdicts: list[list[Verdict]] = [[] for _ in labels]
     # Repeats of one reply are not adjacent: a server that answers adjacent twins alike would look consistent.
     items = ((place, label.exchange) for _ in range(repeats) for place, label in enumerate(labels))

@@ -207,6 +207,14 @@ def quotas(weights: Mapping[str, float], supply: Mapping[str, int], size: int) -
     return counts | _rounded(scaled, left)
 
 
+def largest(weights: Mapping[str, float], supply: Mapping[str, int]) -> int:
+    """The largest number of tasks that have the proportion of the weights. Classes without any do not count."""
+    there = {name: weight for name, weight in weights.items() if weight > 0 and supply.get(name)}
+    return floor(
+        min((supply[name] / weight for name, weight in there.items()), default=0) * sum(there.values()) + 1e-9
+    )
+
+
 def _rounded(weights: Mapping[str, float], size: int) -> dict[str, int]:
     """`size` in the proportion of the weights, in whole numbers: by largest remainders."""
     whole = sum(weights.values())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from flywheel.config import Config, parse
 from flywheel.config.interpolation import values_of
 from flywheel.config.sage import Option
-from flywheel.config.section import merged
+from flywheel.config.section import has, merged
 from flywheel.config.trinity import (
     ALGORITHM,
     ARGUMENTS,
@@ -27,12 +28,13 @@ from flywheel.config.trinity import (
     is_trinitys,
     translated,
 )
-from flywheel.daemon.file_round import ATTEMPTED, TuneResult, require_packages, run_on_files
+from flywheel.daemon.file_round import ATTEMPTED, TUNE, TuneResult, require_packages, run_on_files
 from flywheel.errors import ConfigError
 from flywheel.sources.jsonl.data_set import trainer_python
 from flywheel.system.yaml_file import read_yaml
 from flywheel.training.program import agent_program
 from flywheel.training.program.program_child import MARK
+from flywheel.training.program.program_pool import ProgramPool, program_of
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +64,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The settings of the round of a call, and its data sets. `epochs` is None where `training.steps` counts."""
+    """The settings of the round of a call, and its data sets. `epochs` is None where `training.steps` counts.
+    `origins` are the caller's keys by Flywheel's that they set."""
 
     settings: Config
     train: Any
     held_out: Any
     epochs: int | None
+    origins: dict[str, str]
 
 
 def run(call: Call) -> TuneResult:
@@ -79,7 +83,22 @@ def run(call: Call) -> TuneResult:
     require_packages(ATTEMPTED, trainer)
     made = Path(call.directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     found = round_of(call, made, trainer)
-    return run_on_files(found.settings, found.train, found.held_out, made, epochs=found.epochs, python=trainer)
+    _check_contract(found.settings)
+    data, asked = (found.origins.get(key, "").removesuffix(".path") for key in ("train_dataset.path", "eval_dataset"))
+    names = replace(TUNE, data=data or TUNE.data, held_out=asked or TUNE.held_out)
+    about: dict[str, Any] = {"epochs": found.epochs, "python": trainer, "names": names}
+    return run_on_files(found.settings, found.train, found.held_out, made, **about)
+
+
+def _check_contract(settings: Config) -> None:
+    """Load workflow and judge as a rollout does, in the interpreter that runs them. Raises ConfigError."""
+    program = program_of(settings)
+    assert program is not None
+    pool = ProgramPool(program, workers=1)
+    try:
+        pool.start()
+    finally:
+        pool.close()
 
 
 def round_of(call: Call, directory: Path, trainer: Path) -> Round:
@@ -94,13 +113,22 @@ def round_of(call: Call, directory: Path, trainer: Path) -> Round:
     both: dict[str, Any] = {"rollout": {"reward": {"rubric": 0, "workflow": 1}}}
     if file.is_trinitys or more.is_trinitys:
         both["train_dataset"] = {"total_epochs": TRINITY["buffer.total_epochs"].default}
-    for part in (file.settings, more.settings, _arguments(call)):
+    origins: dict[str, str] = {}
+    arguments, by_arguments = _arguments(call)
+    for part, by_part in (
+        (file.settings, file.origins),
+        (more.settings, more.origins),
+        (arguments, by_arguments),
+    ):
         both = merged(both, part)
+        # What Flywheel's own keys set again has its own name.
+        origins = {key: name for key, name in origins.items() if not has(part, key.split("."))}
+        origins |= {key: name for key, name in by_part.items() if has(part, key.split("."))}
     both = merged(both, _monitor(both.pop("monitor_type", None), directory))
     train, held_out = both.pop("train_dataset", {}), both.pop("eval_dataset", None)
     epochs = None if "steps" in _section(both, "training") else train.get("total_epochs")
-    settings = _settings(both, call, name, folder, trainer)
-    return Round(settings, train if train.get("path") else None, held_out, epochs)
+    settings = _settings(both, call, name, folder, trainer, origins)
+    return Round(settings, train if train.get("path") else None, held_out, epochs, origins)
 
 
 class _Read(NamedTuple):
@@ -110,6 +138,7 @@ class _Read(NamedTuple):
     name: str
     folder: Path
     is_trinitys: bool
+    origins: dict[str, str]
 
 
 def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
@@ -126,15 +155,20 @@ def _read(config: Config | Mapping[str, Any] | str | Path | None) -> _Read:
         raw = dict(config)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"use configuration {name}", "its root is no mapping", "Start with `training:`.")
-    return _Read(from_tuner(raw, Config.model_fields.keys(), name), name, folder, is_trinitys(raw))
+    origins: dict[str, str] = {}
+    settings = from_tuner(raw, Config.model_fields.keys(), name, origins)
+    # A file may have the same setting by both names: Flywheel's wins.
+    origins = {key: name for key, name in origins.items() if not has(raw, key.split("."))}
+    return _Read(settings, name, folder, is_trinitys(raw), origins)
 
 
-def _arguments(call: Call) -> dict[str, Any]:
-    """The settings that the arguments have. Raises ConfigError."""
+def _arguments(call: Call) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings that the arguments have, and the fields that set them. Raises ConfigError."""
+    origins: dict[str, str] = {}
     unused = ((key, getattr(call, key)) for key in ("project_name", "experiment_name"))
     translated((Found(key, value, ARGUMENTS[key]) for key, value in unused), "the arguments")
-    made = _fields(call.model, "model", MODEL, "model_path")
-    made = merged(made, _fields(call.algorithm, "algorithm", ALGORITHM))
+    made = _fields(call.model, "model", MODEL, origins, "model_path")
+    made = merged(made, _fields(call.algorithm, "algorithm", ALGORITHM, origins))
     base = _section(made, "model").get("base")
     if base and Path(base).expanduser().is_dir():
         # Not relative to the file.
@@ -143,15 +177,18 @@ def _arguments(call: Call) -> dict[str, Any]:
         others = {name: _auxiliary(name, given) for name, given in call.auxiliary_models.items()}
         made = merged(made, {"rollout": {"auxiliary_models": others}})
     if (data := call.train_dataset) is not None:
-        made = merged(made, _fields(data, "train_dataset", DATASET, "path"))
+        made = merged(made, _fields(data, "train_dataset", DATASET, origins, "path"))
     if call.eval_dataset is not None:
-        found = _fields(call.eval_dataset, "eval_dataset", DATASET, "path")
+        found = _fields(call.eval_dataset, "eval_dataset", DATASET, {}, "path")
         made["eval_dataset"] = [found["train_dataset"]]
-    return made if call.monitor_type is None else {**made, "monitor_type": call.monitor_type}
+    return (made if call.monitor_type is None else {**made, "monitor_type": call.monitor_type}), origins
 
 
-def _fields(given: Any, name: str, table: Mapping[str, Option], single: str = "") -> dict[str, Any]:
-    """Settings of an object of the tuner, a mapping, or a `single` value, in Flywheel's keys."""
+def _fields(
+    given: Any, name: str, table: Mapping[str, Option], origins: dict[str, str], single: str = ""
+) -> dict[str, Any]:
+    """Settings of an object of the tuner, a mapping, or a `single` value, in Flywheel's keys; its fields that set
+    them go to `origins`."""
     if given is None:
         return {}
     if isinstance(given, str | Path) and single:
@@ -163,7 +200,9 @@ def _fields(given: Any, name: str, table: Mapping[str, Option], single: str = ""
         raise ConfigError(f"use the {name}", why, "See `flywheel docs agentscope-tuner`.")
     is_set = getattr(given, "model_fields_set", values)
     kept = {key: value for key, value in values.items() if key not in SAMPLING or key in is_set}
-    made = translated((Found(key, value, table[key]) for key, value in kept.items()), f"the {name}")
+    set_by: dict[str, str] = {}
+    made = translated((Found(key, value, table[key]) for key, value in kept.items()), f"the {name}", set_by)
+    origins |= {ours: f"{name}.{key}" for ours, key in set_by.items()}
     if table is DATASET:
         # The subset and the split of another data set do not belong to it.
         made["train_dataset"] = {"name": None, "split": None, **made.get("train_dataset", {})}
@@ -190,8 +229,10 @@ def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
     return {"tracking": {"report_to": [kind], "dir": str(directory / "tensorboard")}} if kind else {}
 
 
-def _settings(both: dict[str, Any], call: Call, name: str, folder: Path, trainer: Path) -> Config:
-    """All settings, checked. Raises ConfigError, which names the key."""
+def _settings(
+    both: dict[str, Any], call: Call, name: str, folder: Path, trainer: Path, origins: Mapping[str, str]
+) -> Config:
+    """All settings, checked. Raises ConfigError, which names the key as the caller does."""
     rollout = _section(both, "rollout")
     longest, whole = rollout.get("max_completion_tokens"), rollout.get("max_model_len")
     if isinstance(longest, int) and isinstance(whole, int) and longest >= whole:
@@ -210,7 +251,23 @@ def _settings(both: dict[str, Any], call: Call, name: str, folder: Path, trainer
         rollout["reward_function"] = _spec_of(call.judge_func)
     # Nothing is read from a source: without this, Studio's database would have to exist.
     both.setdefault("sources", [])
-    return parse(both, name, folder)
+    try:
+        return parse(both, name, folder)
+    except ConfigError as error:
+        raise ConfigError(error.attempted, _with_names(error.why, origins), error.hint) from None
+
+
+def _with_names(why: str, origins: Mapping[str, str]) -> str:
+    """A sentence about settings, with the caller's keys for those of Flywheel that they set."""
+    notes = []
+    for ours, theirs in origins.items():
+        section, _, key = ours.rpartition(".")
+        named = re.sub(rf"(?<![\w.]){re.escape(ours)}(?![\w.])", theirs, why)
+        if named == why and f"`{section}`: " in why and re.search(rf"(?<![\w.]){key}(?!\w)", why):
+            # A rule about several keys of a section.
+            notes.append(f"{key} is `{theirs}`")
+        why = named
+    return f"{why} ({', '.join(notes)})" if notes else why
 
 
 def _spec_of(function: Callable[..., Any] | str) -> str:

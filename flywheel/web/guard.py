@@ -11,9 +11,10 @@ import hmac
 import os
 import secrets
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flywheel.store.kernel.database import STATE_FILE, is_missing
 from flywheel.system.server_limits import Limited, ServerLimits, read_body, refuse_in_text
 from flywheel.web.actions import LONGEST_NAME, NAME_COOKIE
+from flywheel.web.figures import Figures
 from flywheel.web.site import Site
 
 COOKIE: Final = "flywheel_web"
@@ -61,6 +63,8 @@ class Guard:
         self._token = token
         self._is_read_only = is_read_only
         self._session = secrets.token_urlsafe(32)
+        self.figures: Sequence[Figures[Any]] = ()
+        """Those that pages show."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:

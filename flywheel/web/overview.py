@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Connection
 from starlette.requests import Request
@@ -17,6 +17,9 @@ from flywheel.store.views.task_counts import TaskCounts
 from flywheel.web import criteria, plots
 from flywheel.web.figures import Figures
 from flywheel.web.site import site_of
+
+if TYPE_CHECKING:
+    from flywheel.daemon.status import Status
 
 PERIODS: Final = 30
 SWAPS: Final = 50
@@ -64,9 +67,25 @@ def overview(conn: Connection, config: Config) -> dict[str, Any]:
         "plot": plots.time_plot(periods, swaps),
         "drawing": plots,
         "available": {name: samples.newest_available(conn, target=name) for name in config.by_target()},
+        "not_yet": _not_yet(now),
         "error_hours": judge_usage.errors_by_hour(conn, ERROR_HOURS),
         "errors": judge_usage.recent_errors(conn, ERROR_HOURS, ERRORS + 1),
     }
+
+
+def _not_yet(now: Status) -> str:
+    """Why no round starts, before the daemon has said so."""
+    for own in now.targets.values():
+        if own.free_samples >= own.min_samples and not own.gate.shortfall:
+            return "A round can start: flywheel run plans it."
+    reasons = {
+        name: f"{own.free_samples:,} of {own.min_samples:,} samples are free"
+        if own.free_samples < own.min_samples
+        else own.gate.shortfall
+        for name, own in now.targets.items()
+    }
+    said = "; ".join(f"{name}: {reason}" if name else reason for name, reason in reasons.items())
+    return f"No round starts now: {said}."
 
 
 def _most(groups: dict[str, acceptance.Funnel]) -> list[tuple[str, acceptance.Funnel]]:

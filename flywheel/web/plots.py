@@ -15,11 +15,12 @@ from flywheel.records.round import Score
 from flywheel.store.views.acceptance import SharePeriod
 
 WIDTH: Final = 900
-HEIGHT: Final = 274
-LEFT: Final = 46
+HEIGHT: Final = 306
+LEFT: Final = 86
 RIGHT: Final = 12
-TOP: Final = 40
-BOTTOM: Final = 42
+TOP: Final = 56
+BOTTOM: Final = 62
+"""Margins have room for the larger letters of narrow screens."""
 TICKS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 SERIES: Final = 6
 """So many series have a colour and a sign of their own; further ones begin again."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
@@ -49,21 +48,26 @@ def application(
     names: frozenset[str] = LOCAL_NAMES,
     token: str | None = None,
     is_read_only: bool = False,
-) -> ASGIApp:
+) -> Guard:
     """The pages. `names` are the host names by which browsers reach them, besides IP addresses."""
     site = Site(config, is_read_only=is_read_only)
     app = Starlette(routes=ROUTES, exception_handlers={HTTPException: refuse, FlywheelError: explain})
     app.state.site = site
     app.state.overview = Figures(site, overview.overview)
     app.state.counts = Figures(site, lambda conn, config: task_counts(conn, config.takes.train))
-    return Guard(app, site, names, token, is_read_only=is_read_only)
+    app.state.exports = tasks.Exports()
+    pages = Guard(app, site, names, token, is_read_only=is_read_only)
+    pages.figures = (app.state.counts, app.state.overview)
+    return pages
 
 
 async def refuse(request: Request, error: Exception) -> Response:
     """A page for what cannot be shown."""
     assert isinstance(error, HTTPException)
     detail = "There is no such page." if error.detail == HTTPStatus(error.status_code).phrase else error.detail
-    return site_of(request).page("error.html", error.status_code, message=detail)
+    page = site_of(request).page("error.html", error.status_code, message=detail)
+    page.headers.update(error.headers or {})
+    return page
 
 
 async def explain(request: Request, error: Exception) -> Response:
@@ -103,15 +107,23 @@ ROUTES: Final[Sequence[BaseRoute]] = (
 )
 
 
-async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], None]) -> None:
-    """Serve the pages until the process is told to stop."""
+async def serve(app: Guard, listening: socket.socket, announce: Callable[[], None]) -> None:
+    """Serve the pages until the process is told to stop. The figures of a large state are counted before they are
+    asked for."""
     server = web_server(app, LIMITS, stop_seconds=GRACE_SECONDS)
     announce()
-    trimming = asyncio.create_task(_trim())
+    beside = [asyncio.create_task(_trim()), asyncio.create_task(_count(app.figures))]
     try:
         await server.serve([listening])
     finally:
-        trimming.cancel()
+        for each in beside:
+            each.cancel()
+
+
+async def _count(figures: Sequence[Figures[Any]]) -> None:
+    # In turn: each takes memory.
+    for each in figures:
+        await each.renew()
 
 
 async def _trim() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Self
@@ -13,12 +14,14 @@ from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from flywheel.records.exclusion import TaskScopes
 from flywheel.records.states import Split, TaskState
 from flywheel.store.kernel.schema import tasks, verdicts
 from flywheel.store.views import acceptance, lineage, task_list
 from flywheel.store.views.task_counts import FILTERS, TaskCounts
+from flywheel.system.server_limits import RETRY_SECONDS
 from flywheel.web import actions, criteria, labels
 from flywheel.web.figures import Figures
 from flywheel.web.site import site_of, tasks_with
@@ -29,7 +32,10 @@ OTHERS: Final = ("lowest", "highest", "text", "order", "after")
 Place = tuple[task_list.Order, task_list.Position | None]
 SEARCH_SECONDS: Final = 0.05
 """After this time, a list shows what it has found; a link continues the search."""
-EXPORTED_AT_ONCE: Final = 200
+EXPORTED_AT_ONCE: Final = 50
+"""Tasks of an export that are read at a time: each may have megabytes."""
+EXPORTS: Final = 8
+"""Exports that are sent at a time."""
 VALUES: Final = 200
 """Values of a filter that are offered."""
 
@@ -110,18 +116,50 @@ def _selected(request: Request) -> tuple[TaskSelection, task_list.Conditions, Pl
 async def export(request: Request) -> Response:
     """All tasks of a selection as JSON lines, each as `flywheel show --json` prints it, in its order."""
     site = site_of(request)
+    exports: Exports = request.app.state.exports
     _, conditions, (order, after) = _selected(request)
 
     async def lines() -> AsyncIterator[bytes]:
         at = after
         while True:
-            found, at = await site.read(task_list.search, conditions, EXPORTED_AT_ONCE, at, order=order)
-            yield b"".join(orjson.dumps(task_list.detail(row), option=orjson.OPT_APPEND_NEWLINE) for row in found)
+            async with exports.reading:
+                found, at = await site.read(task_list.search, conditions, EXPORTED_AT_ONCE, at, order=order)
+                part = b"".join(
+                    orjson.dumps(task_list.detail(row), option=orjson.OPT_APPEND_NEWLINE) for row in found
+                )
+            del found
+            yield part
             if at is None:
                 return
 
-    headers = {"content-disposition": 'attachment; filename="tasks.jsonl"'}
-    return StreamingResponse(lines(), media_type="application/jsonl", headers=headers)
+    if exports.running >= EXPORTS:
+        why = f"{EXPORTS} exports are being sent already: try again when one has ended."
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, why, {"Retry-After": str(RETRY_SECONDS)})
+    return _Export(exports, lines())
+
+
+class Exports:
+    """How many exports are sent now; they read the state in turn."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.reading = asyncio.Lock()
+
+
+class _Export(StreamingResponse):
+    """An export, which counts while it is sent."""
+
+    def __init__(self, exports: Exports, lines: AsyncIterator[bytes]) -> None:
+        self._exports = exports
+        exports.running += 1
+        headers = {"content-disposition": 'attachment; filename="tasks.jsonl"'}
+        super().__init__(lines, media_type="application/jsonl", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exports.running -= 1
 
 
 async def show(request: Request) -> Response:
@@ -149,8 +187,10 @@ def _task(
         ).scalar_one_or_none()
         for name, condition in (("newer", tasks.c.id > number), ("older", tasks.c.id < number))
     }  # fmt: skip
+    task = task_list.detail(rows[0])
     return {
-        "task": task_list.detail(rows[0]),
+        "task": task,
+        "reason": _own_reason(task["verdict"] or {}),
         "story": lineage.task_story(conn, number, takes),
         "judgements": _judgements(conn, number),
         "panel": labels.panel(conn, number, *person),
@@ -158,6 +198,14 @@ def _task(
         "like": rows[0].like if rows[0].like != key else None,
         **beside,
     }
+
+
+def _own_reason(verdict: Mapping[str, Any]) -> str:
+    """The reason of a verdict without those of its criteria, which stand above it."""
+    reason = verdict.get("reason") or ""
+    for each in verdict.get("criteria", ()):
+        reason = reason.replace(f"{each['criterion']}: {each['reason']}", "") if each["reason"] else reason
+    return str(reason).strip("; ")
 
 
 def _judgements(conn: Connection, number: int) -> list[dict[str, Any]]:

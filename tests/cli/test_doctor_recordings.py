@@ -56,6 +56,23 @@ async def test_the_expected_hit_rate_is_told_by_tool(tmp_path: Path, store: Stor
     assert finding.figures == {"tools_tasks": 13, "expected_hits_percent": 92, "expected_complete_percent": 92}
 
 
+@pytest.mark.parametrize("on_miss", ["end", "error"])
+async def test_recordings_that_will_hardly_ever_answer_are_a_warning(
+    tmp_path: Path, store: Store, on_miss: str
+) -> None:
+    """A few replies with many calls, whose arguments no other reply would have."""
+    calls = [part for n in range(6) for part in (call("look_up", {"about": f"the weather of town {n}"}), "x")]
+    replies = [reply(n, tools=(tool("look_up"),), trajectory=steps(*zip(calls[::2], calls[1::2], strict=True)))
+               for n in range(2)]  # fmt: skip
+    config = parsing(tmp_path, rollout={"tools": {"on_miss": on_miss}})
+    finding = await found(store, config, *replies)
+    assert "expected hit rate 0% (look_up 0%), estimated from 12 calls" in finding.text
+    assert finding.result is Result.WARNING
+    assert "recordings will hardly ever answer" in finding.text
+    assert ("on_miss: error" in finding.remedy) == (on_miss == "end")
+    assert finding.remedy.startswith("Collect more traces of the same questions")
+
+
 async def test_repeated_questions_are_the_better_estimate(tmp_path: Path, store: Store) -> None:
     one, same = (replace(each, query="What is 1 plus 2?") for each in asked(Split.TRAIN, "3", "3"))
     finding = await found(store, parsing(tmp_path), one, same)

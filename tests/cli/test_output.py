@@ -20,7 +20,7 @@ COMMANDS = (
     ["status", "--json"],
     ["status", "--metrics"],
     ["audit"],
-    ["rubric", "schema"],
+    ["config", "schema", "rubric"],
     ["dead-letters"],
 )
 EACH_COMMAND = pytest.mark.parametrize(

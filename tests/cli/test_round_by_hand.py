@@ -22,14 +22,19 @@ from flywheel.cli import status as status_command
 from flywheel.config import load
 from flywheel.daemon.status import Status, snapshot
 from flywheel.judge.usage import today
+from flywheel.records.exclusion import NOT_RECORDED
 from flywheel.store.kernel.database import read_once
 from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.terminal import COMMANDS, EVIL
 from tests.daemon.rounds.workers import REFUSES, works
+from tests.factories.config import write_config
 from tests.factories.documented_json import compare, documented
 from tests.factories.metrics import by, parsed
 from tests.factories.rollout import STEPS, rollout
+from tests.factories.state import write_state
+from tests.factories.trace import on_both_sides
+from tests.factories.verdict import put_judged
 from tests.waiting import wait_for
 
 PYTHON = sys.executable
@@ -351,3 +356,17 @@ def test_what_a_debug_round_took_of_the_judge_is_counted_once_and_under_the_budg
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 1
     assert "judge.budget.tokens_per_day (1,500) is spent; it goes on at midnight UTC" in ran.err
+
+
+@pytest.mark.parametrize("options", [(), ("--force", "--yes"), ("--debug",)])
+def test_a_round_without_free_samples_names_the_settings_that_leave_them_out(
+    flywheel: Run, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    replies = [replace(each, prompt_reason=NOT_RECORDED) for each in on_both_sides(6, 4)]
+    write_state(tmp_path / "state", put_judged, *replies)
+    config = write_config(tmp_path, sources=[], gate={"min_tasks": 2, "min_power": 0})
+    ran = flywheel("round", *options, "-c", config)
+    assert ran.code == 1
+    left_out = "no exact prompt (`training.inexact_prompts`): 6; held out (`ingest.train_ratio`): 4"
+    assert f"no sample is free; {left_out}. No task that rounds could take is to be judged" in ran.err
+    assert "Wait" not in ran.err

@@ -196,11 +196,6 @@ def test_several_files_and_files_that_cannot_be_read(flywheel: Run, tmp_path: Pa
     assert flywheel("rubric", "check", "good.yaml").code == 0
 
 
-def test_the_schema_is_printed(flywheel: Run) -> None:
-    ran = flywheel("rubric", "schema")
-    assert (ran.code, json.loads(ran.out)) == (0, rubric_schema())
-
-
 def test_only_keys_that_may_be_written_are_named(flywheel: Run, tmp_path: Path) -> None:
     said = checked(flywheel, tmp_path, "id: x\nfyles: 1\nanother: 2\ncriteria: [{id: a, value: b}]\n")
     assert len(said) == 2

@@ -213,6 +213,10 @@ def test_the_schemas_are_printed(flywheel: Run, name: str) -> None:
     meta.validate(shipped)
 
 
+def test_one_command_prints_schemas(flywheel: Run) -> None:
+    assert flywheel("rubric", "schema").code == 2
+
+
 def test_the_default_schema_is_that_of_configurations(flywheel: Run) -> None:
     assert flywheel("config", "schema").json["title"] == "A Flywheel configuration"
 

@@ -50,7 +50,7 @@ def test_status_says_how_many_conversations_are_missing(flywheel: Run, tmp_path:
     missing = flywheel("status", "--json").json["gate"]["missing"]
     assert missing > 30
     told = flywheel("status").out
-    assert f"0 held out ({missing} more needed)" in told
+    assert f"0 held out for the gate (0 conversations, {missing} more needed)" in told
     assert f"0 of {missing} held-out conversations: with 0, the gate would detect a gain of 10 points" in told
 
 

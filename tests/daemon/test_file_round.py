@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from flywheel.daemon.file_round import has_rewards, spec_of, tasks_of, train_on_
 from flywheel.daemon.rounds import file_tasks
 from flywheel.daemon.rounds.file_tasks import ReadRows
 from flywheel.errors import ConfigError, TrainError
+from flywheel.records.round import RoundResult, RoundSpec
 from flywheel.records.similarity import normalised
+from flywheel.training.data.loss_selection import by_loss
 from flywheel.training.data.round_directory import read_spec, settings_of
 from tests.daemon.rounds.workers import works
 from tests.factories.config import BOXED_RUBRIC, make_config
@@ -316,3 +320,105 @@ def test_a_pair_differs_in_what_its_replies_say(tmp_path: Path, one: Any, other:
     data = written(tmp_path / "data.jsonl", [line, {"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
     train, _ = tasks_of(settings(tmp_path, "dpo"), data, None, compares=False)
     assert len(train) == 1 + is_pair
+
+
+def tool_chat(number: int, *names: str) -> dict[str, Any]:
+    """A conversation that calls these tools."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": f"Order {number}?"}]
+    for name in names:
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        said += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": name, "content": "1"},
+        ]
+    return {"messages": [*said, {"role": "assistant", "content": f"It is {number}."}]}
+
+
+def mixed(folder: Path, plain: int, with_tool: int) -> tuple[Path, Path]:
+    """A file with so many rows of two classes, and one of rows to hold out."""
+    rows = [tool_chat(n) for n in range(plain)] + [tool_chat(plain + n, "find") for n in range(with_tool)]
+    held_out = [chat(f"Held out {n}?") for n in range(8)]
+    return written(folder / "rows.jsonl", rows), written(folder / "held-out.jsonl", held_out)
+
+
+def classes_of(spec: RoundSpec, read: ReadRows) -> Counter[str]:
+    return Counter(read.structures[task.task_id] for task in spec.train)
+
+
+EVEN = {"no_tools": 1, "one_tool": 1}
+
+
+@pytest.mark.parametrize(
+    ("stage", "training", "epochs", "expected", "why"),
+    [
+        # SFT uses all rows that there are: the largest number in which the weights hold.
+        ("sft", {"task_weights": EVEN}, None, (20, 20), "40 of 200 rows, by training.task_weights"),
+        ("sft", {"task_weights": {"no_tools": 3, "one_tool": 1}}, None, (60, 20), "80 of 200"),
+        ("sft", {"task_weights": {"no_tools": 1, "several_tools": 1}}, None, (180, 0), "of a class without a weight"),
+        # Steps of GRPO use fewer, as they are or as epochs need them.
+        ("grpo", {"task_weights": EVEN, "steps": 3}, None, (12, 12), "24 of 200 rows, by .* and training.steps"),
+        ("grpo", {"task_weights": EVEN, "steps": 6}, None, (28, 20), "48 of 200 rows, by .* and training.steps"),
+        ("grpo", {"task_weights": EVEN, "steps": 50}, None, (20, 20), "40 of 200 rows, by training.task_weights"),
+        ("grpo", {"task_weights": EVEN, "steps": 3}, 2, (20, 20), "40 of 200 rows, by training.task_weights"),
+        ("sft", {"coreset": {"size": 30, "strategy": "diversity"}}, None, 30, "30 of 200 rows, by training.coreset"),
+        ("sft", {"coreset": {"size": 10}, "task_weights": EVEN}, None, (5, 5), "task_weights and training.coreset"),
+    ],
+)
+def test_weights_and_a_coreset_choose_among_the_rows_of_a_file(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    stage: str,
+    training: dict[str, Any],
+    epochs: int | None,
+    expected: tuple[int, int] | int,
+    why: str,
+) -> None:
+    data, held_out = mixed(tmp_path, 180, 20)
+    read = ReadRows()
+    config = settings(tmp_path, stage, training=training, filter={"rubric": str(BOXED_RUBRIC)})
+    with caplog.at_level(logging.WARNING):
+        spec = spec_of(config, data, held_out, compares=stage == "grpo", epochs=epochs, read=read)
+    found = classes_of(spec, read)
+    assert (found["no_tools"], found["one_tool"]) == expected or found.total() == expected
+    assert spec.left_out.keys() == read.places.keys() - {each.task_id for each in (*spec.train, *spec.held_out)}
+    assert re.search(rf"{200 - len(spec.train)} rows, the first is .*: .*{why}", caplog.text)
+    assert spec_of(config, data, held_out, compares=stage == "grpo", epochs=epochs) == spec
+
+
+def test_without_weights_and_coreset_a_round_has_all_rows_of_a_file(tmp_path: Path) -> None:
+    data, held_out = mixed(tmp_path, 9, 1)
+    spec = spec_of(settings(tmp_path, "sft"), data, held_out, compares=False)
+    assert (len(spec.train), spec.left_out, spec.pool) == (10, {}, None)
+
+
+def test_what_a_loss_chooses_among_is_a_pool_of_the_rows(tmp_path: Path) -> None:
+    data, held_out = mixed(tmp_path, 60, 10)
+    training = {"coreset": {"size": 5, "strategy": "loss_topk"}, "task_weights": EVEN}
+    spec = spec_of(settings(tmp_path, "sft", training=training), data, held_out, compares=False)
+    assert spec.pool is not None
+    assert (spec.pool.size, len(spec.train)) == (5, 20)
+    assert spec.pool.candidates.keys() == {each.task_id for each in spec.train}
+    ids = list(spec.pool.candidates)
+    lines = by_loss(spec.pool, dict.fromkeys(ids, 1.0), dict.fromkeys(ids, "text"), dict.fromkeys(ids, 3), seed=1)
+    assert Counter(each["outcome"] for each in lines) == {"chosen by loss": 5, "released": 14, "set aside": 1}
+
+
+def test_a_class_that_no_row_has_is_refused_and_replay_is_a_warning(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"left out: of a class without a weight in training.task_weights"):
+        spec_of(settings(tmp_path, "sft", training={"task_weights": {"one_tool": 1}}), data, None, compares=False)
+    spec_of(settings(tmp_path, "sft", training={"replay": {"ratio": 0.5}}), data, None, compares=False)
+    assert "training.replay: without effect: a file has no earlier rounds" in caplog.text
+
+
+@pytest.mark.slow
+async def test_what_the_pool_of_a_file_did_not_choose_is_left_out(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "sft", training={"coreset": {"size": 1, "strategy": "hybrid"}})
+    spec = spec_of(config, data, None, compares=False)
+    result = RoundResult(round_id="tune", outcome="refused", reason="none", released=[spec.train[0].task_id])
+    works(tmp_path, monkeypatch, f"echo '{result.model_dump_json()}' > $3/result.json")
+    made = await train_on_files(spec, tmp_path / "round", config)
+    assert "others of its pool have a higher loss" in made.left_out[spec.train[0].task_id]

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from flywheel.cli.tables import forecast_text
 from flywheel.config import Config
 from flywheel.daemon.configured_source import apply_model_rules
-from flywheel.daemon.forecast import Forecast, forecast
+from flywheel.daemon.forecast import Forecast, forecast, none_free
 from flywheel.records import exclusion
 from flywheel.records.exclusion import TrainedModels
 from flywheel.records.states import Split
@@ -127,6 +127,26 @@ async def test_a_setting_that_does_not_help_is_not_named(tmp_path: Path, store: 
     await store.write(put, UNCALLED)
     found = await store.read(forecast, config(tmp_path, rollout={"agent": "reply"}))
     assert [each.setting for each in found.reasons] == ["rollout.agent"]
+
+
+async def test_without_a_free_sample_it_is_said_what_leaves_out_how_many(tmp_path: Path, store: Store) -> None:
+    await store.write(put, MODEL | INEXACT, MODEL, UNCALLED, {}, held_out=2)
+    own = config(tmp_path)
+    left_out = (
+        "no sample is free; answered by another model (`sources[].models.include`): 2; "
+        "no exact prompt (`training.inexact_prompts`): 1; tools uncalled (`rollout.tools.uncalled`): 1"
+    )
+    held_out = "held out (`ingest.train_ratio`): 2"
+    why, hint = await store.read(none_free, own)
+    assert (why, hint) == (
+        f"{left_out}; {held_out}",
+        "Wait for 1 task that rounds could take, still to be judged.",
+    )
+    # What has been judged, or cannot be used, is nothing to wait for.
+    await store.write(judge_all, lambda _: rejected())
+    why, hint = await store.read(none_free, own)
+    assert why == f"no sample is free; rejected (`filter`): 4; {held_out}"
+    assert hint.startswith("No task that rounds could take is to be judged")
 
 
 async def test_a_target_has_a_forecast_of_its_own(tmp_path: Path, store: Store) -> None:

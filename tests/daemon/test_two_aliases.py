@@ -121,7 +121,7 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     quiet = status._without_noise(state)
     assert all(each.looked_at is None for own in quiet.targets.values() for each in own.replicas)
     shown = flywheel("status", "-c", file).out
-    assert "work → r0002" in shown and "planner: 0 free of 4 needed, 3 held out" in shown
+    assert "work → r0002" in shown and "planner: 0 free of 4 needed, 3 held out for the gate" in shown
     assert f"{url}\n" in shown and "serves planner@r0001, work@r0002" in shown and "r0002 (worker)" in shown
     assert "trained for: worker" in flywheel("why", "r0002", "-c", file).out
     task = worked["train"][0]["task_id"]

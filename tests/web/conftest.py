@@ -163,7 +163,7 @@ class Visitor:
         page.wait_for_load_state("load")
         self.problems += [f"policy: {each}" for each in page.evaluate("window.violations")]
         assert not self.problems
-        assert "broken" not in page.title()
+        assert page.title() != "broken"
         wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0, f"{page.url} is {wide} pixels too wide"
 

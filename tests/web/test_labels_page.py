@@ -46,7 +46,7 @@ def test_replies_are_labelled_by_keyboard_alone(own_address: str, visitor: Visit
     press(page, "Enter")
     seen = set()
     for number in range(LABELLED):
-        seen.add(page.inner_text("h1"))
+        seen.add(page.inner_text("p.id"))
         # Blind: neither the verdict nor the state is there to be seen.
         assert page.get_by_role("heading", name="Verdict").count() == 0
         assert page.locator("main .mark").count() == page.get_by_text("Adapter", exact=True).count() == 0
@@ -56,9 +56,9 @@ def test_replies_are_labelled_by_keyboard_alone(own_address: str, visitor: Visit
             page.keyboard.press("Escape")
         if number == 20:
             press(page, "j")
-            skipped = page.inner_text("h1")
+            skipped = page.inner_text("p.id")
             press(page, "k")
-            assert page.inner_text("h1") != skipped
+            assert page.inner_text("p.id") != skipped
         press(page, "aru"[number % 3])
     assert len(seen) == LABELLED
     given = stored(own_state)

@@ -66,6 +66,16 @@ AXES_WITHOUT_TITLE = """
 """
 
 
+CHARTS_THAT_ARE_CUT = """
+[...document.querySelectorAll("svg")].filter(svg => svg.querySelector("text.tick")).filter(svg => {
+  const box = svg.getBoundingClientRect();
+  if (!box.width) return false;
+  const parts = [box, ...[...svg.querySelectorAll("text.tick")].map(each => each.getBoundingClientRect())];
+  return parts.some(part => part.width && (part.left < -1 || part.right > window.innerWidth + 1));
+}).map(svg => svg.outerHTML.slice(0, 200))
+"""
+
+
 def test_every_kind_of_page_is_accessible_and_scrolls_sideways_nowhere_and_all_axes_have_titles(
     visitor: Visitor, full: str
 ) -> None:
@@ -85,6 +95,7 @@ def test_every_kind_of_page_is_accessible_and_scrolls_sideways_nowhere_and_all_a
         visitor.check(page)
         visited.append(urlsplit(address).path)
         assert page.evaluate(AXES_WITHOUT_TITLE) == [], address
+        assert page.evaluate(CHARTS_THAT_ARE_CUT) == [], address
         charts += page.locator("svg:has(text.tick)").count()
         found = page.locator("a[href]:not([download])").evaluate_all("all => all.map(one => one.href)")
         for link in dict.fromkeys(urldefrag(urljoin(address, each)).url for each in found):

@@ -6,6 +6,7 @@ import asyncio
 import html
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy import Connection, func, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
+from flywheel.daemon.status import snapshot
 from flywheel.errors import StoreError
 from flywheel.store.kernel import schema
 from flywheel.store.kernel.database import Reader
@@ -22,8 +24,11 @@ from flywheel.web import figures
 from flywheel.web.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
 from flywheel.web.server import application
 from flywheel.web.site import Site
-from tests.factories.state import in_thread
+from tests.factories.state import in_thread, write_state
+from tests.factories.trace import on_both_sides
+from tests.factories.verdict import put_judged
 from tests.web.conftest import Check, Visitor
+from tests.web.recorded_state import config_of
 
 
 def test_the_overview_of_a_state(check: Check, address: str) -> None:
@@ -90,6 +95,40 @@ def test_the_funnel_counts_each_reply_once(shared_state: Config) -> None:
     assert total.judged == total.accepted + states["rejected"]
 
 
+def page_of(config: Config, path: str = "/") -> str:
+    """The text of a page, each run of white space as one blank."""
+    answer = TestClient(application(config, names=frozenset({"testserver"}))).get(path).text
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", answer.partition("<main")[2])).split())
+
+
+def test_free_usable_and_held_out_are_each_one_number_with_the_reason_for_a_difference(shared_state: Config) -> None:
+    shown = page_of(shared_state)
+    status = in_thread(Reader(shared_state.state_dir).read(snapshot, shared_state))
+    own = status.targets[""]
+    total, _, _ = in_thread(Reader(shared_state.state_dir).read(acceptance.funnels, shared_state.takes.train))
+    assert total.usable - total.used == own.free_samples + sum(own.waiting_samples.values())
+    assert f"Free samples {own.free_samples} of {own.min_samples} needed" in shown
+    assert f"{total.used} of {total.usable} usable samples are used by rounds" in shown
+    assert f"{own.held_out} for the gate, of {own.gate.conversations} conversations" in shown
+    assert "Usable samples" not in shown
+
+
+def test_the_samples_that_wait_are_beside_the_free_ones_and_why_no_round_starts_is_said(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", put_judged, *on_both_sides(20, 4))
+    few = config_of(tmp_path, gate={"min_tasks": 2, "min_power": 0})
+    assert "No round starts now: 20 of 64 samples are free." in page_of(few)
+    capped = config_of(
+        tmp_path, gate={"min_tasks": 2}, trigger={"min_samples": 8, "max_samples": 8, "cron_min_samples": 1}
+    )
+    shown = page_of(capped)
+    assert "Free samples 8 of 8 needed 12 more than a round takes" in shown
+    # The same as the page of the gate.
+    [why] = re.findall(r"No round starts now: ([^.]*)", shown)
+    assert why in page_of(capped, "/gate")
+    enough = capped.model_copy(update={"gate": capped.gate.model_copy(update={"min_power": 0})})
+    assert "A round can start: flywheel run plans it." in page_of(enough)
+
+
 def test_the_plot_has_all_periods_within_its_frame() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     hour = timedelta(hours=1)
@@ -132,7 +171,7 @@ def test_figures_that_take_long_are_read_once_in_a_while(
 
 
 @pytest.mark.slow
-def test_old_figures_are_shown_while_a_request_counts_newer_ones(
+def test_old_figures_are_shown_while_newer_ones_are_counted(
     shared_state: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "SLOW_SECONDS", -1.0)
@@ -153,12 +192,16 @@ def test_old_figures_are_shown_while_a_request_counts_newer_ones(
 
         own = figures.Figures(SlowSite(shared_state), lambda conn, config: 0)
         assert await own.get() == 1 and own.counted_at
-        counting = asyncio.create_task(own.get())
+        assert await own.get() == 1, "nobody waits for newer ones"
         await begun.wait()
-        assert [await own.get() for _ in range(3)] == [1, 1, 1], "nobody else waits"
+        assert [await own.get() for _ in range(3)] == [1, 1, 1] and len(reads) == 2, "they are counted once"
         may_end.set()
-        with pytest.raises(StoreError, match="it is broken"):
-            await counting
+        assert own._background is not None
+        await own._background
+        # What cannot be read is said by the next request: this one, which waits.
         assert await own.get() == 3
+        await own.get()
+        await own._background
+        assert await own.get() == 4
 
     in_thread(shown())

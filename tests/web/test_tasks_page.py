@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
+from flywheel.records.states import Split
+from flywheel.records.verdict import CriterionResult, Outcome, Verdict
 from flywheel.store.kernel.database import Reader
 from flywheel.store.views import task_list
 from flywheel.web import tasks
 from flywheel.web.server import application
-from tests.factories.state import in_thread
+from tests.factories.state import in_thread, write_state
+from tests.factories.trace import replies_on
+from tests.factories.verdict import put_judged
 from tests.web.conftest import Check, serving
+from tests.web.recorded_state import config_of
 
 
 def client_of(config: Config) -> TestClient:
@@ -105,3 +114,72 @@ def test_a_verdict_shows_the_judge_s_single_answers(check: Check, shared_state: 
         page.get_by_text("The judge's answers (1)").click()
         assert "demo-judge at" in page.inner_text("main") and "tokens sent" in page.inner_text("main")
         page.context.close()
+
+
+def test_a_task_has_its_question_as_title_and_says_each_reason_once(tmp_path: Path) -> None:
+    results = (
+        CriterionResult("correct", "no", 0.0, False, "9 is right"),
+        CriterionResult("leaks", "no", 0.0, True, "it names no key"),
+    )
+    verdict = Verdict(Outcome.REJECTED, 0.2, results, "score 0.20 is below 0.7; correct: 9 is right", calls=1)
+    asked = replace(replies_on(Split.TRAIN, 1)[0], query="What is <b>7</b> plus 2?")
+    write_state(tmp_path / "state", put_judged, asked, judge=lambda _: verdict)
+    client = client_of(config_of(tmp_path))
+    key = json.loads(client.get("/tasks.jsonl").text)["task_id"]
+    page = client.get(f"/tasks/{key}").text
+    assert "<title>What is &lt;b&gt;7&lt;/b&gt; plus 2? · Flywheel</title>" in page
+    text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page.partition("<main")[2])).split())
+    [heading] = re.findall(r"<h1>.*</h1>", page)
+    assert "What is &lt;b&gt;7&lt;/b&gt; plus 2?" in heading and key not in heading
+    assert text.count("9 is right") == text.count("it names no key") == text.count("score 0.20 is below 0.7") == 1
+    # What is looked for and not there is good.
+    assert "leaks : no ✓" in text and "correct : no ✗" in text
+
+
+def test_exports_are_limited_and_read_in_turn(shared_state: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of readers that take nothing, a few are served; these have at most a part of the tasks in memory each."""
+    monkeypatch.setattr(tasks, "EXPORTS", 2)
+    pages = application(shared_state, names=frozenset({"testserver"}))
+    reading: list[int] = []
+
+    async def shown() -> list[int]:
+        may_read, started, statuses = asyncio.Event(), asyncio.Semaphore(0), list[int]()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                started.release()
+            elif message.get("more_body"):
+                await may_read.wait()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        def asked() -> asyncio.Task[None]:
+            headers = [(b"host", b"testserver")]
+            scope = {"type": "http", "method": "GET", "path": "/tasks.jsonl", "query_string": b"", "headers": headers,
+                     "raw_path": b"/tasks.jsonl", "http_version": "1.1", "client": ("127.0.0.1", 1)}  # fmt: skip
+            return asyncio.create_task(pages({**scope, "asgi": {"version": "3.0"}}, receive, send))
+
+        search = task_list.search
+
+        def counted(*given: Any, **more: Any) -> Any:
+            reading.append(1)
+            try:
+                assert len(reading) == 1, "two exports read at once"
+                return search(*given, **more)
+            finally:
+                reading.pop()
+
+        monkeypatch.setattr(task_list, "search", counted)
+        some = [asked() for _ in range(5)]
+        for _ in some:
+            await started.acquire()
+        ended, _ = await asyncio.wait(some, timeout=0.1)
+        assert len(ended) == 3
+        may_read.set()
+        await asyncio.gather(*some)
+        await asked()
+        return statuses
+
+    assert sorted(in_thread(shown())) == [200, 200, 200, 503, 503, 503]

@@ -63,7 +63,9 @@ SAMPLED: Final = 500
 SAMPLED_CHARACTERS: Final = 64_000_000
 """The most text of their steps."""
 MIN_ROLLOUTS: Final = 10
-"""Fewer are no reason for a warning."""
+"""Fewer, or fewer calls, are no reason for a warning."""
+MIN_HIT_RATE: Final = 0.25
+"""Below this, tools of rollouts answer with errors, or end them, nearly always."""
 NAMED: Final = 5
 _COUNTED: Final = {
     Exclusion.TOOLS: "with recorded results",
@@ -79,6 +81,7 @@ _UNSURE: Final = (
     "`flywheel round --debug` shows how many rollouts miss. If many do, let them go on:"
     " `rollout.tools.on_miss: error`."
 )
+_MISSES: Final = "Collect more traces of the same questions, or let rollouts run your agent: `rollout.agent`."
 _LOW: Final = (
     "Collect more traces of the same questions, or let rollouts go on after a miss: `rollout.tools.on_miss: error`."
 )
@@ -155,7 +158,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                     JsonlFile(file).close()
             size = sum(file.stat().st_size for file in files)
             text, figures = (
-                f"task lines, {len(files):,} files, {byte_size(size)}",
+                f"task lines, {quantity(len(files), 'file')}, {byte_size(size)}",
                 {"files": len(files), "bytes": size},
             )
             if unread := unread_in(path):
@@ -166,7 +169,7 @@ def _source(config: Config, source: Source, subject: str) -> tuple[Result, str, 
                 schema, _ = schema_of(database)
                 spans, size = database.last_rowid(), path.stat().st_size
             text, figures = (
-                f"{schema.name}, about {spans:,} spans, {byte_size(size)}",
+                f"{schema.name}, about {quantity(spans, 'span')}, {byte_size(size)}",
                 {"spans": spans, "bytes": size},
             )
     if is_network(kind := file_system(path)):
@@ -286,6 +289,7 @@ def _recordings(conn: Connection, config: Config) -> Finding:
         parts.append(f"no recorded result of {', '.join(unrecorded[:NAMED])}{more}")
     share = expected.best.complete_share or 0.0
     is_known = expected.best.rollouts >= MIN_ROLLOUTS
+    is_counted = sum(expected.best.calls.values()) >= MIN_ROLLOUTS
     if config.rollout.tools.on_miss == "end" and is_known and share < MIN_COMPLETE_SHARE:
         dropped = f"groups in which fewer than {MIN_COMPLETE_SHARE:.0%} have none are dropped"
         if expected.best is expected.repeated:
@@ -295,6 +299,9 @@ def _recordings(conn: Connection, config: Config) -> Finding:
             only = f"{share:.0%} of traces have only such calls"
             parts.append(f"{only}; rollouts with other words in theirs miss, and {dropped}")
             problems.append(_UNSURE)
+    elif (rate := expected.best.rate) is not None and rate < MIN_HIT_RATE and is_counted:
+        parts.append("recordings will hardly ever answer")
+        problems.append(_MISSES if config.rollout.tools.on_miss == "error" else _LOW)
     result = Result.WARNING if problems else Result.OK
     return Finding("recordings", result, "; ".join(parts), " ".join(problems[:1]), figures=figures)
 

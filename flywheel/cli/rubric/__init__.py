@@ -54,14 +54,6 @@ def check(
 
 
 @rubric.command()
-def schema() -> None:
-    """Print the JSON Schema of rubric files, for editors that complete and validate."""
-    from flywheel.judge.file_schemas import rubric_schema
-
-    print_json(rubric_schema())
-
-
-@rubric.command()
 def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.", readable=False)],
     labels: LabelsOption,

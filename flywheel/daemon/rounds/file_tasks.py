@@ -23,11 +23,13 @@ class ReadRows:
 
     Attributes:
         places: The file of each, and its line.
+        structures: The class of each (`training.task_weights`).
         left_out: Why it is not trained on.
         notes: What is worth knowing of others: pairs of an id and a sentence.
     """
 
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    structures: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
@@ -36,7 +38,7 @@ class ReadRows:
         key = task.task_id
         while key in self.places:
             key += f"-{len(self.places)}"
-        self.places[key] = file, row.number
+        self.places[key], self.structures[key] = (file, row.number), row.structure
         self.notes.extend((key, f"`{name}` is not read") for name in row.unread_keys)
         return task.model_copy(update={"task_id": key})
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
+from flywheel.daemon.forecast import none_free
 from flywheel.daemon.judging.judge_setup import judge_settings
 from flywheel.daemon.rounds.candidate import candidate_in
 from flywheel.daemon.rounds.gate_planning import next_test
@@ -166,6 +167,8 @@ def plan(
     which `place` puts into the round's directory. Raises TrainError when it cannot be."""
     _check(conn, config, "plan a round")
     takes, needed = config.takes, config.gate.min_tasks
+    if place is None and not samples.count_free(conn, takes.train):
+        raise TrainError("plan a round", *none_free(conn, config))
     if (held_out := samples.count_held_out(conn, takes.gate, most=needed)) < needed:
         why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
         raise TrainError("plan a round", why, _COLLECT.format("gate.min_tasks"))
@@ -177,6 +180,11 @@ def plan(
     more: Sequence[int] = ()
     if place is None:
         own, record = chosen or choose(conn, config, rubric)
+        if not own.tasks and record.left_out:
+            why = "; ".join(f"{number:,} {each}" for each, number in record.left_out.items())
+            raise TrainError(
+                "plan a round", f"no free sample fits: {why}", "Change the settings that leave them out."
+            )
         if RECORDED & {*config.training.stages} and not takes.train.rejected_uses:
             room = most_samples(config) - len(own.tasks) - len(own.replayed)
             more = samples.accepted_by_people(conn, room, takes.train)
@@ -251,7 +259,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     asked = config.rollout.prompts_asked(config.training.prompts_per_step)
     free = [row.id for row in samples.candidates(conn, config.takes.train, asked)]
     if not free:
-        raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
+        raise TrainError("try a round", *none_free(conn, config))
     return _spec(
         conn,
         config,

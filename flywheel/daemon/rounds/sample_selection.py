@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -10,10 +11,20 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
+from flywheel.config.training import CoresetSettings
 from flywheel.judge.rubric import Rubric
 from flywheel.records.coreset import ORDERS, Order, in_order, text_of
-from flywheel.records.round import ClassShare, RoundSelection, SamplePool
-from flywheel.records.selection import LATER, SHARES, Candidate, Selection, SelectionRules, select
+from flywheel.records.round import ClassShare, RoundSelection, RoundTask, SamplePool
+from flywheel.records.selection import (
+    LATER,
+    SHARES,
+    UNWEIGHTED,
+    Candidate,
+    Selection,
+    SelectionRules,
+    largest,
+    select,
+)
 from flywheel.store import rounds, samples
 from flywheel.system.terminal import quantity
 
@@ -85,8 +96,7 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
     if (coreset := config.training.coreset) is not None:
         lines = samples.lines(conn, [each.task for each in found])
         texts = {number: text_of(line["init_messages"], line["main_query"]) for number, line in lines}
-        way = POOL_ORDERS.get(coreset.strategy) or cast("Order", coreset.strategy)
-        found, order = in_order(found, texts, way, coreset.candidates, seed), ORDERS[way]
+        found, order = _in_order(found, texts, coreset, seed)
         if coreset.is_by_loss:
             order = f"a pool, of which the worker takes {coreset.size:,} by {coreset.strategy}; {order}"
     earlier: list[Candidate] = []
@@ -116,6 +126,55 @@ def choose(conn: Connection, config: Config, rubric: Rubric) -> tuple[Selection,
     return chosen, record
 
 
+def _in_order(
+    found: Sequence[Candidate], texts: Mapping[int, str], coreset: CoresetSettings, seed: int
+) -> tuple[list[Candidate], str]:
+    """The candidates in the order of a coreset, and its name."""
+    way = POOL_ORDERS.get(coreset.strategy) or cast("Order", coreset.strategy)
+    return in_order(found, texts, way, coreset.candidates, seed), ORDERS[way]
+
+
+def choose_of_file(
+    tasks: Sequence[RoundTask], structures: Mapping[str, str], config: Config, *, by_steps: bool
+) -> tuple[list[RoundTask], dict[str, str], SamplePool | None]:
+    """What a round on files takes of these tasks, in their order, by `training.task_weights` and `training.coreset`:
+    if it is limited `by_steps`, what these use, and if that is all there are, the largest number in which the weights
+    hold. `structures` are the classes by id. Then why others are left out, by id, and the pool of which the worker
+    chooses, if it does."""
+    weights, coreset = dict[str, float](config.training.task_weights.items()), config.training.coreset
+    if not tasks or not (weights or coreset):
+        return list(tasks), {}, None
+    found = [Candidate(place, structure=structures[task.task_id]) for place, task in enumerate(tasks)]
+    supply = Counter(each.structure for each in found)
+    names = [f"training.{name}" for name in ("task_weights", "coreset") if getattr(config.training, name)]
+    most = largest(weights, supply) if weights else len(tasks)
+    if by_steps and (used := _of_steps(config)) < sum(supply[name] for name in weights or supply):
+        most, names = used, [*names, "training.steps"]
+    rules = SelectionRules(most, 0, weights=weights, size=coreset.candidates if coreset is not None else None)
+    if coreset is not None:
+        texts = {place: text_of(task.exchange.history, task.exchange.query) for place, task in enumerate(tasks)}
+        found, _ = _in_order(found, texts, coreset, config.training.seed)
+    taken = {*select(found, rules).tasks}
+    why = f"the round takes {len(taken):,} of {quantity(len(tasks), 'row')}, by {' and '.join(names)}"
+    left_out = {
+        task.task_id: why if weights.get(structures[task.task_id], not weights) else UNWEIGHTED
+        for place, task in enumerate(tasks)
+        if place not in taken
+    }
+    own = {tasks[each.task].task_id: each for each in found if each.task in taken}
+    return [tasks[place] for place in sorted(taken)], left_out, _pool(coreset, own, rules)
+
+
+def _pool(
+    coreset: CoresetSettings | None, candidates: dict[str, Candidate], rules: SelectionRules
+) -> SamplePool | None:
+    """None if the worker does not choose."""
+    if coreset is None or not coreset.is_by_loss:
+        return None
+    strategy: Any = coreset.strategy
+    return SamplePool(size=coreset.size, strategy=strategy, candidates=candidates, rules=rules)
+
+
 def pool_of(conn: Connection, config: Config, ids: Sequence[int]) -> SamplePool | None:
     """These tasks as the pool of a round; None if its worker does not choose. Raises ConfigError for a wrong
     chain."""
@@ -124,9 +183,7 @@ def pool_of(conn: Connection, config: Config, ids: Sequence[int]) -> SamplePool 
         return None
     rules, rows = rules_of(config), samples.known(conn, ids)
     names = {row.id: row.key for row in rows}
-    candidates = {names[each.task]: each for each in _weighed(conn, rows, rules)}
-    strategy: Any = coreset.strategy
-    return SamplePool(size=coreset.size, strategy=strategy, candidates=candidates, rules=rules)
+    return _pool(coreset, {names[each.task]: each for each in _weighed(conn, rows, rules)}, rules)
 
 
 def rules_of(config: Config) -> SelectionRules:
@@ -186,7 +243,12 @@ def _room(config: Config) -> int:
     training = config.training
     if "sft" in training.stages:
         return config.trigger.max_samples
-    return min(config.trigger.max_samples, training.steps * config.rollout.prompts_asked(training.prompts_per_step))
+    return min(config.trigger.max_samples, _of_steps(config))
+
+
+def _of_steps(config: Config) -> int:
+    """The samples that the steps of GRPO use."""
+    return config.training.steps * config.rollout.prompts_asked(config.training.prompts_per_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,17 @@ from flywheel.records.exclusion import ANY_MODEL, TrainedModels
 from flywheel.records.ground_truth import KEY as GROUND_TRUTH
 from flywheel.records.privacy import NOBODY, PrivateNames, named_in
 from flywheel.records.states import SkipReason
-from flywheel.records.task import ID_OF_LINE, METADATA, Entry, TaskLine, entry_of, line_bytes, storable, task_line
+from flywheel.records.task import (
+    ID_OF_LINE,
+    METADATA,
+    Entry,
+    TaskLine,
+    class_of,
+    entry_of,
+    line_bytes,
+    storable,
+    task_line,
+)
 from flywheel.records.tool_calls import FINISH_FUNCTIONS, arguments_text, functions_by_name
 from flywheel.records.trace import LATEST_NS, ChatMessage, Reply, ToolCall, ToolDefinition, get_path, reasoning_of
 from flywheel.sources.jsonl import arrow_nulls, batch_lines, sharegpt
@@ -429,6 +439,7 @@ class DataRow:
             worse one. The model's are trained on, but for those with a `weight` of 0. It may end in a call, or in the
             result of one.
         unread_keys: Names of keys with a value that were not read, of messages, calls and the line itself.
+        structure: Its class (`training.task_weights`), of a preference that of the better reply.
     """
 
     number: int
@@ -438,6 +449,7 @@ class DataRow:
     reply: tuple[ChatMessage, ...] = ()
     worse_reply: tuple[ChatMessage, ...] = ()
     unread_keys: tuple[str, ...] = ()
+    structure: str = ""
 
 
 def rows_of(
@@ -505,7 +517,7 @@ def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_questio
         if not needs_question and _reply({**line}, text, now).reply.skip is SkipReason.NO_QUERY:
             line["main_query"] = text.decode().strip()
         task, read = _asked(line, text, source, now)
-        return DataRow(number, task, reply=read.messages, unread_keys=read.unread)
+        return DataRow(number, task, reply=read.messages, unread_keys=read.unread, structure=class_of(read.reply))
     both = []
     for key in ("chosen", "rejected"):
         task, read = _asked(_with_reply(line, key), text, source, now)
@@ -518,7 +530,8 @@ def _row(text: bytes, source: Path, now: datetime, number: int, *, needs_questio
     better_score, worse_score = (_score(line, key) for key in _SCORES)
     difference = None if better_score is None or worse_score is None else better_score - worse_score
     unread = dict.fromkeys((*(key for key in _REASONING if line.get(key)), *one.unread, *other.unread))
-    return DataRow(number, better, worse, difference, one.messages, other.messages, tuple(unread))
+    structure = class_of(one.reply)
+    return DataRow(number, better, worse, difference, one.messages, other.messages, tuple(unread), structure)
 
 
 def _score(line: TaskLine, key: str) -> float | None:

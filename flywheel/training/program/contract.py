@@ -131,7 +131,7 @@ def fields_of(
     """Reward, response and metrics of what a function returned: a number, or an object or dict with these fields.
     That of a judge has no response. Raises ResultError, also for a response without text if `needs_text`."""
     if _is_number(returned):
-        return _finite(returned, "reward"), None, {}
+        return _reward(returned), None, {}
     if returned is None:
         raise ResultError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
     reward, metrics = _field(returned, "reward"), _field(returned, "metrics")
@@ -143,7 +143,7 @@ def fields_of(
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ResultError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
     return (
-        None if reward is None else _finite(reward, "reward"),
+        None if reward is None else _reward(reward),
         None if response is None else _text(response, needs_text),
         {str(name): _finite(value, f"metric {name}") for name, value in (metrics or {}).items()},
     )
@@ -307,6 +307,13 @@ def _text(response: Any, needed: bool) -> str | None:
 def _is_number(value: Any) -> bool:
     # Also those of NumPy and tensors of one element.
     return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, _PLAIN))
+
+
+def _reward(value: Any) -> float:
+    # Those of NumPy are called `bool` or `bool_`.
+    if type(value).__name__ in ("bool", "bool_"):
+        raise ResultError("not_a_number", f"its reward is {value}, a truth value: return 1.0 or 0.0")
+    return _finite(value, "reward")
 
 
 def _finite(value: Any, what: str) -> float:

@@ -99,7 +99,7 @@ async def test_open_to_strangers_keeps_to_its_shares_and_holds_bursts(store: Sto
     assert (own.free_samples, own.waiting_samples) == (1, {"over their share": 39})
     from flywheel.cli import status as status_command
 
-    assert f"1 free of 40 needed, 2 held out; {waiting}\n" in status_command._text(state) + "\n"
+    assert f"1 free of 40 needed, 2 held out for the gate; {waiting}\n" in status_command._text(state) + "\n"
     await tell(store, *burst(25, first=5000))
     await run(store, config)
     assert (await states(store)).count("held") > 0

@@ -178,7 +178,7 @@ class _Data:
     [
         (0.5, (0.5, None, {})),
         (1, (1.0, None, {})),
-        (True, (1.0, None, {})),
+        ({"reward": 1, "metrics": {"is_right": True}}, (1.0, None, {"is_right": 1.0})),
         (np.float32(0.25), (0.25, None, {})),
         ({"reward": 0.5, "response": "yes", "metrics": {"turns": 3}}, (0.5, "yes", {"turns": 3.0})),
         (_Output(0.5, "yes", {"turns": np.int64(3)}), (0.5, "yes", {"turns": 3.0})),
@@ -208,6 +208,8 @@ def test_results(returned: Any, expected: Any) -> None:
         (_Output(), "no_result", "of type _Output"),
         (math.nan, "not_a_number", "its reward is nan"),
         (math.inf, "not_a_number", "its reward is inf"),
+        (True, "not_a_number", "its reward is True, a truth value: return 1.0 or 0.0"),
+        ({"reward": np.bool_(False)}, "not_a_number", "its reward is False, a truth value"),
         (10**5000, "not_a_number", "its reward is "),
         ({"reward": "0.5"}, "not_a_number", "its reward is '0.5', which is not a finite number"),
         ({"reward": 1, "metrics": {"loss": math.nan}}, "not_a_number", "its metric loss is nan"),
